@@ -1,0 +1,43 @@
+# For people; CMake does the work. `make test` on a fresh Debian machine installs what is missing, builds and tests.
+.PHONY: help setup build test asan cuda bench format tidy clean
+JOBS ?= $(shell nproc)
+
+help:
+	@echo "make setup   install what the build needs (Debian, Ubuntu)"
+	@echo "make build   build build/release/furious"
+	@echo "make test    set up, build, run all tests"
+	@echo "make asan    the fast tests under the address and undefined-behaviour sanitizers"
+	@echo "make cuda    build the CUDA preset (needs nvcc)"
+	@echo "make bench   mixer speed on this machine, beside its floor"
+	@echo "make format  clang-format over the sources;   make tidy  clang-tidy"
+
+setup:
+	@scripts/setup.sh
+
+build: setup
+	cmake --preset release
+	cmake --build --preset release -j $(JOBS)
+
+test: build
+	ctest --preset release -j $(JOBS)
+
+asan: setup
+	cmake --preset asan
+	cmake --build --preset asan -j $(JOBS)
+	ctest --preset asan -j $(JOBS)
+
+cuda: setup
+	cmake --preset cuda
+	cmake --build --preset cuda -j $(JOBS)
+
+bench: build
+	build/release/furious bench mixer --preset 2mamba --length 512,2048 --backward
+
+format:
+	git ls-files '*.cpp' '*.h' '*.cu' '*.cuh' | xargs clang-format -i
+
+tidy: build
+	git ls-files 'src/*.cpp' | xargs -P $(JOBS) -n 1 clang-tidy -p build/release --quiet
+
+clean:
+	rm -rf build

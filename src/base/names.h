@@ -1,0 +1,17 @@
+// Looking a name up in a list of known ones; an unknown name is answered with the nearest.
+#pragma once
+
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace furious {
+
+// The known name with the smallest edit distance to `name`; empty when none is near.
+std::string nearest_name(std::string_view name, std::span<const std::string> known);
+
+// Throws: unknown <kind> "name"; did you mean "…"? known: …
+[[noreturn]] void unknown_name(std::string_view kind, std::string_view name, std::span<const std::string> known);
+
+}  // namespace furious

@@ -1,0 +1,120 @@
+#include "tensor/arena.h"
+
+#include <algorithm>
+
+#include "base/error.h"
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#else
+#define ASAN_POISON_MEMORY_REGION(pointer, bytes) ((void)(pointer), (void)(bytes))
+#define ASAN_UNPOISON_MEMORY_REGION(pointer, bytes) ((void)(pointer), (void)(bytes))
+#endif
+
+namespace furious {
+namespace {
+
+constexpr size_t kAlignment = 256;
+constexpr size_t kSmallestSegment = size_t{4} << 20;
+
+// Keeps blocks apart, so that the sanitizer sees a write past the end of one.
+#if defined(__SANITIZE_ADDRESS__)
+constexpr size_t kRedZone = kAlignment;
+#else
+constexpr size_t kRedZone = 0;
+#endif
+
+}  // namespace
+
+Arena::~Arena() {
+  for (auto& [pointer, block] : blocks_) {
+    if (!block.starts_segment) continue;
+    memory::release(device_, pointer);
+  }
+}
+
+Arena& Arena::of(Device device) {
+  // Never destroyed: tensors with static lifetime may outlive any order of destruction.
+  static auto& mutex = *new std::mutex;
+  static auto& arenas = *new std::map<std::pair<DeviceKind, int>, Arena*>;
+  const std::lock_guard lock(mutex);
+  Arena*& arena = arenas[{device.kind, device.index}];
+  if (arena == nullptr) arena = new Arena(device);
+  return *arena;
+}
+
+void* Arena::allocate(size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  const size_t wanted = (std::max<size_t>(bytes, 1) + kRedZone + kAlignment - 1) / kAlignment * kAlignment;
+  auto block = std::find_if(blocks_.begin(), blocks_.end(),
+                            [&](const auto& entry) { return !entry.second.used && entry.second.bytes >= wanted; });
+  if (block == blocks_.end()) {
+    const size_t segment = std::max(wanted, kSmallestSegment);
+    auto* pointer = static_cast<std::byte*>(memory::allocate(device_, segment));
+    block = blocks_.emplace(pointer, Block{segment, false, true}).first;
+    usage_.reserved += segment;
+    ++usage_.segments_made;
+    if (device_.is_cpu()) ASAN_POISON_MEMORY_REGION(pointer, segment);
+  }
+  if (block->second.bytes > wanted) {
+    blocks_.emplace(block->first + wanted, Block{block->second.bytes - wanted, false, false});
+    block->second.bytes = wanted;
+  }
+  block->second.used = true;
+  usage_.live += wanted;
+  usage_.peak = std::max(usage_.peak, usage_.live);
+  if (device_.is_cpu()) ASAN_UNPOISON_MEMORY_REGION(block->first, bytes);
+  return block->first;
+}
+
+// Joins a free block with the free block right behind it in the same segment.
+std::map<std::byte*, Arena::Block>::iterator Arena::merge(std::map<std::byte*, Block>::iterator block) {
+  const auto next = std::next(block);
+  if (next == blocks_.end() || next->second.used || next->second.starts_segment) return block;
+  block->second.bytes += next->second.bytes;
+  blocks_.erase(next);
+  return block;
+}
+
+void Arena::release(void* pointer) {
+  const std::lock_guard lock(mutex_);
+  auto block = blocks_.find(static_cast<std::byte*>(pointer));
+  require(block != blocks_.end() && block->second.used, "arena of {}: released a block it does not hold",
+          name_of(device_));
+  if (device_.is_cpu()) ASAN_POISON_MEMORY_REGION(block->first, block->second.bytes);
+  block->second.used = false;
+  usage_.live -= block->second.bytes;
+  block = merge(block);
+  if (!block->second.starts_segment) {
+    const auto previous = std::prev(block);
+    if (!previous->second.used) merge(previous);
+  }
+}
+
+void Arena::trim() {
+  const std::lock_guard lock(mutex_);
+  for (auto block = blocks_.begin(); block != blocks_.end();) {
+    const auto next = std::next(block);
+    const bool whole_segment =
+        block->second.starts_segment && (next == blocks_.end() || next->second.starts_segment) && !block->second.used;
+    if (whole_segment) {
+      if (device_.is_cpu()) ASAN_UNPOISON_MEMORY_REGION(block->first, block->second.bytes);
+      usage_.reserved -= block->second.bytes;
+      memory::release(device_, block->first);
+      blocks_.erase(block);
+    }
+    block = next;
+  }
+}
+
+Arena::Usage Arena::usage() const {
+  const std::lock_guard lock(mutex_);
+  return usage_;
+}
+
+void Arena::reset_peak() {
+  const std::lock_guard lock(mutex_);
+  usage_.peak = usage_.live;
+}
+
+}  // namespace furious

@@ -1,0 +1,54 @@
+// The memory that tensors live in, one arena per device.
+//
+// A step of training asks for the same sizes in the same order every time, so what one step released serves the next:
+// after the first step the device is asked for nothing. Freed blocks merge with their neighbours; the lowest block that
+// fits is taken, so addresses repeat from step to step (a CUDA graph can be replayed over them).
+#pragma once
+
+#include <cstddef>
+#include <map>
+#include <mutex>
+#include <vector>
+
+#include "tensor/device.h"
+
+namespace furious {
+
+class Arena {
+ public:
+  explicit Arena(Device device) : device_(device) {}
+  ~Arena();
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+
+  static Arena& of(Device device);
+
+  void* allocate(size_t bytes);
+  void release(void* pointer);
+  void trim();  // gives segments that hold no live block back to the device
+
+  struct Usage {
+    size_t live = 0;           // bytes in blocks that are held now
+    size_t peak = 0;           // the most that live has been since reset_peak
+    size_t reserved = 0;       // bytes taken from the device
+    size_t segments_made = 0;  // how often the device was asked, ever
+  };
+  Usage usage() const;
+  void reset_peak();
+
+ private:
+  struct Block {
+    size_t bytes = 0;
+    bool used = false;
+    bool starts_segment = false;
+  };
+
+  std::map<std::byte*, Block>::iterator merge(std::map<std::byte*, Block>::iterator block);
+
+  Device device_;
+  mutable std::mutex mutex_;
+  std::map<std::byte*, Block> blocks_;
+  Usage usage_;
+};
+
+}  // namespace furious

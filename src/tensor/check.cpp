@@ -1,0 +1,68 @@
+#include "tensor/check.h"
+
+#include <fmt/ranges.h>
+
+#include "base/error.h"
+
+namespace furious {
+
+void ArgumentCheck::present(std::string_view argument, const Tensor& tensor) const {
+  require(tensor.defined(), "{}: argument \"{}\" is missing", operation_, argument);
+}
+
+void ArgumentCheck::rank(std::string_view argument, const Tensor& tensor, int expected) const {
+  present(argument, tensor);
+  require(tensor.rank() == expected, "{}: argument \"{}\" has rank {} (shape {}), expected rank {}", operation_,
+          argument, tensor.rank(), to_string(tensor.shape()), expected);
+}
+
+void ArgumentCheck::shape(std::string_view argument, const Tensor& tensor, std::vector<int64_t> expected) const {
+  present(argument, tensor);
+  bool matches = tensor.rank() == static_cast<int>(expected.size());
+  for (int i = 0; matches && i < tensor.rank(); ++i) matches = expected[i] == kAny || expected[i] == tensor.size(i);
+  if (matches) return;
+  std::vector<std::string> wanted;
+  for (int64_t size : expected) wanted.push_back(size == kAny ? "any" : std::to_string(size));
+  fail("{}: argument \"{}\" has shape {}, expected [{}]", operation_, argument, to_string(tensor.shape()),
+       fmt::join(wanted, ", "));
+}
+
+void ArgumentCheck::dtype(std::string_view argument, const Tensor& tensor, std::vector<DType> expected) const {
+  present(argument, tensor);
+  std::vector<std::string_view> wanted;
+  for (DType dtype : expected) {
+    if (dtype == tensor.dtype()) return;
+    wanted.push_back(name_of(dtype));
+  }
+  fail("{}: argument \"{}\" has dtype {}, expected {}", operation_, argument, name_of(tensor.dtype()),
+       fmt::join(wanted, " or "));
+}
+
+void ArgumentCheck::device(std::string_view argument, const Tensor& tensor, Device expected) const {
+  present(argument, tensor);
+  require(tensor.device() == expected, "{}: argument \"{}\" is on {}, expected {}", operation_, argument,
+          name_of(tensor.device()), name_of(expected));
+}
+
+void ArgumentCheck::contiguous(std::string_view argument, const Tensor& tensor) const {
+  present(argument, tensor);
+  require(tensor.is_contiguous(), "{}: argument \"{}\" of shape {} is not contiguous", operation_, argument,
+          to_string(tensor.shape()));
+}
+
+void ArgumentCheck::unit_inner_stride(std::string_view argument, const Tensor& tensor) const {
+  present(argument, tensor);
+  require(tensor.size(-1) <= 1 || tensor.stride(-1) == 1,
+          "{}: argument \"{}\" of shape {} has stride {} in its last dimension, expected 1", operation_, argument,
+          to_string(tensor.shape()), tensor.stride(-1));
+}
+
+void ArgumentCheck::dense(std::string_view argument, const Tensor& tensor, DType expected_dtype,
+                          std::vector<int64_t> expected_shape, Device expected_device) const {
+  shape(argument, tensor, std::move(expected_shape));
+  dtype(argument, tensor, {expected_dtype});
+  device(argument, tensor, expected_device);
+  contiguous(argument, tensor);
+}
+
+}  // namespace furious

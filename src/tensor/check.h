@@ -1,0 +1,37 @@
+// Checks where a tensor enters an operation. Every message names the operation, the argument, what came and what was
+// expected: `rms_norm: argument "weight" has shape [3], expected [64]`.
+#pragma once
+
+#include <string_view>
+#include <vector>
+
+#include "tensor/tensor.h"
+
+namespace furious {
+
+// One operation's arguments. A size of kAny in an expected shape matches everything.
+class ArgumentCheck {
+ public:
+  static constexpr int64_t kAny = -1;
+
+  explicit ArgumentCheck(std::string_view operation) : operation_(operation) {}
+
+  void present(std::string_view argument, const Tensor& tensor) const;
+  void rank(std::string_view argument, const Tensor& tensor, int expected) const;
+  void shape(std::string_view argument, const Tensor& tensor, std::vector<int64_t> expected) const;
+  void dtype(std::string_view argument, const Tensor& tensor, std::vector<DType> expected) const;
+  void device(std::string_view argument, const Tensor& tensor, Device expected) const;
+  void contiguous(std::string_view argument, const Tensor& tensor) const;
+  void unit_inner_stride(std::string_view argument, const Tensor& tensor) const;
+
+  // Present, contiguous, of this dtype and shape, on this device: what most operations ask of most arguments.
+  void dense(std::string_view argument, const Tensor& tensor, DType expected_dtype, std::vector<int64_t> expected_shape,
+             Device expected_device = {}) const;
+
+  std::string_view operation() const { return operation_; }
+
+ private:
+  std::string_view operation_;
+};
+
+}  // namespace furious

@@ -1,0 +1,58 @@
+#include "tensor/device.h"
+
+#include <charconv>
+#include <cstdlib>
+#include <new>
+
+#include "base/error.h"
+#include "tensor/device_cuda.h"
+
+namespace furious {
+
+std::string name_of(Device device) {
+  return device.is_cpu() ? "cpu" : fmt::format("cuda:{}", device.index);
+}
+
+Device device_from_name(std::string_view name) {
+  if (name == "cpu") return {};
+  if (name == "cuda") return {DeviceKind::cuda, 0};
+  if (name.starts_with("cuda:")) {
+    Device device{DeviceKind::cuda, 0};
+    const char* end = name.data() + name.size();
+    const auto [stopped, error] = std::from_chars(name.data() + 5, end, device.index);
+    if (error == std::errc{} && stopped == end && device.index >= 0) return device;
+  }
+  fail("unknown device \"{}\"; expected \"cpu\", \"cuda\" or \"cuda:N\"", name);
+}
+
+#ifndef FURIOUS_CUDA
+std::vector<std::string> describe_cuda_devices() {
+  return {};
+}
+
+namespace memory {
+void* allocate_cuda(int, size_t) {
+  fail("this furious was built without CUDA; use device \"cpu\" or build the cuda preset");
+}
+void release_cuda(int, void*) {}
+}  // namespace memory
+#endif
+
+namespace memory {
+
+void* allocate(Device device, size_t bytes) {
+  if (!device.is_cpu()) return allocate_cuda(device.index, bytes);
+  void* pointer = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
+  require(pointer != nullptr, "out of memory on cpu: {:.1f} MiB more were needed", static_cast<double>(bytes) / 0x1p20);
+  return pointer;
+}
+
+void release(Device device, void* pointer) {
+  if (device.is_cpu())
+    std::free(pointer);
+  else
+    release_cuda(device.index, pointer);
+}
+
+}  // namespace memory
+}  // namespace furious

@@ -1,0 +1,30 @@
+// Where memory lies and work runs.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace furious {
+
+enum class DeviceKind : uint8_t { cpu, cuda };
+
+struct Device {
+  DeviceKind kind = DeviceKind::cpu;
+  int index = 0;
+
+  bool operator==(const Device&) const = default;
+  bool is_cpu() const { return kind == DeviceKind::cpu; }
+};
+
+std::string name_of(Device device);                // "cpu", "cuda:0"
+Device device_from_name(std::string_view name);    // "cpu", "cuda", "cuda:1"
+std::vector<std::string> describe_cuda_devices();  // one line each; empty without a CUDA build, driver or GPU
+
+namespace memory {  // raw memory of a device, 256-byte aligned; throws Error with numbers when there is none left
+void* allocate(Device device, size_t bytes);
+void release(Device device, void* pointer);
+}  // namespace memory
+
+}  // namespace furious

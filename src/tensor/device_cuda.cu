@@ -1,0 +1,48 @@
+#include <cuda_runtime.h>
+
+#include "base/error.h"
+#include "tensor/device.h"
+#include "tensor/device_cuda.h"
+
+namespace furious {
+
+std::vector<std::string> describe_cuda_devices() {
+  int count = 0;
+  if (cudaGetDeviceCount(&count) != cudaSuccess) return {};  // no driver, or one too old for this toolkit
+  std::vector<std::string> lines;
+  for (int i = 0; i < count; ++i) {
+    cudaDeviceProp properties;
+    if (cudaGetDeviceProperties(&properties, i) != cudaSuccess) continue;
+    lines.push_back(fmt::format("cuda:{} {} (compute capability {}.{}, {:.0f} GiB)", i, properties.name,
+                                properties.major, properties.minor,
+                                static_cast<double>(properties.totalGlobalMem) / 0x1p30));
+  }
+  return lines;
+}
+
+namespace memory {
+
+void* allocate_cuda(int index, size_t bytes) {
+  void* pointer = nullptr;
+  cudaError_t status = cudaSetDevice(index);
+  if (status == cudaSuccess) status = cudaMalloc(&pointer, bytes);
+  if (status == cudaErrorMemoryAllocation) {
+    (void)cudaGetLastError();  // this error is not sticky; clear it for the next call
+    size_t available = 0;
+    size_t total = 0;
+    (void)cudaMemGetInfo(&available, &total);
+    fail("out of memory on cuda:{}: {:.1f} MiB more were needed, {:.1f} MiB of {:.1f} are free", index,
+         static_cast<double>(bytes) / 0x1p20, static_cast<double>(available) / 0x1p20,
+         static_cast<double>(total) / 0x1p20);
+  }
+  require(status == cudaSuccess, "cuda:{} cannot be used: {}", index, cudaGetErrorString(status));
+  return pointer;
+}
+
+void release_cuda(int index, void* pointer) {
+  (void)cudaSetDevice(index);
+  (void)cudaFree(pointer);  // at exit the driver may be gone already; nothing is lost then
+}
+
+}  // namespace memory
+}  // namespace furious

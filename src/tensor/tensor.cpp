@@ -1,0 +1,151 @@
+#include "tensor/tensor.h"
+
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/error.h"
+#include "tensor/arena.h"
+
+namespace furious {
+namespace {
+
+std::array<int64_t, Shape::kMaxRank> contiguous_strides(const Shape& shape) {
+  std::array<int64_t, Shape::kMaxRank> strides{};
+  int64_t stride = 1;
+  for (int i = shape.rank() - 1; i >= 0; --i) {
+    strides[i] = stride;
+    stride *= shape[i];
+  }
+  return strides;
+}
+
+int checked_dim(int dim, int rank) {
+  require(dim >= -rank && dim < rank, "tensor: dimension {} of a tensor of rank {}", dim, rank);
+  return dim < 0 ? dim + rank : dim;
+}
+
+}  // namespace
+
+Shape::Shape(std::initializer_list<int64_t> sizes) : Shape(std::span<const int64_t>(sizes.begin(), sizes.size())) {}
+
+Shape::Shape(std::span<const int64_t> sizes) {
+  require(sizes.size() <= kMaxRank, "shape: rank {} exceeds {}", sizes.size(), kMaxRank);
+  for (int64_t size : sizes) {
+    require(size >= 0, "shape: size {} is negative", size);
+    sizes_[rank_++] = size;
+  }
+}
+
+int64_t Shape::elements() const {
+  int64_t product = 1;
+  for (int64_t size : *this) product *= size;
+  return product;
+}
+
+bool Shape::operator==(const Shape& other) const {
+  return std::equal(begin(), end(), other.begin(), other.end());
+}
+
+std::string to_string(const Shape& shape) {
+  return fmt::format("[{}]", fmt::join(shape.begin(), shape.end(), ", "));
+}
+
+Tensor Tensor::empty(const Shape& shape, DType dtype, Device device) {
+  Tensor tensor;
+  tensor.shape_ = shape;
+  tensor.strides_ = contiguous_strides(shape);
+  tensor.dtype_ = dtype;
+  tensor.device_ = device;
+  Arena& arena = Arena::of(device);
+  tensor.data_ = arena.allocate(tensor.bytes());
+  tensor.owner_ = std::shared_ptr<void>(tensor.data_, [&arena](void* pointer) { arena.release(pointer); });
+  return tensor;
+}
+
+Tensor Tensor::zeros(const Shape& shape, DType dtype, Device device) {
+  require(device.is_cpu(), "tensor: zeros on {} is not built in", name_of(device));
+  Tensor tensor = empty(shape, dtype, device);
+  std::memset(tensor.data_, 0, tensor.bytes());
+  return tensor;
+}
+
+Tensor Tensor::wrap(void* data, const Shape& shape, DType dtype, Device device) {
+  Tensor tensor;
+  tensor.data_ = data;
+  tensor.shape_ = shape;
+  tensor.strides_ = contiguous_strides(shape);
+  tensor.dtype_ = dtype;
+  tensor.device_ = device;
+  return tensor;
+}
+
+bool Tensor::is_contiguous() const {
+  int64_t expected = 1;
+  for (int i = rank() - 1; i >= 0; --i) {
+    if (shape_[i] != 1 && strides_[i] != expected) return false;
+    expected *= shape_[i];
+  }
+  return true;
+}
+
+Tensor Tensor::view(const Shape& shape) const {
+  require(is_contiguous(), "tensor: view of a tensor of shape {} that is not contiguous", to_string(shape_));
+  require(shape.elements() == elements(), "tensor: {} elements of shape {} viewed as {}", elements(),
+          to_string(shape_), to_string(shape));
+  Tensor result = *this;
+  result.shape_ = shape;
+  result.strides_ = contiguous_strides(shape);
+  return result;
+}
+
+Tensor Tensor::slice(int dim, int64_t start, int64_t length) const {
+  dim = checked_dim(dim, rank());
+  require(start >= 0 && length >= 0 && start + length <= shape_[dim],
+          "tensor: slice [{}, {}) of dimension {} of shape {}", start, start + length, dim, to_string(shape_));
+  Tensor result = *this;
+  result.shape_[dim] = length;
+  result.data_ = static_cast<std::byte*>(data_) + start * strides_[dim] * static_cast<int64_t>(size_of(dtype_));
+  return result;
+}
+
+Tensor Tensor::select(int dim, int64_t index) const {
+  dim = checked_dim(dim, rank());
+  Tensor result = slice(dim, index, 1);
+  std::array<int64_t, Shape::kMaxRank> sizes{};
+  int kept = 0;
+  for (int i = 0; i < rank(); ++i) {
+    if (i == dim) continue;
+    sizes[kept] = shape_[i];
+    result.strides_[kept++] = strides_[i];
+  }
+  result.shape_ = Shape(std::span<const int64_t>(sizes.data(), kept));
+  return result;
+}
+
+Tensor Tensor::split_dim(int dim, int64_t outer, int64_t inner) const {
+  dim = checked_dim(dim, rank());
+  require(outer * inner == shape_[dim], "tensor: dimension {} of shape {} split into {} x {}", dim, to_string(shape_),
+          outer, inner);
+  Tensor result = *this;
+  std::array<int64_t, Shape::kMaxRank> sizes{};
+  int made = 0;
+  require(rank() < Shape::kMaxRank, "tensor: split of a tensor of the largest rank {}", Shape::kMaxRank);
+  for (int i = 0; i < rank(); ++i) {
+    if (i == dim) {
+      sizes[made] = outer;
+      result.strides_[made++] = strides_[i] * inner;
+    }
+    sizes[made] = i == dim ? inner : shape_[i];
+    result.strides_[made++] = strides_[i];
+  }
+  result.shape_ = Shape(std::span<const int64_t>(sizes.data(), made));
+  return result;
+}
+
+void Tensor::check_type(DType wanted) const {
+  require(dtype_ == wanted, "tensor: data of dtype {} read as {}", name_of(dtype_), name_of(wanted));
+}
+
+}  // namespace furious

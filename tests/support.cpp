@@ -1,0 +1,131 @@
+#include "support.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+
+namespace furious::testing {
+namespace {
+
+uint64_t choose_seed(uint64_t salt) {
+  const char* given = std::getenv("FURIOUS_TEST_SEED");
+  return given ? std::strtoull(given, nullptr, 10) : 20260 + salt;
+}
+
+template <class Draw>
+Tensor random_tensor(const Shape& shape, DType dtype, Draw&& draw) {
+  Tensor values = Tensor::empty(shape, DType::f32);
+  float* data = values.data<float>();
+  for (int64_t i = 0; i < values.elements(); ++i) data[i] = static_cast<float>(draw());
+  return dtype == DType::f32 ? values : to_dtype(values, dtype);
+}
+
+template <class T>
+Tensor tensor_from(const std::vector<T>& values, const Shape& shape) {
+  Tensor tensor = Tensor::empty(shape, DTypeOf<T>::value);
+  require(static_cast<int64_t>(values.size()) == tensor.elements(), "test: {} values for shape {}", values.size(),
+          to_string(shape));
+  std::memcpy(tensor.raw(), values.data(), tensor.bytes());
+  return tensor;
+}
+
+}  // namespace
+
+Random::Random(uint64_t salt)
+    : seed_(choose_seed(salt)),
+      engine_(seed_),
+      trace_(__FILE__, __LINE__, fmt::format("repeat with FURIOUS_TEST_SEED={}", seed_)) {}
+
+int64_t Random::integer(int64_t low, int64_t high) {
+  return std::uniform_int_distribution<int64_t>(low, high)(engine_);
+}
+
+Tensor Random::normal_tensor(const Shape& shape, double scale, DType dtype) {
+  return random_tensor(shape, dtype, [&] { return scale * normal(); });
+}
+
+Tensor Random::uniform_tensor(const Shape& shape, double low, double high, DType dtype) {
+  return random_tensor(shape, dtype, [&] { return uniform(low, high); });
+}
+
+Tensor tensor_of(const std::vector<float>& values, const Shape& shape) {
+  return tensor_from(values, shape);
+}
+
+Tensor tensor_of(const std::vector<int32_t>& values, const Shape& shape) {
+  return tensor_from(values, shape);
+}
+
+std::vector<double> to_doubles(const Tensor& tensor) {
+  Tensor dense = Tensor::empty(tensor.shape(), DType::f64);
+  copy(dense, tensor);
+  const double* data = dense.data<double>();
+  return {data, data + dense.elements()};
+}
+
+double relative_error(const std::vector<double>& actual, const std::vector<double>& expected, double floor) {
+  if (actual.size() != expected.size()) return std::numeric_limits<double>::infinity();
+  double difference = 0;
+  double norm = 0;
+  for (size_t i = 0; i < actual.size(); ++i) {
+    if (!std::isfinite(actual[i])) return std::numeric_limits<double>::infinity();
+    difference += (actual[i] - expected[i]) * (actual[i] - expected[i]);
+    norm += expected[i] * expected[i];
+  }
+  return std::sqrt(difference) / (std::sqrt(norm) + floor);
+}
+
+double relative_error(const Tensor& actual, const std::vector<double>& expected, double floor) {
+  return relative_error(to_doubles(actual), expected, floor);
+}
+
+double relative_error(const Tensor& actual, const Tensor& expected, double floor) {
+  return relative_error(to_doubles(actual), to_doubles(expected), floor);
+}
+
+bool all_finite(const Tensor& tensor) {
+  for (double value : to_doubles(tensor))
+    if (!std::isfinite(value)) return false;
+  return true;
+}
+
+bool same_bits(const Tensor& a, const Tensor& b) {
+  require(a.is_contiguous() && b.is_contiguous(), "test: same_bits of strided tensors");
+  return a.shape() == b.shape() && a.dtype() == b.dtype() && std::memcmp(a.raw(), b.raw(), a.bytes()) == 0;
+}
+
+std::vector<double> numeric_gradient(const Function& f, const std::vector<double>& x,
+                                     const std::vector<double>& weights, double step) {
+  const auto objective = [&](const std::vector<double>& at) {
+    const std::vector<double> y = f(at);
+    require(y.size() == weights.size(), "test: {} weights for {} results", weights.size(), y.size());
+    double sum = 0;
+    for (size_t i = 0; i < y.size(); ++i) sum += weights[i] * y[i];
+    return sum;
+  };
+  std::vector<double> gradient(x.size());
+  std::vector<double> moved = x;
+  for (size_t i = 0; i < x.size(); ++i) {
+    const double h = step * std::max(1.0, std::fabs(x[i]));
+    moved[i] = x[i] + h;
+    const double above = objective(moved);
+    moved[i] = x[i] - h;
+    const double below = objective(moved);
+    moved[i] = x[i];
+    gradient[i] = (above - below) / (2 * h);
+  }
+  return gradient;
+}
+
+void expect_error(const std::function<void()>& statement, const std::vector<std::string>& parts) {
+  try {
+    statement();
+    ADD_FAILURE() << "no error was thrown";
+  } catch (const Error& error) {
+    for (const std::string& part : parts)
+      EXPECT_NE(std::string(error.what()).find(part), std::string::npos)
+          << "\"" << part << "\" is missing in: " << error.what();
+  }
+}
+
+}  // namespace furious::testing
