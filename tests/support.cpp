@@ -52,7 +52,7 @@ Tensor tensor_of(const std::vector<float>& values, const Shape& shape) {
   return tensor_from(values, shape);
 }
 
-Tensor tensor_of(const std::vector<int32_t>& values, const Shape& shape) {
+Tensor int_tensor_of(const std::vector<int32_t>& values, const Shape& shape) {
   return tensor_from(values, shape);
 }
 

@@ -37,7 +37,7 @@ class Random {
 };
 
 Tensor tensor_of(const std::vector<float>& values, const Shape& shape);
-Tensor tensor_of(const std::vector<int32_t>& values, const Shape& shape);
+Tensor int_tensor_of(const std::vector<int32_t>& values, const Shape& shape);
 
 std::vector<double> to_doubles(const Tensor& tensor);  // in row-major order, whatever the strides and dtype
 
