@@ -1,0 +1,100 @@
+// The mixer family: linear attention, Mamba-2, 2Mamba and softmax attention as one function with three switches.
+//
+//   S_ij = scale · q_i·k_j          w_ij = f(S_ij) · exp(A_i − A_j)  for j ≤ i, else 0       A_t = Σ_{s≤t} a_s
+//   y_i  = Σ_j w_ij v_j             n_i  = Σ_j w_ij
+//   o_i  = y_i  (norm none)         o_i  = y_i / n_i  (norm sum; 0 where |n_i| < kSmallestNormalizer)
+//
+// f(x) is x (linear), x² (squared) or exp(x) (exponential). For the first two, f(S_ij) = φ(scale·q_i)·φ(k_j), so the
+// past fits into a state of constant size: state = Σ_j exp(A_end − A_j) φ(k_j) [v_j, 1]ᵀ, with D rows (φ's length: dim,
+// or dim(dim+1)/2 in the order of symmetric_square.h) and v_dim columns, plus one for n when norm = sum.
+//
+// The forms compute the same function. `parallel` walks tiles of the score matrix (quadratic time, any score);
+// `chunked` does so inside chunks and carries the state between them (linear time; linear and squared scores); both
+// need memory linear in length. `reference` is the double-precision oracle. `recurrent.h` is the form for one token.
+//
+// An exponential score without normalizer saturates: f(x) = exp(min(x, kLargestExponent)), so finite stays finite.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "ops/tape.h"
+#include "tensor/tensor.h"
+
+namespace furious {
+
+enum class Score : uint8_t { linear, squared, exponential };
+enum class Norm : uint8_t { none, sum };
+enum class Form : uint8_t { automatic, parallel, chunked, reference };
+
+inline constexpr float kSmallestNormalizer = 1e-30f;
+inline constexpr float kLargestExponent = 60.0f;
+
+struct MixerSpec {
+  Score score = Score::squared;
+  bool decay = true;
+  Norm norm = Norm::sum;
+  float scale = 0;  // 0: 1/√qk_dim
+
+  bool operator==(const MixerSpec&) const = default;
+  bool has_state() const { return score != Score::exponential; }
+};
+
+// The mixers of the paper by name ("2mamba", "softmax", …); unknown names are answered with the nearest.
+MixerSpec mixer_spec(std::string_view name);
+const std::vector<std::string>& mixer_names();
+std::string to_string(const MixerSpec& spec);  // "squared, decay, sum"
+
+Form form_from_name(std::string_view name);
+std::string_view name_of(Form form);
+
+// D, the rows of the state.
+int64_t state_rows(const MixerSpec& spec, int64_t qk_dim);
+// v_dim, or one more when the normalizer is carried along.
+int64_t state_columns(const MixerSpec& spec, int64_t v_dim);
+
+// q, k: [batch, length, heads or a divisor of it, qk_dim]; v: [batch, length, heads or a divisor, v_dim]; all f32, bf16
+// or f16 (f64 for the reference), any strides with unit inner stride. Head h of the result uses head h/(heads/own) of
+// an input with `own` heads; heads is the largest of the three.
+struct MixerInputs {
+  Tensor q, k, v;
+  Tensor log_decay;      // [batch, length, heads] f32 (f64 for the reference), none positive; exactly when spec.decay
+  Tensor boundaries;     // optional: where documents start (boundaries.h); nothing passes a boundary
+  Tensor initial_state;  // optional: [batch, heads, D, columns] f32 (f64); enters each row's first document
+};
+
+struct MixerOptions {
+  Form form = Form::automatic;
+  int64_t chunk = 0;  // tokens in a chunk of the chunked form; 0: chosen by dimension
+  bool final_state = false;
+};
+
+struct MixerResult {
+  Tensor out;          // [batch, length, heads, v_dim], dtype of v
+  Tensor normalizer;   // [batch, heads, length] f32 when norm = sum: n_i, divided by exp(maximum) for exponential scores
+  Tensor maximum;      // [batch, heads, length] f32 for exponential with sum: the largest exponent of the row
+  Tensor final_state;  // [batch, heads, D, columns] when asked for: the state after each row's last document
+  Form form = Form::automatic;  // the form that ran
+};
+
+// Gradients, contiguous and in the dtype of their inputs; da in f32. Tensors given in `into` are written instead (any
+// strides with unit inner stride: slices of a fused gradient).
+struct MixerGradients {
+  Tensor q, k, v, log_decay, initial_state;
+};
+
+MixerResult mixer_forward(const MixerSpec& spec, const MixerInputs& inputs, const MixerOptions& options = {});
+
+// `result` is what mixer_forward returned for these inputs. `final_state_gradient` is optional. No atomics: the same
+// bits on every run, for every number of threads.
+MixerGradients mixer_backward(const MixerSpec& spec, const MixerInputs& inputs, const MixerResult& result,
+                              const Tensor& out_gradient, const Tensor& final_state_gradient = {},
+                              const MixerOptions& options = {}, const MixerGradients& into = {});
+
+// On the tape: q, k, v and log_decay receive gradients.
+Variable mixer(Tape& tape, const MixerSpec& spec, const Variable& q, const Variable& k, const Variable& v,
+               const Variable& log_decay, const Tensor& boundaries = {}, const MixerOptions& options = {});
+
+}  // namespace furious

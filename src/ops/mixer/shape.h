@@ -1,0 +1,20 @@
+// The sizes of one mixer call, taken from its checked inputs.
+#pragma once
+
+#include "ops/boundaries.h"
+#include "ops/mixer/mixer.h"
+
+namespace furious {
+
+struct MixerShape {
+  int64_t batch = 0, length = 0, heads = 0;
+  int64_t q_heads = 0, k_heads = 0, v_heads = 0;
+  int64_t qk_dim = 0, v_dim = 0;
+  int64_t state_rows = 0, state_columns = 0;
+  float scale = 0;
+};
+
+// Throws an Error that names the argument if anything about the inputs is wrong.
+MixerShape check_mixer(std::string_view operation, const MixerSpec& spec, const MixerInputs& inputs, Form form);
+
+}  // namespace furious

@@ -1,0 +1,229 @@
+// The linear part of a mixer on one packed span of one head: the state that stands for everything before the span.
+//
+// φ is made for a block of tokens and a block of features at a time and multiplied at once; it never exists for a whole
+// span. The normalizer's column of the state is kept apart (z): as a 65th column it would cost a whole vector.
+
+#if defined(FURIOUS_OPS_MIXER_STATE_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef FURIOUS_OPS_MIXER_STATE_INL_H_
+#undef FURIOUS_OPS_MIXER_STATE_INL_H_
+#else
+#define FURIOUS_OPS_MIXER_STATE_INL_H_
+#endif
+
+#include <algorithm>
+#include <cmath>
+
+#include "base/parallel.h"
+#include "ops/mixer/gemm-inl.h"
+#include "ops/mixer/pack-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace furious {
+namespace HWY_NAMESPACE {
+
+constexpr size_t kFeatureBlock = 192;
+constexpr size_t kTokenBlock = 96;
+constexpr size_t kFeatureLd = kFeatureBlock + kPad;  // a row's last vector may reach past the block
+static_assert(kFeatureBlock % kRows == 0 && kTokenBlock % kRows == 0);
+
+constexpr float kRoot2 = 1.41421356237309504880f;
+
+// The state of one head, or its gradient.
+struct HeadState {
+  size_t features = 0, qk_dim = 0, v_dim = 0, v_ld = 0;
+  bool squared = false;
+  cpu::Scratch memory;
+  float* s = nullptr;  // [features, v_ld], rows padded to whole strips
+  float* z = nullptr;  // [features], padded to whole vectors
+
+  HeadState(const MixerShape& shape, bool squared_score)
+      : features(static_cast<size_t>(shape.state_rows)),
+        qk_dim(static_cast<size_t>(shape.qk_dim)),
+        v_dim(static_cast<size_t>(shape.v_dim)),
+        v_ld(round_up(v_dim, kPad)),
+        squared(squared_score) {
+    const size_t rows = round_up(features, kRows);
+    memory = cpu::Scratch::zeros(rows * v_ld + round_up(features, kFeatureBlock) + kPad);
+    s = memory.data();
+    z = s + rows * v_ld;
+  }
+
+  // From and to [D, columns] with columns = v_dim or v_dim + 1.
+  void load(const float* in, size_t columns) {
+    for (size_t f = 0; f < features; ++f) {
+      std::copy(in + f * columns, in + f * columns + v_dim, s + f * v_ld);
+      if (columns > v_dim) z[f] = in[f * columns + v_dim];
+    }
+  }
+  void store(float* out, size_t columns) const {
+    for (size_t f = 0; f < features; ++f) {
+      std::copy(s + f * v_ld, s + f * v_ld + v_dim, out + f * columns);
+      if (columns > v_dim) out[f * columns + v_dim] = z[f];
+    }
+  }
+};
+
+// Calls f(a, offset, begin, end) for every a whose features (a, b), b in [begin, end), lie in [first, last); `offset` is
+// the feature (a, begin), counted from `first`.
+template <class F>
+HWY_INLINE void for_each_row_of_square(size_t dim, size_t first, size_t last, F&& f) {
+  size_t start = 0;  // feature (a, a)
+  for (size_t a = 0; a < dim && start < last; start += dim - a, ++a) {
+    const size_t begin = std::max(start, first);
+    const size_t end = std::min(start + dim - a, last);
+    if (begin < end) f(a, begin - first, a + begin - start, a + end - start);
+  }
+}
+
+// out[token, feature − first] = φ(x[token])[feature], zero up to a whole strip of features.
+inline HWY_ATTR void expand(const HeadState& state, const float* x, size_t ld, size_t tokens, size_t first, size_t last,
+                            float* out) {
+  const size_t width = last - first;
+  for (size_t t = 0; t < tokens; ++t) {
+    const float* row = x + t * ld;
+    float* to = out + t * kFeatureLd;
+    if (state.squared) {
+      for_each_row_of_square(state.qk_dim, first, last, [&](size_t a, size_t at, size_t begin, size_t end) HWY_ATTR {
+        const FloatVector factor = hn::Set(kTag, row[a] * kRoot2);
+        // The last vector may spill into the next row's features, which are written after it.
+        for (size_t b = begin; b < end; b += kLanes)
+          hn::StoreU(hn::Mul(factor, hn::LoadU(kTag, row + b)), kTag, to + at + (b - begin));
+        if (begin == a) to[at] = row[a] * row[a];
+      });
+    } else {
+      std::copy(row + first, row + last, to);
+    }
+    std::fill(to + width, to + round_up(width, kPad), 0.0f);
+  }
+  std::fill(out + tokens * kFeatureLd, out + round_up(tokens, kRows) * kFeatureLd, 0.0f);
+}
+
+HWY_INLINE float dot(const float* a, const float* b, size_t count) {
+  FloatVector total = hn::Zero(kTag);
+  for (size_t i = 0; i < count; i += kLanes)
+    total = hn::MulAdd(hn::LoadU(kTag, a + i), hn::LoadU(kTag, b + i), total);
+  return hn::GetLane(hn::SumOfLanes(kTag, total));
+}
+
+// y_i += φ(x_i)ᵀ s, sum_i += φ(x_i)·z for `tokens` rows of x. `sum` may be null.
+inline HWY_ATTR void state_read(const HeadState& state, const float* x, size_t ld, size_t tokens, float* y,
+                                float* sum) {
+  const size_t blocks = (tokens + kTokenBlock - 1) / kTokenBlock;
+  parallel_for(static_cast<int64_t>(blocks), [&](int64_t block) HWY_ATTR {
+    const size_t t0 = static_cast<size_t>(block) * kTokenBlock;
+    const size_t count = std::min(kTokenBlock, tokens - t0);
+    const cpu::Scratch phi(kTokenBlock * kFeatureLd);
+    for (size_t f0 = 0; f0 < state.features; f0 += kFeatureBlock) {
+      const size_t f1 = std::min(f0 + kFeatureBlock, state.features);
+      expand(state, x + t0 * ld, ld, count, f0, f1, phi.data());
+      gemm<false>(count, state.v_ld, f1 - f0, phi.data(), kFeatureLd, state.s + f0 * state.v_ld, state.v_ld,
+                  y + t0 * state.v_ld, state.v_ld, true);
+      if (sum == nullptr) continue;
+      for (size_t t = 0; t < count; ++t)
+        sum[t0 + t] += dot(phi.data() + t * kFeatureLd, state.z + f0, round_up(f1 - f0, kPad));
+    }
+  });
+}
+
+// s = decay·s + Σ_t φ(x_t) value_tᵀ, z = decay·z + Σ_t φ(x_t) one_t. Rows of `value` are v_ld apart.
+inline HWY_ATTR void state_update(const HeadState& state, float decay, const float* x, size_t ld, size_t tokens,
+                                  const float* value, const float* one) {
+  const size_t blocks = (state.features + kFeatureBlock - 1) / kFeatureBlock;
+  parallel_for(static_cast<int64_t>(blocks), [&](int64_t block) HWY_ATTR {
+    const size_t f0 = static_cast<size_t>(block) * kFeatureBlock;
+    const size_t f1 = std::min(f0 + kFeatureBlock, state.features);
+    float* s = state.s + f0 * state.v_ld;
+    const FloatVector factor = hn::Set(kTag, decay);
+    for (size_t i = 0; i < (f1 - f0) * state.v_ld; i += kLanes)
+      hn::StoreU(hn::Mul(factor, hn::LoadU(kTag, s + i)), kTag, s + i);
+    for (size_t f = f0; f < f1; f += kLanes)
+      hn::StoreU(hn::Mul(factor, hn::LoadU(kTag, state.z + f)), kTag, state.z + f);
+    const cpu::Scratch phi(kTokenBlock * kFeatureLd);
+    for (size_t t0 = 0; t0 < tokens; t0 += kTokenBlock) {
+      const size_t count = std::min(kTokenBlock, tokens - t0);
+      expand(state, x + t0 * ld, ld, count, f0, f1, phi.data());
+      gemm<true>(f1 - f0, state.v_ld, count, phi.data(), kFeatureLd, value + t0 * state.v_ld, state.v_ld, s, state.v_ld,
+                 true);
+      if (one == nullptr) continue;
+      for (size_t f = 0; f < f1 - f0; f += kLanes) {
+        FloatVector total = hn::LoadU(kTag, state.z + f0 + f);
+        for (size_t t = 0; t < count; ++t)
+          total = hn::MulAdd(hn::Set(kTag, one[t0 + t]), hn::LoadU(kTag, phi.data() + t * kFeatureLd + f), total);
+        hn::StoreU(total, kTag, state.z + f0 + f);
+      }
+    }
+  });
+}
+
+// The chain rule through φ for one tile of kTile tokens, tokens lying side by side: dx += (∂φ/∂x)ᵀ dphi for the
+// features [first, last).
+inline HWY_ATTR void contract(const HeadState& state, size_t first, size_t last, const float* dphi, const float* x,
+                              float* dx) {
+  if (!state.squared) {
+    for (size_t i = 0; i < (last - first) * kTile; i += kLanes)
+      hn::StoreU(hn::Add(hn::LoadU(kTag, dx + first * kTile + i), hn::LoadU(kTag, dphi + i)), kTag,
+                 dx + first * kTile + i);
+    return;
+  }
+  const FloatVector root2 = hn::Set(kTag, kRoot2);
+  for_each_row_of_square(state.qk_dim, first, last, [&](size_t a, size_t at, size_t begin, size_t end) HWY_ATTR {
+    for (size_t n = 0; n < kTile; n += kLanes) {
+      const FloatVector xa = hn::LoadU(kTag, x + a * kTile + n);
+      FloatVector da = hn::LoadU(kTag, dx + a * kTile + n);
+      size_t b = begin;
+      if (b == a) {
+        const FloatVector t = hn::LoadU(kTag, dphi + at * kTile + n);
+        da = hn::MulAdd(hn::Add(t, t), xa, da);
+        ++b;
+      }
+      for (; b < end; ++b) {
+        const FloatVector t = hn::Mul(root2, hn::LoadU(kTag, dphi + (at + b - begin) * kTile + n));
+        float* db = dx + b * kTile + n;
+        da = hn::MulAdd(t, hn::LoadU(kTag, x + b * kTile + n), da);
+        hn::StoreU(hn::MulAdd(t, xa, hn::LoadU(kTag, db)), kTag, db);
+      }
+      hn::StoreU(da, kTag, dx + a * kTile + n);
+    }
+  });
+}
+
+// dx_t += factor_t · (∂φ/∂x)(x_t)ᵀ (s·value_t + z·one_t): the gradient of what state_read does, for x. All matrices
+// packed; `one` may be null.
+inline HWY_ATTR void state_chain(const HeadState& state, const float* x, size_t ld, size_t tokens, const float* value,
+                                 const float* one, const float* factor, float* dx) {
+  const size_t tiles = (tokens + kTile - 1) / kTile;
+  parallel_for(static_cast<int64_t>(tiles), [&](int64_t tile) HWY_ATTR {
+    const size_t t0 = static_cast<size_t>(tile) * kTile;
+    const size_t count = std::min(kTile, tokens - t0);
+    const size_t dim = state.qk_dim;
+    const cpu::Scratch memory((2 * dim + state.v_dim + kFeatureBlock) * kTile);
+    float* x_tile = memory.data();
+    float* dx_tile = x_tile + dim * kTile;
+    float* value_tile = dx_tile + dim * kTile;
+    float* dphi = value_tile + state.v_dim * kTile;
+    transpose_tile(x + t0 * ld, ld, count, dim, x_tile);
+    transpose_tile(value + t0 * state.v_ld, state.v_ld, count, state.v_dim, value_tile);
+    std::fill(dx_tile, dx_tile + dim * kTile, 0.0f);
+    alignas(64) float ones[kTile] = {};
+    if (one != nullptr) std::copy(one + t0, one + t0 + count, ones);
+    for (size_t f0 = 0; f0 < state.features; f0 += kFeatureBlock) {
+      const size_t f1 = std::min(f0 + kFeatureBlock, state.features);
+      for (size_t f = 0; f < round_up(f1 - f0, kRows); ++f) {
+        const FloatVector z = hn::Set(kTag, one != nullptr ? state.z[f0 + f] : 0.0f);
+        for (size_t n = 0; n < kTile; n += kLanes)
+          hn::StoreU(hn::Mul(z, hn::Load(kTag, ones + n)), kTag, dphi + f * kTile + n);
+      }
+      gemm<false>(f1 - f0, kTile, state.v_dim, state.s + f0 * state.v_ld, state.v_ld, value_tile, kTile, dphi, kTile,
+                  true);
+      contract(state, f0, f1, dphi, x_tile, dx_tile);
+    }
+    for (size_t t = 0; t < count; ++t)
+      for (size_t c = 0; c < dim; ++c) dx[(t0 + t) * ld + c] += factor[t0 + t] * dx_tile[c * kTile + t];
+  });
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace furious
+HWY_AFTER_NAMESPACE();
+
+#endif
