@@ -4,22 +4,23 @@
 
 #include <cstring>
 
+#include "base/parallel.h"
 #include "ops/mixer/shape.h"
 
 namespace furious::cpu {
 
-// f32 scratch from the arena; a request of a steady-state step never reaches the system.
+// Scratch from the arena; a request of a steady-state step never reaches the system.
+template <class T>
 class Scratch {
  public:
   Scratch() = default;
-  explicit Scratch(size_t count) : memory_(Tensor::empty({static_cast<int64_t>(count)}, DType::f32)) {}
+  explicit Scratch(size_t count) : memory_(Tensor::empty({static_cast<int64_t>(count)}, DTypeOf<T>::value)) {}
   static Scratch zeros(size_t count) {
     Scratch scratch(count);
-    std::memset(scratch.data(), 0, count * sizeof(float));
+    std::memset(scratch.data(), 0, count * sizeof(T));
     return scratch;
   }
-  float* data() const { return memory_ ? memory_.data<float>() : nullptr; }
-  explicit operator bool() const { return memory_.defined(); }
+  T* data() const { return memory_ ? memory_.data<T>() : nullptr; }
 
  private:
   Tensor memory_;
@@ -41,11 +42,58 @@ struct Rows {
   }
 };
 
-void mixer_forward(const MixerSpec& spec, const MixerShape& shape, const MixerInputs& inputs,
-                   const std::vector<Segment>& segments, int64_t chunk, const MixerResult& result);
+// All there is to know about one document of one head. What is optional and not there is null.
+struct HeadJob {
+  size_t length = 0, chunk = 0;
+  Rows q, k, v, out;
+  const float* log_decay = nullptr;
+  int64_t log_decay_stride = 0;
+  float* normalizer = nullptr;
+  float* maximum = nullptr;
+  const float* initial_state = nullptr;
+  float* final_state = nullptr;
 
-void mixer_backward(const MixerSpec& spec, const MixerShape& shape, const MixerInputs& inputs,
-                    const std::vector<Segment>& segments, int64_t chunk, const MixerResult& result,
-                    const Tensor& out_gradient, const Tensor& final_state_gradient, const MixerGradients& gradients);
+  // Backward.
+  Rows out_gradient, dq, dk, dv;
+  float* log_decay_gradient = nullptr;
+  int64_t log_decay_gradient_stride = 0;
+  const float* final_state_gradient = nullptr;
+  float* initial_state_gradient = nullptr;
+};
+
+struct BackwardTensors {
+  Tensor out_gradient, final_state_gradient;
+  MixerGradients gradients;  // q, k and v with a head for every head of the call
+};
+
+// The tensors of a call, and the job of each document and head in them.
+struct MixerCall {
+  const MixerSpec& spec;
+  const MixerShape& shape;
+  const MixerInputs& inputs;
+  const std::vector<Segment>& segments;
+  int64_t chunk;
+  const MixerResult& result;
+
+  int64_t jobs() const { return static_cast<int64_t>(segments.size()) * shape.heads; }
+  HeadJob forward_job(int64_t index) const;
+  HeadJob backward_job(int64_t index, const BackwardTensors& tensors) const;
+};
+
+void mixer_forward(const MixerCall& call);
+// Gradients of q, k and v with fewer heads than the call are sums over the heads they serve.
+void mixer_backward(const MixerCall& call, const Tensor& out_gradient, const Tensor& final_state_gradient,
+                    const MixerGradients& gradients);
+
+// Runs body(job) for every job: side by side when there are enough to fill the threads, else one after another, each
+// with all threads inside.
+template <class Body>
+void for_each_job(const MixerCall& call, Body&& body) {
+  if (call.jobs() >= threads()) {
+    parallel_for(call.jobs(), body);
+  } else {
+    for (int64_t i = 0; i < call.jobs(); ++i) body(i);
+  }
+}
 
 }  // namespace furious::cpu

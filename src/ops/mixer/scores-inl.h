@@ -406,7 +406,7 @@ HWY_NOINLINE void backward_pair(const Span& span, size_t query_block, size_t key
       decay_factors<kKind>(span.decay + key_begin, key_end - key_begin, -1, reference, column_factor);
     }
   }
-  const cpu::Scratch memory(2 * kBlock * kBlock);
+  const cpu::Scratch<float> memory(2 * kBlock * kBlock);
   float* p = memory.data();
   float* ds = p + kBlock * kBlock;
   const TileDecay tile{row_factor, column_factor};

@@ -32,7 +32,7 @@ constexpr float kRoot2 = 1.41421356237309504880f;
 struct HeadState {
   size_t features = 0, qk_dim = 0, v_dim = 0, v_ld = 0;
   bool squared = false;
-  cpu::Scratch memory;
+  cpu::Scratch<float> memory;
   float* s = nullptr;  // [features, v_ld], rows padded to whole strips
   float* z = nullptr;  // [features], padded to whole vectors
 
@@ -43,7 +43,7 @@ struct HeadState {
         v_ld(round_up(v_dim, kPad)),
         squared(squared_score) {
     const size_t rows = round_up(features, kRows);
-    memory = cpu::Scratch::zeros(rows * v_ld + round_up(features, kFeatureBlock) + kPad);
+    memory = cpu::Scratch<float>::zeros(rows * v_ld + round_up(features, kFeatureBlock) + kPad);
     s = memory.data();
     z = s + rows * v_ld;
   }
@@ -93,7 +93,7 @@ inline HWY_ATTR void expand(const HeadState& state, const float* x, size_t ld, s
     } else {
       std::copy(row + first, row + last, to);
     }
-    std::fill(to + width, to + round_up(width, kPad), 0.0f);
+    std::fill(to + width, to + kFeatureLd, 0.0f);
   }
   std::fill(out + tokens * kFeatureLd, out + round_up(tokens, kRows) * kFeatureLd, 0.0f);
 }
@@ -112,7 +112,7 @@ inline HWY_ATTR void state_read(const HeadState& state, const float* x, size_t l
   parallel_for(static_cast<int64_t>(blocks), [&](int64_t block) HWY_ATTR {
     const size_t t0 = static_cast<size_t>(block) * kTokenBlock;
     const size_t count = std::min(kTokenBlock, tokens - t0);
-    const cpu::Scratch phi(kTokenBlock * kFeatureLd);
+    const cpu::Scratch<float> phi(kTokenBlock * kFeatureLd);
     for (size_t f0 = 0; f0 < state.features; f0 += kFeatureBlock) {
       const size_t f1 = std::min(f0 + kFeatureBlock, state.features);
       expand(state, x + t0 * ld, ld, count, f0, f1, phi.data());
@@ -138,7 +138,7 @@ inline HWY_ATTR void state_update(const HeadState& state, float decay, const flo
       hn::StoreU(hn::Mul(factor, hn::LoadU(kTag, s + i)), kTag, s + i);
     for (size_t f = f0; f < f1; f += kLanes)
       hn::StoreU(hn::Mul(factor, hn::LoadU(kTag, state.z + f)), kTag, state.z + f);
-    const cpu::Scratch phi(kTokenBlock * kFeatureLd);
+    const cpu::Scratch<float> phi(kTokenBlock * kFeatureLd);
     for (size_t t0 = 0; t0 < tokens; t0 += kTokenBlock) {
       const size_t count = std::min(kTokenBlock, tokens - t0);
       expand(state, x + t0 * ld, ld, count, f0, f1, phi.data());
@@ -196,7 +196,7 @@ inline HWY_ATTR void state_chain(const HeadState& state, const float* x, size_t 
     const size_t t0 = static_cast<size_t>(tile) * kTile;
     const size_t count = std::min(kTile, tokens - t0);
     const size_t dim = state.qk_dim;
-    const cpu::Scratch memory((2 * dim + state.v_dim + kFeatureBlock) * kTile);
+    const cpu::Scratch<float> memory((2 * dim + state.v_dim + kFeatureBlock) * kTile);
     float* x_tile = memory.data();
     float* dx_tile = x_tile + dim * kTile;
     float* value_tile = dx_tile + dim * kTile;

@@ -1,0 +1,88 @@
+#include "ops/mixer/cost.h"
+
+#include <algorithm>
+
+namespace furious {
+namespace {
+
+// Products per (query, key) pair: q·k and w·v forward; backward those for S, G, dq, dk, dv.
+double flops_per_pair(const MixerShape& shape, Pass pass) {
+  const auto qk = static_cast<double>(shape.qk_dim);
+  const auto v = static_cast<double>(shape.v_dim);
+  return pass == Pass::forward ? 2 * qk + 2 * v : 6 * qk + 4 * v;
+}
+
+double pairs_of(double length) {
+  return length * (length + 1) / 2;
+}
+
+// How much slower a pass over the state runs than its flops at the rate of the parallel form: φ is made and contracted
+// beside the products. `furious bench mixer --form parallel,chunked` shows both rates.
+constexpr double kStateOverhead = 1.12;
+
+// The pairs of one head that the parallel form really visits: a block of queries stops where decay has erased
+// everything before. Counted per token block, without looking inside.
+double live_pairs(const Tensor& log_decay, const Segment& segment, int64_t head) {
+  constexpr int64_t kStep = 64;
+  constexpr double kErased = -87.0;
+  const float* a = log_decay.data<float>() + segment.batch * log_decay.stride(0) + head * log_decay.stride(2);
+  std::vector<double> sums;  // A at the end of each step
+  double sum = 0;
+  for (int64_t t = segment.begin; t < segment.end; ++t) {
+    sum += static_cast<double>(a[t * log_decay.stride(1)]);
+    if ((t - segment.begin + 1) % kStep == 0 || t + 1 == segment.end) sums.push_back(sum);
+  }
+  double pairs = 0;
+  size_t oldest = 0;
+  for (size_t block = 0; block < sums.size(); ++block) {
+    while (oldest < block && (block == 0 ? 0.0 : sums[block - 1]) - sums[oldest] < kErased) ++oldest;
+    const auto length = static_cast<double>(std::min(kStep, segment.length() - static_cast<int64_t>(block) * kStep));
+    pairs += length * static_cast<double>((block - oldest) * kStep) + pairs_of(length);
+  }
+  return pairs;
+}
+
+}  // namespace
+
+double parallel_flops(const MixerShape& shape, const std::vector<Segment>& segments, Pass pass) {
+  double pairs = 0;
+  for (const Segment& segment : segments) pairs += pairs_of(static_cast<double>(segment.length()));
+  return static_cast<double>(shape.heads) * pairs * flops_per_pair(shape, pass);
+}
+
+double chunked_flops(const MixerShape& shape, const std::vector<Segment>& segments, int64_t chunk, Pass pass) {
+  double inner = 0;
+  double outer = 0;
+  for (const Segment& segment : segments) {
+    const auto length = static_cast<double>(segment.length());
+    const auto chunks = static_cast<double>((segment.length() + chunk - 1) / chunk);
+    inner += chunks * pairs_of(length / chunks) * flops_per_pair(shape, pass);
+    // Reading and writing the state: two products forward; backward also its gradient's, and one made again.
+    const double products = pass == Pass::forward ? 2 : 5;
+    const double crossing = length * (chunks - 1) / chunks;
+    outer += crossing * products * 2 * static_cast<double>(shape.state_rows) * static_cast<double>(shape.state_columns);
+  }
+  return static_cast<double>(shape.heads) * (inner + outer);
+}
+
+int64_t default_chunk(const MixerSpec& spec, int64_t qk_dim, int64_t v_dim) {
+  if (spec.score == Score::linear) return 192;
+  // The state is read and written once per chunk; a state too large for the cache wants fewer, longer chunks.
+  return state_rows(spec, qk_dim) * v_dim <= (1 << 18) ? 192 : 384;
+}
+
+Form choose_form(const MixerSpec& spec, const MixerShape& shape, const MixerInputs& inputs,
+                 const std::vector<Segment>& segments, int64_t chunk) {
+  if (!spec.has_state()) return Form::parallel;
+  const double chunked = chunked_flops(shape, segments, chunk, Pass::forward) * kStateOverhead;
+  double parallel = parallel_flops(shape, segments, Pass::forward);
+  if (parallel > chunked && spec.decay) {
+    parallel = 0;
+    for (const Segment& segment : segments)
+      for (int64_t head = 0; head < shape.heads; ++head)
+        parallel += live_pairs(inputs.log_decay, segment, head) * flops_per_pair(shape, Pass::forward);
+  }
+  return parallel <= chunked ? Form::parallel : Form::chunked;
+}
+
+}  // namespace furious

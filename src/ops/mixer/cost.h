@@ -1,0 +1,22 @@
+// What a form costs, counted: the ground on which `automatic` chooses and `furious bench` states its floor.
+#pragma once
+
+#include "ops/mixer/shape.h"
+
+namespace furious {
+
+enum class Pass : uint8_t { forward, backward };
+
+// Floating-point operations of one pass, counting only (i, j) with j ≤ i.
+double parallel_flops(const MixerShape& shape, const std::vector<Segment>& segments, Pass pass);
+double chunked_flops(const MixerShape& shape, const std::vector<Segment>& segments, int64_t chunk, Pass pass);
+
+// The chunk that suits a state of these dimensions.
+int64_t default_chunk(const MixerSpec& spec, int64_t qk_dim, int64_t v_dim);
+
+// Parallel or chunked, whichever is estimated to take less time on the CPU. Looks at the decays: tiles that decay has
+// erased cost the parallel form nothing.
+Form choose_form(const MixerSpec& spec, const MixerShape& shape, const MixerInputs& inputs,
+                 const std::vector<Segment>& segments, int64_t chunk);
+
+}  // namespace furious

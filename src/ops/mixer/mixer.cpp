@@ -1,0 +1,272 @@
+#include "ops/mixer/mixer.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "base/error.h"
+#include "base/names.h"
+#include "base/parallel.h"
+#include "ops/mixer/cost.h"
+#include "ops/mixer/cpu.h"
+#include "ops/mixer/reference.h"
+#include "tensor/check.h"
+
+namespace furious {
+namespace {
+
+struct NamedSpec {
+  std::string_view name;
+  MixerSpec spec;
+};
+
+constexpr NamedSpec kNamed[] = {
+    {"softmax", {Score::exponential, false, Norm::sum}},
+    {"linear", {Score::linear, false, Norm::sum}},
+    {"linear-outnorm", {Score::linear, false, Norm::none}},
+    {"mamba2", {Score::linear, true, Norm::none}},
+    {"mamba2s", {Score::linear, true, Norm::none}},
+    {"2mamba", {Score::squared, true, Norm::sum}},
+    {"2mamba-dt", {Score::squared, true, Norm::sum}},
+    {"2mamba-e", {Score::exponential, true, Norm::sum}},
+};
+
+constexpr std::string_view kFormNames[] = {"auto", "parallel", "chunked", "reference"};
+
+constexpr int64_t kSmallestDim = 8;
+constexpr int64_t kLargestDim = 256;
+
+void check_decay_sign(const ArgumentCheck& check, const Tensor& log_decay) {
+  const auto scan = [&](auto zero) {
+    using T = decltype(zero);
+    const T* data = log_decay.data<T>();
+    for (int64_t b = 0; b < log_decay.size(0); ++b)
+      for (int64_t t = 0; t < log_decay.size(1); ++t)
+        for (int64_t h = 0; h < log_decay.size(2); ++h) {
+          const T value = data[b * log_decay.stride(0) + t * log_decay.stride(1) + h * log_decay.stride(2)];
+          require(!(value > 0), "{}: argument \"log_decay\" holds {} at [{}, {}, {}], expected values of at most 0",
+                  check.operation(), value, b, t, h);
+        }
+  };
+  if (log_decay.dtype() == DType::f64)
+    scan(double{});
+  else
+    scan(float{});
+}
+
+std::vector<DType> input_dtypes(Form form) {
+  if (form == Form::reference) return {DType::f64, DType::f32, DType::bf16, DType::f16};
+  return {DType::f32, DType::bf16, DType::f16};
+}
+
+void check_qkv(const ArgumentCheck& check, const MixerInputs& in, Form form) {
+  check.rank("q", in.q, 4);
+  check.dtype("q", in.q, input_dtypes(form));
+  check.device("q", in.q, {});
+  const auto like_q = [&](std::string_view argument, const Tensor& x, int64_t dim) {
+    check.shape(argument, x, {in.q.size(0), in.q.size(1), ArgumentCheck::kAny, dim});
+    check.dtype(argument, x, {in.q.dtype()});
+    check.device(argument, x, in.q.device());
+    check.unit_inner_stride(argument, x);
+  };
+  like_q("q", in.q, in.q.size(3));
+  like_q("k", in.k, in.q.size(3));
+  check.rank("v", in.v, 4);
+  like_q("v", in.v, in.v.size(3));
+  require(in.q.size(0) >= 1 && in.q.size(1) >= 1 && in.q.size(2) >= 1,
+          "{}: argument \"q\" has shape {}, expected at least one batch, token and head", check.operation(),
+          to_string(in.q.shape()));
+  for (const auto& [argument, x] : {std::pair<std::string_view, const Tensor&>{"q", in.q}, {"v", in.v}})
+    require(x.size(3) >= kSmallestDim && x.size(3) <= kLargestDim,
+            "{}: argument \"{}\" has dimension {} per head, expected {} to {}", check.operation(), argument, x.size(3),
+            kSmallestDim, kLargestDim);
+}
+
+void check_state(const ArgumentCheck& check, std::string_view argument, const Tensor& state, const MixerSpec& spec,
+                 const MixerShape& shape, DType dtype) {
+  require(spec.has_state(), "{}: argument \"{}\" was given, but an exponential score has no state of constant size",
+          check.operation(), argument);
+  check.dense(argument, state, dtype, {shape.batch, shape.heads, shape.state_rows, shape.state_columns});
+}
+
+DType accumulator_of(const Tensor& x) {
+  return x.dtype() == DType::f64 ? DType::f64 : DType::f32;
+}
+
+
+
+}  // namespace
+
+MixerSpec mixer_spec(std::string_view name) {
+  for (const NamedSpec& known : kNamed)
+    if (known.name == name) return known.spec;
+  unknown_name("mixer", name, mixer_names());
+}
+
+const std::vector<std::string>& mixer_names() {
+  static const std::vector<std::string> names = [] {
+    std::vector<std::string> list;
+    for (const NamedSpec& known : kNamed) list.emplace_back(known.name);
+    return list;
+  }();
+  return names;
+}
+
+std::string to_string(const MixerSpec& spec) {
+  constexpr std::string_view kScores[] = {"linear", "squared", "exponential"};
+  return fmt::format("{}, {}, {}", kScores[static_cast<int>(spec.score)], spec.decay ? "decay" : "no decay",
+                     spec.norm == Norm::sum ? "sum" : "none");
+}
+
+Form form_from_name(std::string_view name) {
+  std::vector<std::string> known;
+  for (size_t i = 0; i < std::size(kFormNames); ++i) {
+    if (kFormNames[i] == name) return static_cast<Form>(i);
+    known.emplace_back(kFormNames[i]);
+  }
+  unknown_name("form", name, known);
+}
+
+std::string_view name_of(Form form) {
+  return kFormNames[static_cast<int>(form)];
+}
+
+int64_t state_rows(const MixerSpec& spec, int64_t qk_dim) {
+  return spec.score == Score::squared ? qk_dim * (qk_dim + 1) / 2 : spec.score == Score::linear ? qk_dim : 0;
+}
+
+int64_t state_columns(const MixerSpec& spec, int64_t v_dim) {
+  return v_dim + (spec.norm == Norm::sum ? 1 : 0);
+}
+
+MixerShape check_mixer(std::string_view operation, const MixerSpec& spec, const MixerInputs& in, Form form) {
+  const ArgumentCheck check(operation);
+  require(form != Form::chunked || spec.has_state(),
+          "{}: argument \"form\" is chunked, but an exponential score has no state of constant size; use parallel",
+          operation);
+  require(spec.scale >= 0 && std::isfinite(spec.scale), "{}: argument \"scale\" is {}, expected 0 or more", operation,
+          spec.scale);
+  check_qkv(check, in, form);
+  MixerShape shape;
+  shape.batch = in.q.size(0);
+  shape.length = in.q.size(1);
+  shape.q_heads = in.q.size(2);
+  shape.k_heads = in.k.size(2);
+  shape.v_heads = in.v.size(2);
+  shape.heads = std::max({shape.q_heads, shape.k_heads, shape.v_heads});
+  shape.qk_dim = in.q.size(3);
+  shape.v_dim = in.v.size(3);
+  shape.state_rows = state_rows(spec, shape.qk_dim);
+  shape.state_columns = state_columns(spec, shape.v_dim);
+  shape.scale = spec.scale > 0 ? spec.scale : 1.0f / std::sqrt(static_cast<float>(shape.qk_dim));
+  for (const auto& [argument, x] :
+       {std::pair<std::string_view, const Tensor&>{"q", in.q}, {"k", in.k}, {"v", in.v}})
+    require(x.size(2) > 0 && shape.heads % x.size(2) == 0,
+            "{}: argument \"{}\" has {} heads (shape {}), expected a divisor of {}", operation, argument, x.size(2),
+            to_string(x.shape()), shape.heads);
+  require(spec.decay == in.log_decay.defined(), "{}: argument \"log_decay\" {}", operation,
+          spec.decay ? "is missing, but the spec has decay" : "was given, but the spec has no decay");
+  if (spec.decay) {
+    check.shape("log_decay", in.log_decay, {shape.batch, shape.length, shape.heads});
+    check.dtype("log_decay", in.log_decay, {accumulator_of(in.q)});
+    check.device("log_decay", in.log_decay, in.q.device());
+    check_decay_sign(check, in.log_decay);
+  }
+  if (in.initial_state) check_state(check, "initial_state", in.initial_state, spec, shape, accumulator_of(in.q));
+  return shape;
+}
+
+MixerResult mixer_forward(const MixerSpec& spec, const MixerInputs& inputs, const MixerOptions& options) {
+  constexpr std::string_view kOperation = "mixer_forward";
+  const MixerShape shape = check_mixer(kOperation, spec, inputs, options.form);
+  const std::vector<Segment> segments = segments_of(kOperation, inputs.boundaries, shape.batch, shape.length);
+  require(options.chunk >= 0, "{}: argument \"chunk\" is {}, expected 0 or more", kOperation, options.chunk);
+  require(!options.final_state || spec.has_state(),
+          "{}: argument \"final_state\" was asked for, but an exponential score has no state of constant size",
+          kOperation);
+  const int64_t chunk = options.chunk > 0 ? options.chunk : default_chunk(spec, shape.qk_dim, shape.v_dim);
+  MixerResult result;
+  result.form = options.form == Form::automatic ? choose_form(spec, shape, inputs, segments, chunk) : options.form;
+  const DType accumulator = accumulator_of(inputs.q);
+  result.out = Tensor::empty({shape.batch, shape.length, shape.heads, shape.v_dim}, inputs.v.dtype());
+  if (spec.norm == Norm::sum) {
+    result.normalizer = Tensor::empty({shape.batch, shape.heads, shape.length}, accumulator);
+    if (spec.score == Score::exponential) result.maximum = Tensor::empty_like(result.normalizer);
+  }
+  if (options.final_state)
+    result.final_state =
+        Tensor::empty({shape.batch, shape.heads, shape.state_rows, shape.state_columns}, accumulator);
+  if (result.form == Form::reference)
+    reference::mixer_forward(spec, shape, inputs, segments, result);
+  else
+    cpu::mixer_forward(
+        {spec, shape, inputs, segments, result.form == Form::parallel ? shape.length : chunk, result});
+  return result;
+}
+
+MixerGradients mixer_backward(const MixerSpec& spec, const MixerInputs& inputs, const MixerResult& result,
+                              const Tensor& out_gradient, const Tensor& final_state_gradient,
+                              const MixerOptions& options, const MixerGradients& into) {
+  constexpr std::string_view kOperation = "mixer_backward";
+  const ArgumentCheck check(kOperation);
+  const Form form = options.form == Form::automatic ? result.form : options.form;
+  const MixerShape shape = check_mixer(kOperation, spec, inputs, form);
+  const std::vector<Segment> segments = segments_of(kOperation, inputs.boundaries, shape.batch, shape.length);
+  const std::vector<int64_t> out_shape{shape.batch, shape.length, shape.heads, shape.v_dim};
+  const DType accumulator = accumulator_of(inputs.q);
+  check.shape("result.out", result.out, out_shape);
+  check.shape("out_gradient", out_gradient, out_shape);
+  check.dtype("out_gradient", out_gradient, {inputs.v.dtype()});
+  check.device("out_gradient", out_gradient, inputs.v.device());
+  check.unit_inner_stride("out_gradient", out_gradient);
+  if (spec.norm == Norm::sum)
+    check.dense("result.normalizer", result.normalizer, accumulator, {shape.batch, shape.heads, shape.length});
+  if (spec.norm == Norm::sum && spec.score == Score::exponential)
+    check.dense("result.maximum", result.maximum, accumulator, {shape.batch, shape.heads, shape.length});
+  if (final_state_gradient) {
+    check_state(check, "final_state_gradient", final_state_gradient, spec, shape, accumulator);
+    check_state(check, "result.final_state", result.final_state, spec, shape, accumulator);
+  }
+
+  MixerGradients gradients = into;
+  const auto gradient_of = [&](std::string_view argument, Tensor& gradient, const Tensor& input) {
+    if (!gradient) {
+      gradient = Tensor::empty_like(input);
+      return;
+    }
+    check.shape(argument, gradient, {input.shape().begin(), input.shape().end()});
+    check.dtype(argument, gradient, {input.dtype()});
+    check.device(argument, gradient, input.device());
+    if (input.rank() == 4) check.unit_inner_stride(argument, gradient);
+  };
+  gradient_of("into.q", gradients.q, inputs.q);
+  gradient_of("into.k", gradients.k, inputs.k);
+  gradient_of("into.v", gradients.v, inputs.v);
+  if (spec.decay) gradient_of("into.log_decay", gradients.log_decay, inputs.log_decay);
+  if (inputs.initial_state) {
+    gradient_of("into.initial_state", gradients.initial_state, inputs.initial_state);
+    check.contiguous("into.initial_state", gradients.initial_state);
+  }
+
+  const int64_t chunk = options.chunk > 0 ? options.chunk : default_chunk(spec, shape.qk_dim, shape.v_dim);
+  if (form == Form::reference)
+    reference::mixer_backward(spec, shape, inputs, segments, out_gradient, final_state_gradient, gradients);
+  else
+    cpu::mixer_backward({spec, shape, inputs, segments, form == Form::parallel ? shape.length : chunk, result},
+                        out_gradient, final_state_gradient, gradients);
+  return gradients;
+}
+
+Variable mixer(Tape& tape, const MixerSpec& spec, const Variable& q, const Variable& k, const Variable& v,
+               const Variable& log_decay, const Tensor& boundaries, const MixerOptions& options) {
+  MixerInputs inputs{q.value(), k.value(), v.value(), log_decay ? log_decay.value() : Tensor(), boundaries, {}};
+  MixerResult result = mixer_forward(spec, inputs, options);
+  return tape.record(result.out, {q, k, v, log_decay}, [=](const Tensor& gradient) {
+    const MixerGradients gradients = mixer_backward(spec, inputs, result, gradient, {}, options);
+    q.add_gradient(gradients.q);
+    k.add_gradient(gradients.k);
+    v.add_gradient(gradients.v);
+    if (log_decay) log_decay.add_gradient(gradients.log_decay);
+  });
+}
+
+}  // namespace furious

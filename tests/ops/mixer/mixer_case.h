@@ -1,0 +1,43 @@
+// Random mixer calls for the tests: spec, shape, strides, head groups, boundaries, states.
+#pragma once
+
+#include "ops/mixer/mixer.h"
+#include "support.h"
+
+namespace furious::testing {
+
+struct MixerCase {
+  MixerSpec spec;
+  MixerInputs inputs;
+  Tensor out_gradient;
+  Tensor final_state_gradient;  // not there for an exponential score
+  int64_t heads = 0;
+};
+
+struct CaseLimits {
+  int64_t longest = 90;
+  int64_t largest_dim = 24;
+  bool states = true;      // may have initial states
+  bool boundaries = true;  // may have packed documents
+  double strongest_decay = 1.0;
+};
+
+std::vector<MixerSpec> all_specs();
+MixerCase random_case(Random& random, const MixerSpec& spec, const CaseLimits& limits = {});
+std::string describe(const MixerCase& c);
+
+// The same call in another dtype (f64 for the oracle). States and decays go to f64 with f64, else to f32.
+MixerCase cast(const MixerCase& c, DType dtype);
+
+struct MixerRun {
+  MixerResult result;
+  MixerGradients gradients;
+};
+MixerRun run(const MixerCase& c, const MixerOptions& options);
+// The double-precision oracle for a case.
+MixerRun run_oracle(const MixerCase& c);
+
+// Expects every output and gradient of `actual` within `tolerance` of `expected` in relative norm.
+void expect_close(const MixerRun& actual, const MixerRun& expected, double tolerance);
+
+}  // namespace furious::testing
