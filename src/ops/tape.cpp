@@ -12,6 +12,18 @@ Variable::Variable(Tensor value, bool needs_gradient) : node_(std::make_shared<N
   node_->needs_gradient = needs_gradient;
 }
 
+const Tensor& Variable::value() const {
+  static const Tensor kNotThere;
+  return node_ ? node_->value : kNotThere;
+}
+
+GradientTarget Variable::gradient_target() const {
+  require(needs_gradient(), "tape: a gradient for a variable that needs none");
+  const bool holds_sum = node_->gradient.defined();
+  if (!holds_sum) node_->gradient = Tensor::empty(node_->value.shape(), DType::f32, node_->value.device());
+  return {node_->gradient, holds_sum};
+}
+
 void Variable::add_gradient(const Tensor& contribution) const {
   if (!needs_gradient()) return;
   require(contribution.shape() == node_->value.shape(), "tape: a gradient of shape {} for a variable of shape {}",

@@ -3,8 +3,8 @@
 //   Variable y = rms_norm(tape, x, weight, eps);    computes y; records how dx and dweight follow from dy
 //   tape.backward(loss);                            runs the closures last to first, each once, freeing as it goes
 //
-// A Variable is a tensor with a place for its gradient. Gradients add up: a variable that is used twice, and a parameter
-// over several passes, receive the sum.
+// A Variable is a tensor with a place for its gradient. Gradients add up: a variable that is used twice, and a
+// parameter over several passes, receive the sum.
 #pragma once
 
 #include <functional>
@@ -15,13 +15,19 @@
 
 namespace furious {
 
+// Where an operation that can add as it computes puts a gradient, without a temporary.
+struct GradientTarget {
+  Tensor tensor;
+  bool holds_sum = false;  // add to what is there; otherwise nothing is there yet and it is to be overwritten
+};
+
 class Variable {
  public:
   Variable() = default;  // not there: an optional argument that was not given
   explicit Variable(Tensor value, bool needs_gradient = false);
 
   explicit operator bool() const { return node_ != nullptr; }
-  const Tensor& value() const { return node_->value; }
+  const Tensor& value() const;  // not there if the variable is not
   bool needs_gradient() const { return node_ && node_->needs_gradient; }
 
   // The gradient gathered so far; not there if none has arrived.
@@ -29,6 +35,9 @@ class Variable {
   // Adds to the gradient. The first contribution is taken over, not copied: the caller gives it away. One that arrives
   // strided, or that shares its memory with another tensor, must be a contiguous copy of its own.
   void add_gradient(const Tensor& contribution) const;
+  // The gradient itself, made if none has arrived: the caller must add its whole contribution to it. Only for a
+  // variable that needs a gradient.
+  GradientTarget gradient_target() const;
   void clear_gradient() const { node_->gradient = {}; }
 
   bool same_as(const Variable& other) const { return node_ == other.node_; }

@@ -2,6 +2,8 @@
 
 #include <fmt/ranges.h>
 
+#include <algorithm>
+
 #include "base/error.h"
 
 namespace furious {
@@ -55,6 +57,25 @@ void ArgumentCheck::unit_inner_stride(std::string_view argument, const Tensor& t
   require(tensor.size(-1) <= 1 || tensor.stride(-1) == 1,
           "{}: argument \"{}\" of shape {} has stride {} in its last dimension, expected 1", operation_, argument,
           to_string(tensor.shape()), tensor.stride(-1));
+}
+
+void ArgumentCheck::token_ids(std::string_view argument, const Tensor& tensor, int64_t first,
+                              int64_t vocabulary) const {
+  dtype(argument, tensor, {DType::i32});
+  device(argument, tensor, {});
+  contiguous(argument, tensor);
+  const int32_t* ids = tensor.data<int32_t>();
+  const int32_t* end = ids + tensor.elements();
+  const int32_t* bad = std::find_if(ids, end, [&](int32_t id) { return id < first || id >= vocabulary; });
+  if (bad == end) return;
+  std::vector<int64_t> position(tensor.rank());
+  int64_t rest = bad - ids;
+  for (int i = tensor.rank() - 1; i >= 0; --i) {
+    position[i] = rest % tensor.size(i);
+    rest /= tensor.size(i);
+  }
+  fail("{}: argument \"{}\" holds {} at position [{}], expected {} to {} (the vocabulary has {} tokens)", operation_,
+       argument, *bad, fmt::join(position, ", "), first, vocabulary - 1, vocabulary);
 }
 
 void ArgumentCheck::dense(std::string_view argument, const Tensor& tensor, DType expected_dtype,

@@ -23,6 +23,8 @@ class ArgumentCheck {
   void device(std::string_view argument, const Tensor& tensor, Device expected) const;
   void contiguous(std::string_view argument, const Tensor& tensor) const;
   void unit_inner_stride(std::string_view argument, const Tensor& tensor) const;
+  // Every element of an i32 tensor on the CPU is in [first, vocabulary); the message names the first one that is not.
+  void token_ids(std::string_view argument, const Tensor& tensor, int64_t first, int64_t vocabulary) const;
 
   // Present, contiguous, of this dtype and shape, on this device: what most operations ask of most arguments.
   void dense(std::string_view argument, const Tensor& tensor, DType expected_dtype, std::vector<int64_t> expected_shape,

@@ -2,6 +2,7 @@
 
 #include <charconv>
 #include <cstdlib>
+#include <cstring>
 #include <new>
 
 #include "base/error.h"
@@ -35,6 +36,9 @@ void* allocate_cuda(int, size_t) {
   fail("this furious was built without CUDA; use device \"cpu\" or build the cuda preset");
 }
 void release_cuda(int, void*) {}
+void copy_cuda(void*, const void*, size_t) {
+  fail("this furious was built without CUDA; it has no memory to copy to or from");
+}
 }  // namespace memory
 #endif
 
@@ -52,6 +56,13 @@ void release(Device device, void* pointer) {
     std::free(pointer);
   else
     release_cuda(device.index, pointer);
+}
+
+void copy(Device to_device, void* to, Device from_device, const void* from, size_t bytes) {
+  if (to_device.is_cpu() && from_device.is_cpu())
+    std::memcpy(to, from, bytes);
+  else
+    copy_cuda(to, from, bytes);
 }
 
 }  // namespace memory

@@ -25,6 +25,7 @@ std::vector<std::string> describe_cuda_devices();  // one line each; empty witho
 namespace memory {  // raw memory of a device, 256-byte aligned; throws Error with numbers when there is none left
 void* allocate(Device device, size_t bytes);
 void release(Device device, void* pointer);
+void copy(Device to_device, void* to, Device from_device, const void* from, size_t bytes);  // done when it returns
 }  // namespace memory
 
 }  // namespace furious

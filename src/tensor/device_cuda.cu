@@ -44,5 +44,11 @@ void release_cuda(int index, void* pointer) {
   (void)cudaFree(pointer);  // at exit the driver may be gone already; nothing is lost then
 }
 
+void copy_cuda(void* to, const void* from, size_t bytes) {
+  const cudaError_t status = cudaMemcpy(to, from, bytes, cudaMemcpyDefault);
+  require(status == cudaSuccess, "copy of {:.1f} MiB to or from a CUDA device failed: {}",
+          static_cast<double>(bytes) / 0x1p20, cudaGetErrorString(status));
+}
+
 }  // namespace memory
 }  // namespace furious

@@ -7,5 +7,6 @@ namespace furious::memory {
 
 void* allocate_cuda(int index, size_t bytes);
 void release_cuda(int index, void* pointer);
+void copy_cuda(void* to, const void* from, size_t bytes);  // each end on any device
 
 }  // namespace furious::memory

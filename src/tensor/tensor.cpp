@@ -92,12 +92,19 @@ bool Tensor::is_contiguous() const {
 
 Tensor Tensor::view(const Shape& shape) const {
   require(is_contiguous(), "tensor: view of a tensor of shape {} that is not contiguous", to_string(shape_));
-  require(shape.elements() == elements(), "tensor: {} elements of shape {} viewed as {}", elements(),
-          to_string(shape_), to_string(shape));
+  require(shape.elements() == elements(), "tensor: {} elements of shape {} viewed as {}", elements(), to_string(shape_),
+          to_string(shape));
   Tensor result = *this;
   result.shape_ = shape;
   result.strides_ = contiguous_strides(shape);
   return result;
+}
+
+Tensor Tensor::as_matrix() const {
+  require(rank() >= 1, "tensor: a tensor of rank 0 viewed as a matrix");
+  int64_t rows = 1;
+  for (int i = 0; i < rank() - 1; ++i) rows *= shape_[i];
+  return view({rows, size(-1)});
 }
 
 Tensor Tensor::slice(int dim, int64_t start, int64_t length) const {
@@ -146,6 +153,13 @@ Tensor Tensor::split_dim(int dim, int64_t outer, int64_t inner) const {
 
 void Tensor::check_type(DType wanted) const {
   require(dtype_ == wanted, "tensor: data of dtype {} read as {}", name_of(dtype_), name_of(wanted));
+}
+
+void copy_between(const Tensor& out, const Tensor& in) {
+  require(out.shape() == in.shape() && out.dtype() == in.dtype(), "tensor: copy of {} {} to {} {}", name_of(in.dtype()),
+          to_string(in.shape()), name_of(out.dtype()), to_string(out.shape()));
+  require(out.is_contiguous() && in.is_contiguous(), "tensor: copy between devices of a tensor that is not contiguous");
+  memory::copy(out.device(), out.raw(), in.device(), in.raw(), in.bytes());
 }
 
 }  // namespace furious

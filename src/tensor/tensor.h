@@ -71,6 +71,7 @@ class Tensor {
 
   // Views, all without copying.
   Tensor view(const Shape& shape) const;                          // same elements, other shape; contiguous only
+  Tensor as_matrix() const;                                       // [..., n] as [rows, n]; contiguous only
   Tensor slice(int dim, int64_t start, int64_t length) const;     // keeps the rank
   Tensor select(int dim, int64_t index) const;                    // drops dim
   Tensor split_dim(int dim, int64_t outer, int64_t inner) const;  // [..., outer*inner, ...] as [..., outer, inner, ...]
@@ -85,5 +86,8 @@ class Tensor {
   DType dtype_ = DType::f32;
   Device device_;
 };
+
+// out = in across devices; contiguous, of one shape and dtype.
+void copy_between(const Tensor& out, const Tensor& in);
 
 }  // namespace furious

@@ -26,5 +26,27 @@ TEST(Tape, RecordsNothingWithoutNeed) {
   EXPECT_EQ(Tape::off().size(), 0u);
 }
 
+TEST(Tape, GradientTargetIsTheGradientItself) {
+  const Variable x(tensor_of({1.0f, 2.0f}, {2}), true);
+  const GradientTarget first = x.gradient_target();
+  EXPECT_FALSE(first.holds_sum);
+  fill(first.tensor, 5.0f);
+  const GradientTarget second = x.gradient_target();
+  EXPECT_TRUE(second.holds_sum);
+  x.add_gradient(tensor_of({1.0f, 2.0f}, {2}));
+  EXPECT_EQ(testing::to_doubles(second.tensor), (std::vector<double>{6, 7}));
+  x.clear_gradient();
+  EXPECT_FALSE(x.gradient_target().holds_sum);
+}
+
+TEST(Tape, GradientTargetOfAConstantIsRefused) {
+  testing::expect_error([] { Variable(tensor_of({1.0f}, {1})).gradient_target(); }, {"tape", "needs none"});
+}
+
+TEST(Tape, AnAbsentVariableHasNoValue) {
+  EXPECT_FALSE(Variable().value().defined());
+  EXPECT_FALSE(Variable().needs_gradient());
+}
+
 }  // namespace
 }  // namespace furious

@@ -1,0 +1,48 @@
+// Mean cross-entropy of predicted tokens, fused with the output projection that makes the logits:
+//
+//   l_r    = W h_r                                   h [..., dim], W [vocabulary, dim], targets i32 [...]
+//   loss_r = log Σ_v exp(l_rv) − l_r,target(r)       0 where target(r) = kIgnoredTarget
+//   loss   = (1/n) Σ_r loss_r                        over the n rows that are not ignored; 0 if there are none
+//
+//   dl_r   = (softmax(l_r) − onehot(target(r))) / n          dh_r = dl_r W          dW = Σ_r dl_r h_rᵀ
+//
+// Logits exist for a few hundred rows at a time: what is wanted of their gradients is computed, for an upstream
+// gradient of 1, while they are there. Everything is f32 and contiguous; W may be bf16 or f16 when its gradient is not
+// wanted.
+#pragma once
+
+#include "ops/matmul.h"
+#include "ops/tape.h"
+
+namespace furious {
+
+inline constexpr int32_t kIgnoredTarget = -1;
+
+struct CrossEntropyOptions {
+  bool hidden_gradient = false;
+  bool weight_gradient = false;
+  Tensor row_losses = {};  // where to write loss_r, f32 in the shape of targets; not there: not wanted
+  MatmulPrecision precision = MatmulPrecision::f32;
+};
+
+struct CrossEntropyResult {
+  Tensor loss;  // [1]
+  int64_t counted = 0;
+  Tensor hidden_gradient;
+  Tensor weight_gradient;
+};
+
+CrossEntropyResult cross_entropy_forward(const Tensor& hidden, const Tensor& weight, const Tensor& targets,
+                                         const CrossEntropyOptions& options = {});
+
+Variable cross_entropy(Tape& tape, const Variable& hidden, const Variable& weight, const Tensor& targets,
+                       const Tensor& row_losses = {}, MatmulPrecision precision = MatmulPrecision::f32);
+
+namespace cpu {
+// The loss of every row of logits [rows, vocabulary]; with gradients, replaces each row by `coefficient` times the
+// gradient of its loss.
+void cross_entropy_rows(const Tensor& logits, const int32_t* targets, double* losses);
+void cross_entropy_rows_with_gradient(const Tensor& logits, const int32_t* targets, float coefficient, double* losses);
+}  // namespace cpu
+
+}  // namespace furious
