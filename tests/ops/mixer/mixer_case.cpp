@@ -52,7 +52,7 @@ MixerCase random_case(Random& random, const MixerSpec& spec, const CaseLimits& l
   const int64_t v_dim = random.integer(8, limits.largest_dim);
   const bool non_negative = spec.score == Score::linear && spec.norm == Norm::sum;
   // A squared score near 0 under the sum norm is ill-conditioned in any precision: keep q·k away from 0.
-  const double mean = spec.score == Score::squared && spec.norm == Norm::sum ? 0.6 : 0;
+  const double mean = spec.score == Score::squared && spec.norm == Norm::sum ? 1.0 : 0;
   c.inputs.q = strided_normal(random, batch, length, q_heads, qk_dim, mean, non_negative);
   c.inputs.k = strided_normal(random, batch, length, k_heads, qk_dim, mean, non_negative);
   c.inputs.v = strided_normal(random, batch, length, v_heads, v_dim);

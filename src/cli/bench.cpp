@@ -1,0 +1,200 @@
+// `furious bench`: how fast, beside the floor that the measured matrix rate of this machine sets.
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <chrono>
+#include <fstream>
+#include <memory>
+#include <nlohmann/json.hpp>
+
+#include "base/error.h"
+#include "base/names.h"
+#include "base/parallel.h"
+#include "cli/commands.h"
+#include "ops/elementwise.h"
+#include "ops/matmul.h"
+#include "ops/mixer/cost.h"
+#include "ops/mixer/mixer.h"
+#include "ops/random.h"
+
+namespace furious::cli {
+namespace {
+
+double seconds_of(const std::function<void()>& work) {
+  const auto start = std::chrono::steady_clock::now();
+  work();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+// Runs once to warm up, then until both `least_runs` and `least_seconds` are reached; the median of the runs.
+double median_seconds(const std::function<void()>& work, int least_runs, double least_seconds) {
+  work();
+  std::vector<double> times;
+  for (double total = 0; static_cast<int>(times.size()) < least_runs || total < least_seconds; total += times.back())
+    times.push_back(seconds_of(work));
+  std::nth_element(times.begin(), times.begin() + static_cast<int64_t>(times.size() / 2), times.end());
+  return times[times.size() / 2];
+}
+
+Tensor random_tensor(const Shape& shape, float stddev, DType dtype, uint64_t stream) {
+  Tensor values = Tensor::empty(shape, DType::f32);
+  fill_normal(values, 0, stddev, 1, stream);
+  return dtype == DType::f32 ? values : to_dtype(values, dtype);
+}
+
+// Flop/s of a large f32 matrix product through the library: the best of several runs, so that floors are not soft.
+double matrix_rate() {
+  constexpr int64_t kSize = 1536;
+  const Tensor a = random_tensor({kSize, kSize}, 1, DType::f32, 1);
+  const Tensor b = random_tensor({kSize, kSize}, 1, DType::f32, 2);
+  const Tensor c = Tensor::empty({kSize, kSize}, DType::f32);
+  double best = 1e30;
+  for (int i = 0; i < 12; ++i) best = std::min(best, seconds_of([&] { matmul(c, a, b); }));
+  return 2.0 * kSize * kSize * kSize / best;
+}
+
+struct MixerBench {
+  std::string preset = "2mamba";
+  std::vector<std::string> forms{"auto"};
+  std::vector<int64_t> lengths{512, 2048};
+  int64_t batch = 1, heads = 16, dim = 64, chunk = 0;
+  std::string dtype = "f32", device = "cpu";
+  std::string score, norm, decay;
+  double mean_decay = 0.1;
+  bool backward = false;
+  int threads = 0;
+  std::string json;
+
+  MixerSpec spec() const;
+  void run() const;
+  nlohmann::json measure(const MixerSpec& spec, int64_t length, Form form, bool with_backward, double rate) const;
+};
+
+MixerSpec MixerBench::spec() const {
+  MixerSpec spec = mixer_spec(preset);
+  const auto choose = [](std::string_view kind, const std::string& name, const std::vector<std::string>& known) {
+    const auto found = std::find(known.begin(), known.end(), name);
+    if (found == known.end()) unknown_name(kind, name, known);
+    return found - known.begin();
+  };
+  if (!score.empty()) spec.score = static_cast<Score>(choose("score", score, {"linear", "squared", "exponential"}));
+  if (!norm.empty()) spec.norm = static_cast<Norm>(choose("norm", norm, {"none", "sum"}));
+  if (!decay.empty()) spec.decay = choose("decay", decay, {"off", "on"}) == 1;
+  return spec;
+}
+
+nlohmann::json MixerBench::measure(const MixerSpec& spec, int64_t length, Form form, bool with_backward,
+                                   double rate) const {
+  const DType type = dtype_from_name(dtype);
+  // As in a model: q, k and v are slices of one projection.
+  const Tensor qkv = random_tensor({batch, length, 3 * heads * dim}, 1, type, 3);
+  const auto part = [&](int64_t i) { return qkv.slice(2, i * heads * dim, heads * dim).split_dim(2, heads, dim); };
+  MixerInputs inputs{part(0), part(1), part(2), {}, {}, {}};
+  if (spec.decay) {
+    inputs.log_decay = Tensor::empty({batch, length, heads}, DType::f32);
+    fill_uniform(inputs.log_decay, static_cast<float>(-2 * mean_decay), 0, 1, 4);
+  }
+  const Tensor gradient = random_tensor({batch, length, heads, dim}, 1, type, 5);
+  const MixerOptions options{form, chunk, false};
+  MixerResult result;
+  const double seconds = median_seconds(
+      [&] {
+        result = mixer_forward(spec, inputs, options);
+        if (with_backward) mixer_backward(spec, inputs, result, gradient, {}, options);
+      },
+      3, 1.0);
+
+  const MixerShape shape = check_mixer("bench", spec, inputs, result.form);
+  const std::vector<Segment> segments = segments_of("bench", {}, batch, length);
+  const int64_t chunk_used = chunk > 0 ? chunk : default_chunk(spec, dim, dim);
+  const auto flops_of = [&](Pass pass) {
+    return result.form == Form::chunked ? chunked_flops(shape, segments, chunk_used, pass)
+                                        : parallel_flops(shape, segments, pass);
+  };
+  const double flops = flops_of(Pass::forward) + (with_backward ? flops_of(Pass::backward) : 0);
+  const double floor_ms = flops / rate * 1e3;
+  return {{"preset", preset},
+          {"form", name_of(form)},
+          {"ran", name_of(result.form)},
+          {"length", length},
+          {"batch", batch},
+          {"heads", heads},
+          {"dim", dim},
+          {"dtype", dtype},
+          {"device", device},
+          {"pass", with_backward ? "forward+backward" : "forward"},
+          {"ms", seconds * 1e3},
+          {"gflops", flops / seconds / 1e9},
+          {"floor_ms", floor_ms},
+          {"ratio", seconds * 1e3 / floor_ms}};
+}
+
+void MixerBench::run() const {
+  const MixerSpec mixer = spec();
+  require(device_from_name(device).is_cpu(), "bench mixer: device \"{}\" has no mixers yet; use --device cpu", device);
+  for (int64_t length : lengths) require(length >= 1, "bench mixer: --length {}, expected 1 or more", length);
+  std::vector<Form> wanted;
+  for (const std::string& form : forms) wanted.push_back(form_from_name(form));
+  if (threads > 0) set_threads(threads);
+  const double rate = matrix_rate();
+  fmt::print("mixer {} ({}), batch {}, {} heads of {}, {}, {} threads; floor at {:.0f} GFLOP/s ({})\n\n", preset,
+             to_string(mixer), batch, heads, dim, dtype, furious::threads(), rate / 1e9, matmul_library());
+  fmt::print("{:>9}  {:<10} {:<17} {:>10} {:>10} {:>10} {:>7} {:>12}\n", "length", "form", "pass", "ms", "GFLOP/s",
+             "floor ms", "ratio", "us/token");
+  nlohmann::json rows = nlohmann::json::array();
+  for (int64_t length : lengths) {
+    for (Form form : wanted) {
+      for (int with_backward = 0; with_backward <= (backward ? 1 : 0); ++with_backward) {
+        const nlohmann::json row = measure(mixer, length, form, with_backward == 1, rate);
+        const std::string ran = row["ran"];
+        fmt::print("{:>9}  {:<10} {:<17} {:>10.2f} {:>10.1f} {:>10.2f} {:>7.2f} {:>12.3f}\n", length,
+                   form == Form::automatic ? "auto:" + ran.substr(0, 5) : ran, std::string(row["pass"]),
+                   double(row["ms"]), double(row["gflops"]), double(row["floor_ms"]), double(row["ratio"]),
+                   double(row["ms"]) * 1e3 / static_cast<double>(batch * length));
+        std::fflush(stdout);
+        rows.push_back(row);
+      }
+    }
+  }
+  if (json.empty()) return;
+  std::ofstream file(json);
+  file << rows.dump(2) << '\n';
+  require(file.good(), "bench mixer: cannot write \"{}\"", json);
+}
+
+}  // namespace
+
+void add_bench(CLI::App& app) {
+  CLI::App* bench = app.add_subcommand("bench", "Measure speed on this machine, beside its floor");
+  bench->require_subcommand(1);
+  auto options = std::make_shared<MixerBench>();
+  CLI::App* command = bench->add_subcommand("mixer", "One mixer, forward and backward");
+  command->add_option("--preset", options->preset, fmt::format("{}", fmt::join(mixer_names(), ", ")))
+      ->capture_default_str();
+  command->add_option("--score", options->score, "Instead of the preset's: linear, squared, exponential");
+  command->add_option("--decay", options->decay, "Instead of the preset's: on, off");
+  command->add_option("--norm", options->norm, "Instead of the preset's: none, sum");
+  command->add_option("--form", options->forms, "auto, parallel, chunked, reference; several with commas")
+      ->delimiter(',')
+      ->capture_default_str();
+  command->add_option("--length", options->lengths, "Tokens; several with commas")->delimiter(',')->capture_default_str();
+  command->add_option("--batch", options->batch, "Sequences")->check(CLI::PositiveNumber)->capture_default_str();
+  command->add_option("--heads", options->heads, "Heads")->check(CLI::PositiveNumber)->capture_default_str();
+  command->add_option("--dim", options->dim, "Dimension of a head")->check(CLI::Range(8, 256))->capture_default_str();
+  command->add_option("--chunk", options->chunk, "Tokens in a chunk; 0: by dimension")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  command->add_option("--dtype", options->dtype, "f32, bf16, f16")->capture_default_str();
+  command->add_option("--device", options->device, "cpu")->capture_default_str();
+  command->add_option("--mean-decay", options->mean_decay, "Log-decays are uniform in [-2x, 0]")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  command->add_flag("--backward", options->backward, "Also forward and backward together");
+  command->add_option("--threads", options->threads, "0: all")->check(CLI::NonNegativeNumber)->capture_default_str();
+  command->add_option("--json", options->json, "Write the rows to this file");
+  command->footer("Example: furious bench mixer --preset 2mamba --length 512,2048 --form auto,parallel --backward");
+  command->callback([options] { options->run(); });
+}
+
+}  // namespace furious::cli

@@ -1,0 +1,13 @@
+// The commands of `furious`, one file each. Each adds itself to the command line; its work runs when it is called.
+#pragma once
+
+#include <CLI/CLI.hpp>
+
+namespace furious::cli {
+
+void add_bench(CLI::App& app);
+
+// The lines of `furious --version`.
+std::string version_text();
+
+}  // namespace furious::cli
