@@ -151,8 +151,8 @@ Tensor Tensor::split_dim(int dim, int64_t outer, int64_t inner) const {
   return result;
 }
 
-void Tensor::check_type(DType wanted) const {
-  require(dtype_ == wanted, "tensor: data of dtype {} read as {}", name_of(dtype_), name_of(wanted));
+void Tensor::wrong_type(DType wanted) const {
+  fail("tensor: data of dtype {} read as {}", name_of(dtype_), name_of(wanted));
 }
 
 void copy_between(const Tensor& out, const Tensor& in) {

@@ -64,7 +64,8 @@ class Tensor {
   // The first element. T must be the C++ type of dtype().
   template <class T>
   T* data() const {
-    check_type(DTypeOf<T>::value);
+    if (dtype_ != DTypeOf<T>::value) [[unlikely]]
+      wrong_type(DTypeOf<T>::value);
     return static_cast<T*>(data_);
   }
   void* raw() const { return data_; }
@@ -77,7 +78,7 @@ class Tensor {
   Tensor split_dim(int dim, int64_t outer, int64_t inner) const;  // [..., outer*inner, ...] as [..., outer, inner, ...]
 
  private:
-  void check_type(DType wanted) const;
+  [[noreturn]] void wrong_type(DType wanted) const;
 
   std::shared_ptr<void> owner_;
   void* data_ = nullptr;

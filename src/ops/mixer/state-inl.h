@@ -24,7 +24,7 @@ namespace HWY_NAMESPACE {
 constexpr size_t kFeatureBlock = 192;
 constexpr size_t kTokenBlock = 96;
 constexpr size_t kFeatureLd = kFeatureBlock + kPad;  // a row's last vector may reach past the block
-static_assert(kFeatureBlock % kRows == 0 && kTokenBlock % kRows == 0);
+static_assert(kFeatureBlock % kRows == 0 && kFeatureBlock % (4 * kPad) == 0 && kTokenBlock % kRows == 0);
 
 constexpr float kRoot2 = 1.41421356237309504880f;
 
@@ -78,24 +78,59 @@ HWY_INLINE void for_each_row_of_square(size_t dim, size_t first, size_t last, F&
 // out[token, feature − first] = φ(x[token])[feature], zero up to a whole strip of features.
 inline HWY_ATTR void expand(const HeadState& state, const float* x, size_t ld, size_t tokens, size_t first, size_t last,
                             float* out) {
-  const size_t width = last - first;
-  for (size_t t = 0; t < tokens; ++t) {
-    const float* row = x + t * ld;
-    float* to = out + t * kFeatureLd;
-    if (state.squared) {
-      for_each_row_of_square(state.qk_dim, first, last, [&](size_t a, size_t at, size_t begin, size_t end) HWY_ATTR {
+  if (state.squared) {
+    for_each_row_of_square(state.qk_dim, first, last, [&](size_t a, size_t at, size_t begin, size_t end) HWY_ATTR {
+      for (size_t t = 0; t < tokens; ++t) {
+        const float* row = x + t * ld;
+        float* to = out + t * kFeatureLd + at;
         const FloatVector factor = hn::Set(kTag, row[a] * kRoot2);
         // The last vector may spill into the next row's features, which are written after it.
         for (size_t b = begin; b < end; b += kLanes)
-          hn::StoreU(hn::Mul(factor, hn::LoadU(kTag, row + b)), kTag, to + at + (b - begin));
-        if (begin == a) to[at] = row[a] * row[a];
-      });
-    } else {
-      std::copy(row + first, row + last, to);
-    }
-    std::fill(to + width, to + kFeatureLd, 0.0f);
+          hn::StoreU(hn::Mul(factor, hn::LoadU(kTag, row + b)), kTag, to + (b - begin));
+        if (begin == a) to[0] = row[a] * row[a];
+      }
+    });
+  } else {
+    for (size_t t = 0; t < tokens; ++t) std::copy(x + t * ld + first, x + t * ld + last, out + t * kFeatureLd);
   }
+  for (size_t t = 0; t < tokens; ++t)
+    std::fill(out + t * kFeatureLd + (last - first), out + (t + 1) * kFeatureLd, 0.0f);
   std::fill(out + tokens * kFeatureLd, out + round_up(tokens, kRows) * kFeatureLd, 0.0f);
+}
+
+// partial[token, lane] += lanes of φ[token]·z for a block of features: dot products whose lanes are added up later.
+inline HWY_ATTR void dot_rows(const float* phi, size_t tokens, const float* z, size_t features, float* partial) {
+  for (size_t t = 0; t < tokens; t += kRows) {
+    FloatVector totals[kRows];
+    HWY_UNROLL(6)
+    for (size_t r = 0; r < kRows; ++r) totals[r] = hn::LoadU(kTag, partial + (t + r) * kLanes);
+    for (size_t f = 0; f < features; f += kLanes) {
+      const FloatVector column = hn::LoadU(kTag, z + f);
+      HWY_UNROLL(6)
+      for (size_t r = 0; r < kRows; ++r)
+        totals[r] = hn::MulAdd(hn::LoadU(kTag, phi + (t + r) * kFeatureLd + f), column, totals[r]);
+    }
+    HWY_UNROLL(6)
+    for (size_t r = 0; r < kRows; ++r) hn::StoreU(totals[r], kTag, partial + (t + r) * kLanes);
+  }
+}
+
+// z += Σ_t φ[t] one_t for a block of features; both reach to whole groups of vectors.
+inline HWY_ATTR void add_rows(const float* phi, size_t tokens, const float* one, size_t features, float* z) {
+  constexpr size_t kGroup = 4;  // sums in flight at once
+  for (size_t f = 0; f < features; f += kGroup * kLanes) {
+    FloatVector totals[kGroup];
+    HWY_UNROLL(4)
+    for (size_t i = 0; i < kGroup; ++i) totals[i] = hn::LoadU(kTag, z + f + i * kLanes);
+    for (size_t t = 0; t < tokens; ++t) {
+      const FloatVector factor = hn::Set(kTag, one[t]);
+      HWY_UNROLL(4)
+      for (size_t i = 0; i < kGroup; ++i)
+        totals[i] = hn::MulAdd(factor, hn::LoadU(kTag, phi + t * kFeatureLd + f + i * kLanes), totals[i]);
+    }
+    HWY_UNROLL(4)
+    for (size_t i = 0; i < kGroup; ++i) hn::StoreU(totals[i], kTag, z + f + i * kLanes);
+  }
 }
 
 HWY_INLINE float dot(const float* a, const float* b, size_t count) {
@@ -112,16 +147,19 @@ inline HWY_ATTR void state_read(const HeadState& state, const float* x, size_t l
   parallel_for(static_cast<int64_t>(blocks), [&](int64_t block) HWY_ATTR {
     const size_t t0 = static_cast<size_t>(block) * kTokenBlock;
     const size_t count = std::min(kTokenBlock, tokens - t0);
-    const cpu::Scratch<float> phi(kTokenBlock * kFeatureLd);
+    const cpu::Scratch<float> memory(kTokenBlock * (kFeatureLd + kLanes));
+    float* phi = memory.data();
+    float* partial = phi + kTokenBlock * kFeatureLd;
+    std::fill(partial, partial + kTokenBlock * kLanes, 0.0f);
     for (size_t f0 = 0; f0 < state.features; f0 += kFeatureBlock) {
       const size_t f1 = std::min(f0 + kFeatureBlock, state.features);
-      expand(state, x + t0 * ld, ld, count, f0, f1, phi.data());
-      gemm<false>(count, state.v_ld, f1 - f0, phi.data(), kFeatureLd, state.s + f0 * state.v_ld, state.v_ld,
+      expand(state, x + t0 * ld, ld, count, f0, f1, phi);
+      gemm<false>(count, state.v_ld, f1 - f0, phi, kFeatureLd, state.s + f0 * state.v_ld, state.v_ld,
                   y + t0 * state.v_ld, state.v_ld, true);
-      if (sum == nullptr) continue;
-      for (size_t t = 0; t < count; ++t)
-        sum[t0 + t] += dot(phi.data() + t * kFeatureLd, state.z + f0, round_up(f1 - f0, kPad));
+      if (sum != nullptr) dot_rows(phi, count, state.z + f0, f1 - f0, partial);
     }
+    for (size_t t = 0; sum != nullptr && t < count; ++t)
+      sum[t0 + t] += hn::GetLane(hn::SumOfLanes(kTag, hn::LoadU(kTag, partial + t * kLanes)));
   });
 }
 
@@ -138,19 +176,13 @@ inline HWY_ATTR void state_update(const HeadState& state, float decay, const flo
       hn::StoreU(hn::Mul(factor, hn::LoadU(kTag, s + i)), kTag, s + i);
     for (size_t f = f0; f < f1; f += kLanes)
       hn::StoreU(hn::Mul(factor, hn::LoadU(kTag, state.z + f)), kTag, state.z + f);
-    const cpu::Scratch<float> phi(kTokenBlock * kFeatureLd);
+    const cpu::Scratch<float> memory(kTokenBlock * kFeatureLd);
+    float* phi = memory.data();
     for (size_t t0 = 0; t0 < tokens; t0 += kTokenBlock) {
       const size_t count = std::min(kTokenBlock, tokens - t0);
-      expand(state, x + t0 * ld, ld, count, f0, f1, phi.data());
-      gemm<true>(f1 - f0, state.v_ld, count, phi.data(), kFeatureLd, value + t0 * state.v_ld, state.v_ld, s, state.v_ld,
-                 true);
-      if (one == nullptr) continue;
-      for (size_t f = 0; f < f1 - f0; f += kLanes) {
-        FloatVector total = hn::LoadU(kTag, state.z + f0 + f);
-        for (size_t t = 0; t < count; ++t)
-          total = hn::MulAdd(hn::Set(kTag, one[t0 + t]), hn::LoadU(kTag, phi.data() + t * kFeatureLd + f), total);
-        hn::StoreU(total, kTag, state.z + f0 + f);
-      }
+      expand(state, x + t0 * ld, ld, count, f0, f1, phi);
+      gemm<true>(f1 - f0, state.v_ld, count, phi, kFeatureLd, value + t0 * state.v_ld, state.v_ld, s, state.v_ld, true);
+      if (one != nullptr) add_rows(phi, count, one + t0, f1 - f0, state.z + f0);
     }
   });
 }
