@@ -69,6 +69,12 @@ void run_chunks(const Tensor& hidden, const Tensor& weight, const Tensor& target
   }
 }
 
+// The weight in the type that the products work in, so that it is not converted chunk after chunk.
+Tensor converted_once(const Tensor& weight, MatmulPrecision precision) {
+  const DType wanted = precision == MatmulPrecision::bf16 ? DType::bf16 : DType::f32;
+  return weight.dtype() == wanted ? weight : to_dtype(weight, wanted);
+}
+
 float mean_loss(const Tensor& losses, int64_t counted) {
   const double* values = losses.data<double>();
   double sum = 0;
@@ -110,8 +116,7 @@ CrossEntropyResult cross_entropy_forward(const Tensor& hidden, const Tensor& wei
     return result;
   }
   const Tensor losses = Tensor::empty({rows}, DType::f64);
-  const Tensor used_weight = weight.dtype() == DType::f32 ? weight : to_dtype(weight, DType::f32);
-  run_chunks(hidden.as_matrix(), used_weight, targets, options.precision, result, losses);
+  run_chunks(hidden.as_matrix(), converted_once(weight, options.precision), targets, options.precision, result, losses);
   *result.loss.data<float>() = mean_loss(losses, counted);
   if (options.row_losses) copy(options.row_losses.view({rows}), losses);
   return result;

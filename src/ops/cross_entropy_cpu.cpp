@@ -23,7 +23,7 @@ namespace hn = hwy::HWY_NAMESPACE;
 using AllLanes = hn::ScalableTag<float>;
 using OneLane = hn::CappedTag<float, 1>;  // for what is left of a row: rounds as a full vector does
 
-// The largest number, or NaN if there is one: Exp below would turn it into 0 and hide it.
+// The largest number, or NaN if there is one, which makes loss and gradient NaN: Exp alone would turn it into 0.
 float largest(const float* x, int64_t count) {
   const AllLanes d;
   const int64_t step = static_cast<int64_t>(hn::Lanes(d));
@@ -83,7 +83,6 @@ void multiply(float* x, int64_t count, float factor) {
 double row_loss(float* logits, int64_t vocabulary, int32_t target) {
   const float most = largest(logits, vocabulary);
   const float distance = most - logits[target];
-  if (std::isnan(distance)) return std::numeric_limits<double>::quiet_NaN();
   return std::log(exp_sum<false>(logits, vocabulary, most)) + static_cast<double>(distance);
 }
 
@@ -91,8 +90,7 @@ double row_loss(float* logits, int64_t vocabulary, int32_t target) {
 double row_loss_with_gradient(float* logits, int64_t vocabulary, int32_t target, float coefficient) {
   const float most = largest(logits, vocabulary);
   const float distance = most - logits[target];
-  double sum = exp_sum<true>(logits, vocabulary, most);
-  if (std::isnan(distance)) sum = std::numeric_limits<double>::quiet_NaN();
+  const double sum = exp_sum<true>(logits, vocabulary, most);
   multiply(logits, vocabulary, static_cast<float>(static_cast<double>(coefficient) / sum));
   logits[target] -= coefficient;
   return std::log(sum) + static_cast<double>(distance);

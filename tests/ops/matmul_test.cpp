@@ -55,8 +55,10 @@ void check_product(testing::Random& random, const Case& size, DType b_dtype, Mat
   std::vector<double> start(size.rows * size.columns, 0.0);
   if (options.accumulate) start = to_doubles(out);
   matmul(out, a, b, options);
-  EXPECT_LT(relative_error(out, product_oracle(a, options.transpose_a, b, options.transpose_b, start), 1e-6),
-            tolerance);
+  // Measured against the size of a typical result: a single dot product may cancel to nearly nothing.
+  const double typical = std::sqrt(static_cast<double>(size.rows * size.columns * size.inner));
+  const auto expected = product_oracle(a, options.transpose_a, b, options.transpose_b, start);
+  EXPECT_LT(relative_error(out, expected, typical), tolerance);
   const std::vector<double> after = to_doubles(whole);
   for (int64_t i = 0; i < size.rows; ++i)
     for (int64_t column : {int64_t{0}, size.columns + 1}) {
@@ -69,19 +71,19 @@ TEST(Matmul, AgreesWithTheOracleOnRandomShapes) {
   testing::Random random(10);
   for (int i = 0; i < 60; ++i)
     check_product(random, {random.integer(1, 40), random.integer(1, 40), random.integer(1, 70)}, DType::f32,
-                  MatmulPrecision::f32, 2e-6);
+                  MatmulPrecision::f32, 1e-6);
 }
 
 TEST(Matmul, AgreesWithTheOracleOnThinShapes) {
   testing::Random random(11);
   for (const Case& size :
        {Case{1, 1, 1}, Case{1, 301, 64}, Case{301, 1, 64}, Case{1, 1, 500}, Case{65, 33, 1}, Case{1, 700, 130}})
-    for (int i = 0; i < 8; ++i) check_product(random, size, DType::f32, MatmulPrecision::f32, 2e-6);
+    for (int i = 0; i < 8; ++i) check_product(random, size, DType::f32, MatmulPrecision::f32, 1e-6);
 }
 
 TEST(Matmul, AgreesWithTheOracleOnALargerShape) {
   testing::Random random(12);
-  for (int i = 0; i < 4; ++i) check_product(random, {193, 257, 301}, DType::f32, MatmulPrecision::f32, 2e-6);
+  for (int i = 0; i < 4; ++i) check_product(random, {193, 257, 301}, DType::f32, MatmulPrecision::f32, 1e-6);
 }
 
 TEST(Matmul, TakesBf16AndF16Weights) {
@@ -89,7 +91,7 @@ TEST(Matmul, TakesBf16AndF16Weights) {
   for (DType dtype : {DType::bf16, DType::f16})
     for (int i = 0; i < 10; ++i)
       check_product(random, {random.integer(1, 20), random.integer(1, 20), random.integer(1, 40)}, dtype,
-                    MatmulPrecision::f32, 2e-6);
+                    MatmulPrecision::f32, 1e-6);
 }
 
 TEST(Matmul, Bf16ProductsRoundTheFactorsOnly) {
