@@ -96,12 +96,18 @@ void backward(const RmsNormGradients& out, const Tensor& dy_tensor, const Tensor
 }  // namespace
 
 void rms_norm_forward(const RmsNormResult& out, const Tensor& x, const Tensor& weight, float eps, const Tensor& z) {
-  z ? forward<true>(out, x, weight, eps, z) : forward<false>(out, x, weight, eps, z);
+  if (z)
+    forward<true>(out, x, weight, eps, z);
+  else
+    forward<false>(out, x, weight, eps, z);
 }
 
 void rms_norm_backward(const RmsNormGradients& out, const Tensor& dy, const Tensor& x, const Tensor& weight,
                        const Tensor& inverse_rms, const Tensor& z) {
-  z ? backward<true>(out, dy, x, weight, inverse_rms, z) : backward<false>(out, dy, x, weight, inverse_rms, z);
+  if (z)
+    backward<true>(out, dy, x, weight, inverse_rms, z);
+  else
+    backward<false>(out, dy, x, weight, inverse_rms, z);
 }
 
 }  // namespace furious::HWY_NAMESPACE

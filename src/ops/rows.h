@@ -51,6 +51,19 @@ class Rows {
   std::array<int64_t, Shape::kMaxRank> strides_{};
 };
 
+// The rows of a contiguous parameter, over and over: what tokens share.
+class RepeatedRows {
+ public:
+  explicit RepeatedRows(const Tensor& tensor)
+      : data_(tensor.data<float>()), size_(tensor.size(-1)), count_(tensor.elements() / std::max<int64_t>(size_, 1)) {}
+  const float* operator[](int64_t row) const { return data_ + row % count_ * size_; }
+
+ private:
+  const float* data_;
+  int64_t size_;
+  int64_t count_;
+};
+
 // body(begin, end) over ranges of `count` rows of `size` elements: parallel, unless there is too little to share out.
 template <class Body>
 void parallel_rows(int64_t count, int64_t size, Body&& body) {
