@@ -5,7 +5,9 @@
 // that is not there, or an empty one, means one document per row.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <span>
 #include <string_view>
 #include <vector>
 
@@ -25,5 +27,19 @@ struct Segment {
 
 // The segments of every row, in order; together they cover each token once. Errors name `operation`.
 std::vector<Segment> segments_of(std::string_view operation, const Tensor& boundaries, int64_t batch, int64_t length);
+
+// body(segment, begin, end) for every segment that has tokens among [first, last) of the flattened sequence, with the
+// part [begin, end) of its row that lies there.
+template <class Body>
+void for_each_piece(std::span<const Segment> segments, int64_t length, int64_t first, int64_t last, Body&& body) {
+  const auto start = [&](const Segment& segment) { return segment.batch * length + segment.begin; };
+  const auto end = [&](const Segment& segment) { return segment.batch * length + segment.end; };
+  auto segment = std::partition_point(segments.begin(), segments.end(),
+                                      [&](const Segment& candidate) { return end(candidate) <= first; });
+  for (; segment != segments.end() && start(*segment) < last; ++segment) {
+    const int64_t row = segment->batch * length;
+    body(*segment, std::max(start(*segment), first) - row, std::min(end(*segment), last) - row);
+  }
+}
 
 }  // namespace furious

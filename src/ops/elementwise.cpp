@@ -1,53 +1,57 @@
 #include "ops/elementwise.h"
 
-#include "base/error.h"
+#include <vector>
+
 #include "base/parallel.h"
+#include "ops/rows.h"
 #include "tensor/check.h"
 
 namespace furious {
 namespace {
 
-constexpr int64_t kGrain = 1 << 15;
+std::vector<int64_t> sizes_of(const Tensor& tensor) {
+  return {tensor.shape().begin(), tensor.shape().end()};
+}
 
-// Calls f(offset_out, offset_in) for the first element of every innermost row of two tensors of one shape.
-template <class F>
-void for_each_row(const Tensor& out, const Tensor& in, F&& f) {
-  const int outer = out.rank() - 1;
-  int64_t rows = 1;
-  for (int i = 0; i < outer; ++i) rows *= out.size(i);
-  parallel_ranges(rows, std::max<int64_t>(1, kGrain / std::max<int64_t>(out.size(-1), 1)),
-                  [&](int64_t begin, int64_t end) {
-                    for (int64_t row = begin; row < end; ++row) {
-                      int64_t rest = row;
-                      int64_t offset_out = 0;
-                      int64_t offset_in = 0;
-                      for (int i = outer - 1; i >= 0; --i) {
-                        offset_out += rest % out.size(i) * out.stride(i);
-                        offset_in += rest % out.size(i) * in.stride(i);
-                        rest /= out.size(i);
-                      }
-                      f(offset_out, offset_in);
-                    }
-                  });
+int64_t inner_step(const Tensor& tensor) {
+  return tensor.is_contiguous() ? 1 : tensor.stride(-1);
+}
+
+// Calls f(to, from, count) for runs of elements that are evenly spaced in both of two tensors of one shape: rows, or
+// any stretch where both are contiguous.
+template <class To, class From, class F>
+void for_each_run(const Tensor& out, const Tensor& in, F&& f) {
+  if (out.elements() == 0) return;
+  if (out.is_contiguous() && in.is_contiguous()) {
+    To* const to = out.data<To>();
+    const From* const from = in.data<From>();
+    parallel_rows(out.elements(), 1, [&](int64_t begin, int64_t end) { f(to + begin, from + begin, end - begin); });
+    return;
+  }
+  const Rows<To> to(out);
+  const Rows<From> from(in);
+  parallel_rows(to.count(), to.size(), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) f(to[row], from[row], to.size());
+  });
 }
 
 template <class To, class From>
-void copy_rows(const Tensor& out, const Tensor& in) {
-  const int64_t length = out.size(-1);
-  const int64_t step_out = out.stride(-1);
-  const int64_t step_in = in.stride(-1);
-  To* const to = out.data<To>();
-  const From* const from = in.data<From>();
-  for_each_row(out, in, [&](int64_t offset_out, int64_t offset_in) {
-    To* row_out = to + offset_out;
-    const From* row_in = from + offset_in;
-    for (int64_t i = 0; i < length; ++i) {
-      const From value = row_in[i * step_in];
-      if constexpr (std::is_same_v<To, From>)
-        row_out[i * step_out] = value;
-      else
-        row_out[i * step_out] = static_cast<To>(static_cast<float>(value));
-    }
+To converted(From value) {
+  if constexpr (std::is_same_v<To, From>)
+    return value;
+  else
+    return static_cast<To>(static_cast<float>(value));
+}
+
+template <class To, class From>
+void copy_runs(const Tensor& out, const Tensor& in) {
+  const int64_t step_out = inner_step(out);
+  const int64_t step_in = inner_step(in);
+  for_each_run<To, From>(out, in, [&](To* __restrict to, const From* __restrict from, int64_t count) {
+    if (step_out == 1 && step_in == 1)
+      for (int64_t i = 0; i < count; ++i) to[i] = converted<To>(from[i]);
+    else
+      for (int64_t i = 0; i < count; ++i) to[i * step_out] = converted<To>(from[i * step_in]);
   });
 }
 
@@ -56,11 +60,11 @@ void copy_rows(const Tensor& out, const Tensor& in) {
 void fill(const Tensor& out, float value) {
   const ArgumentCheck check("fill");
   check.device("out", out, {});
-  check.contiguous("out", out);
+  if (!out.is_contiguous()) check.unit_inner_stride("out", out);
   with_float_type(out.dtype(), [&](auto zero) {
     using T = decltype(zero);
-    T* data = out.data<T>();
-    std::fill(data, data + out.elements(), static_cast<T>(value));
+    for_each_run<T, T>(out, out,
+                       [&](T* to, const T*, int64_t count) { std::fill_n(to, count, static_cast<T>(value)); });
   });
 }
 
@@ -68,31 +72,28 @@ void copy(const Tensor& out, const Tensor& in) {
   const ArgumentCheck check("copy");
   check.device("out", out, {});
   check.device("in", in, {});
-  check.shape("in", in, {out.shape().begin(), out.shape().end()});
-  if (out.rank() == 0 || out.elements() == 0) {
-    require(out.elements() == 0, "copy: tensors of rank 0 are not supported");
-    return;
-  }
+  check.shape("in", in, sizes_of(out));
   if (out.dtype() == DType::i32 || in.dtype() == DType::i32) {
     check.dtype("in", in, {DType::i32});
     check.dtype("out", out, {DType::i32});
-    copy_rows<int32_t, int32_t>(out, in);
+    copy_runs<int32_t, int32_t>(out, in);
     return;
   }
   with_float_type(out.dtype(), [&](auto to) {
-    with_float_type(in.dtype(), [&](auto from) { copy_rows<decltype(to), decltype(from)>(out, in); });
+    with_float_type(in.dtype(), [&](auto from) { copy_runs<decltype(to), decltype(from)>(out, in); });
   });
 }
 
 void add_into(const Tensor& out, const Tensor& in) {
   const ArgumentCheck check("add_into");
-  const std::vector<int64_t> shape(out.shape().begin(), out.shape().end());
-  check.dense("out", out, DType::f32, shape);
-  check.dense("in", in, DType::f32, shape);
-  float* to = out.data<float>();
-  const float* from = in.data<float>();
-  parallel_ranges(out.elements(), kGrain, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) to[i] += from[i];
+  check.shape("in", in, sizes_of(out));
+  for (const auto& [name, tensor] : {std::pair("out", out), std::pair("in", in)}) {
+    check.dtype(name, tensor, {DType::f32});
+    check.device(name, tensor, {});
+    if (!tensor.is_contiguous()) check.unit_inner_stride(name, tensor);
+  }
+  for_each_run<float, float>(out, in, [](float* __restrict to, const float* __restrict from, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) to[i] += from[i];
   });
 }
 
@@ -110,9 +111,10 @@ Tensor add_forward(const Tensor& a, const Tensor& b) {
 
 Variable add(Tape& tape, const Variable& a, const Variable& b) {
   return tape.record(add_forward(a.value(), b.value()), {a, b}, [a, b](const Tensor& gradient) {
-    // Two variables must not share one gradient tensor: each may be added to later.
-    a.add_gradient(to_dtype(gradient, DType::f32));
-    b.add_gradient(to_dtype(gradient, DType::f32));
+    // One takes the gradient over, the other a copy: each may be added to later.
+    const bool both = a.needs_gradient() && b.needs_gradient();
+    if (both) b.add_gradient(to_dtype(gradient, DType::f32));
+    (a.needs_gradient() ? a : b).add_gradient(gradient);
   });
 }
 

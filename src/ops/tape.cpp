@@ -24,8 +24,32 @@ GradientTarget Variable::gradient_target() const {
   return {node_->gradient, holds_sum};
 }
 
+Tensor Variable::new_gradient() const {
+  if (node_->source) return Variable(node_->source).new_gradient();
+  if (!node_->whole || node_->place_taken || node_->gradient) return Tensor::empty_like(node_->value);
+  node_->place_taken = true;
+  return place_in_whole();
+}
+
+// The first part that asks makes the gradient of the whole; by that the tape knows that there is something to gather.
+Tensor Variable::place_in_whole() const {
+  Node& whole = *node_->whole;
+  if (!whole.gradient) whole.gradient = Variable(node_->whole).new_gradient();
+  return node_->part(whole.gradient);
+}
+
+void Variable::settle_in_whole() const {
+  const Tensor place = place_in_whole();
+  if (!node_->gradient)
+    fill(place, 0.0f);
+  else if (node_->gradient.raw() != place.raw())
+    copy(place, node_->gradient);
+  clear_gradient();
+}
+
 void Variable::add_gradient(const Tensor& contribution) const {
   if (!needs_gradient()) return;
+  if (node_->whole) place_in_whole();
   require(contribution.shape() == node_->value.shape(), "tape: a gradient of shape {} for a variable of shape {}",
           to_string(contribution.shape()), to_string(node_->value.shape()));
   if (node_->gradient)
@@ -42,16 +66,44 @@ Variable Tape::record(Tensor result, std::initializer_list<Variable> inputs, Bac
   return variable;
 }
 
+std::vector<Variable> Tape::parts(const Variable& x, const std::vector<Part>& functions) {
+  const Variable whole(x.value(), recording_ && x.needs_gradient());
+  whole.node_->source = x.node_;
+  std::vector<Variable> parts;
+  int64_t covered = 0;
+  for (const Part& function : functions) {
+    const Variable& part = parts.emplace_back(function(x.value()), whole.needs_gradient());
+    covered += part.value().elements();
+    if (!part.needs_gradient()) continue;
+    part.node_->whole = whole.node_;
+    part.node_->part = function;
+  }
+  require(covered == x.value().elements(), "tape: parts of {} elements for a variable of {}", covered,
+          x.value().elements());
+  if (whole.needs_gradient()) {
+    entries_.push_back({whole, [x, parts](const Tensor& gradient) {
+                          for (const Variable& part : parts) part.settle_in_whole();
+                          x.add_gradient(gradient);
+                        }});
+  }
+  return parts;
+}
+
 void Tape::backward(const Variable& result) {
   require(result.value().elements() == 1, "tape: backward without a gradient needs a single number, got shape {}",
           to_string(result.value().shape()));
   Tensor one = Tensor::empty_like(result.value());
   fill(one, 1.0f);
-  backward(result, one);
+  result.add_gradient(one);
+  run_backward();
 }
 
 void Tape::backward(const Variable& result, const Tensor& gradient) {
-  result.add_gradient(gradient);
+  result.add_gradient(to_dtype(gradient, gradient.dtype()));
+  run_backward();
+}
+
+void Tape::run_backward() {
   while (!entries_.empty()) {
     const Entry entry = std::move(entries_.back());
     entries_.pop_back();

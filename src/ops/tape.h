@@ -5,6 +5,10 @@
 //
 // A Variable is a tensor with a place for its gradient. Gradients add up: a variable that is used twice, and a
 // parameter over several passes, receive the sum.
+//
+// Tape::parts makes views of a variable, such as queries, keys and values out of one fused projection. Their gradients
+// meet in one tensor: new_gradient() of a part is its place there, so an operation that writes its gradient into
+// new_gradient() fills the fused gradient without a copy.
 #pragma once
 
 #include <functional>
@@ -32,8 +36,11 @@ class Variable {
 
   // The gradient gathered so far; not there if none has arrived.
   const Tensor& gradient() const { return node_->gradient; }
-  // Adds to the gradient. The first contribution is taken over, not copied: the caller gives it away. One that arrives
-  // strided, or that shares its memory with another tensor, must be a contiguous copy of its own.
+  // Memory of the value's shape for one contribution: write all of it, then hand it to add_gradient. That of a part may
+  // be strided, with the innermost stride of its value.
+  Tensor new_gradient() const;
+  // Adds to the gradient. The first contribution is taken over, not copied: the caller gives it away. Unless it comes
+  // from new_gradient, it must be contiguous and share its memory with no other tensor.
   void add_gradient(const Tensor& contribution) const;
   // The gradient itself, made if none has arrived: the caller must add its whole contribution to it. Only for a
   // variable that needs a gradient.
@@ -43,11 +50,25 @@ class Variable {
   bool same_as(const Variable& other) const { return node_ == other.node_; }
 
  private:
+  friend class Tape;
+
   struct Node {
     Tensor value;
     Tensor gradient;
     bool needs_gradient = false;
+    // Of a part: the variable whose gradient holds that of all parts, which part this is, and whether its place there
+    // has been given out.
+    std::shared_ptr<Node> whole;
+    std::function<Tensor(const Tensor&)> part;
+    bool place_taken = false;
+    // Of such a whole: the variable it stands for, which may itself be a part and have a place to offer.
+    std::shared_ptr<Node> source;
   };
+
+  explicit Variable(std::shared_ptr<Node> node) : node_(std::move(node)) {}
+  Tensor place_in_whole() const;
+  void settle_in_whole() const;
+
   std::shared_ptr<Node> node_;
 };
 
@@ -58,7 +79,12 @@ class Tape {
   using Backward = std::function<void(const Tensor& gradient)>;
   Variable record(Tensor result, std::initializer_list<Variable> inputs, Backward backward);
 
-  // From a result that is a single number (gradient 1), or from any result with its gradient.
+  // Views of a variable, one per function, that together cover each element once. A function is applied to the value
+  // and, later, to the gradient: it must only slice, select, split or view. A part that receives no gradient has zero.
+  using Part = std::function<Tensor(const Tensor&)>;
+  std::vector<Variable> parts(const Variable& x, const std::vector<Part>& functions);
+
+  // From a result that is a single number (gradient 1), or from any result with its gradient, which stays as it is.
   void backward(const Variable& result);
   void backward(const Variable& result, const Tensor& gradient);
 
@@ -72,6 +98,8 @@ class Tape {
     Variable result;
     Backward backward;
   };
+  void run_backward();
+
   std::vector<Entry> entries_;
   bool recording_ = true;
 };

@@ -86,4 +86,18 @@ void ArgumentCheck::dense(std::string_view argument, const Tensor& tensor, DType
   contiguous(argument, tensor);
 }
 
+void ArgumentCheck::rows(std::string_view argument, const Tensor& tensor, Device expected_device) const {
+  present(argument, tensor);
+  require(tensor.rank() >= 1, "{}: argument \"{}\" has rank 0, expected rows", operation_, argument);
+  dtype(argument, tensor, {DType::f32});
+  device(argument, tensor, expected_device);
+  unit_inner_stride(argument, tensor);
+}
+
+void ArgumentCheck::rows(std::string_view argument, const Tensor& tensor, const Shape& expected_shape,
+                         Device expected_device) const {
+  shape(argument, tensor, {expected_shape.begin(), expected_shape.end()});
+  rows(argument, tensor, expected_device);
+}
+
 }  // namespace furious

@@ -30,6 +30,12 @@ class ArgumentCheck {
   void dense(std::string_view argument, const Tensor& tensor, DType expected_dtype, std::vector<int64_t> expected_shape,
              Device expected_device = {}) const;
 
+  // Present, f32, on this device, of this shape if one is given, with contiguous rows that may lie apart: what
+  // operations that work on rows ask of activations, which may be views.
+  void rows(std::string_view argument, const Tensor& tensor, Device expected_device = {}) const;
+  void rows(std::string_view argument, const Tensor& tensor, const Shape& expected_shape,
+            Device expected_device = {}) const;
+
   std::string_view operation() const { return operation_; }
 
  private:

@@ -261,7 +261,9 @@ Variable mixer(Tape& tape, const MixerSpec& spec, const Variable& q, const Varia
   MixerInputs inputs{q.value(), k.value(), v.value(), log_decay ? log_decay.value() : Tensor(), boundaries, {}};
   MixerResult result = mixer_forward(spec, inputs, options);
   return tape.record(result.out, {q, k, v, log_decay}, [=](const Tensor& gradient) {
-    const MixerGradients gradients = mixer_backward(spec, inputs, result, gradient, {}, options);
+    MixerGradients gradients{q.new_gradient(), k.new_gradient(), v.new_gradient(), {}, {}};
+    if (log_decay) gradients.log_decay = log_decay.new_gradient();
+    mixer_backward(spec, inputs, result, gradient, {}, options, gradients);
     q.add_gradient(gradients.q);
     k.add_gradient(gradients.k);
     v.add_gradient(gradients.v);

@@ -28,7 +28,7 @@ static_assert(kFeatureBlock % kRows == 0 && kFeatureBlock % (4 * kPad) == 0 && k
 
 constexpr float kRoot2 = 1.41421356237309504880f;
 
-// The state of one head, or its gradient.
+// The state of one head, or its gradient, in memory of its own or of a cache.
 struct HeadState {
   size_t features = 0, qk_dim = 0, v_dim = 0, v_ld = 0;
   bool squared = false;
@@ -36,16 +36,19 @@ struct HeadState {
   float* s = nullptr;  // [features, v_ld], rows padded to whole strips
   float* z = nullptr;  // [features], padded to whole vectors
 
-  HeadState(const MixerShape& shape, bool squared_score)
+  static size_t numbers(size_t features, size_t v_dim) {
+    return round_up(features, kRows) * round_up(v_dim, kPad) + round_up(features, kFeatureBlock) + kPad;
+  }
+
+  HeadState(const MixerShape& shape, bool squared_score, float* numbers_of_cache = nullptr)
       : features(static_cast<size_t>(shape.state_rows)),
         qk_dim(static_cast<size_t>(shape.qk_dim)),
         v_dim(static_cast<size_t>(shape.v_dim)),
         v_ld(round_up(v_dim, kPad)),
         squared(squared_score) {
-    const size_t rows = round_up(features, kRows);
-    memory = cpu::Scratch<float>::zeros(rows * v_ld + round_up(features, kFeatureBlock) + kPad);
-    s = memory.data();
-    z = s + rows * v_ld;
+    if (numbers_of_cache == nullptr) memory = cpu::Scratch<float>::zeros(numbers(features, v_dim));
+    s = numbers_of_cache == nullptr ? memory.data() : numbers_of_cache;
+    z = s + round_up(features, kRows) * v_ld;
   }
 
   // From and to [D, columns] with columns = v_dim or v_dim + 1.

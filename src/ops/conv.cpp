@@ -1,0 +1,101 @@
+#include "ops/conv.h"
+
+#include "base/error.h"
+#include "ops/boundaries.h"
+#include "ops/conv_kernels.h"
+#include "ops/elementwise.h"
+#include "tensor/check.h"
+
+namespace furious {
+namespace {
+
+void check_window(const ArgumentCheck& check, int64_t window) {
+  require(window >= 2 && window <= 4, "{}: a window of {} tokens, expected 2, 3 or 4", check.operation(), window);
+}
+
+void check_parameters(const ArgumentCheck& check, int64_t channels, const Tensor& weight, const Tensor& bias) {
+  check.dense("weight", weight, DType::f32, {channels, ArgumentCheck::kAny});
+  check.dense("bias", bias, DType::f32, {channels});
+  check_window(check, weight.size(1));
+}
+
+void check_input(const ArgumentCheck& check, const Tensor& x) {
+  check.rank("x", x, 3);
+  check.rows("x", x);
+}
+
+void check_state(const ArgumentCheck& check, const Tensor& state, int64_t batch, int64_t window, int64_t channels) {
+  check.dense("state", state, DType::f32, {batch, window - 1, channels});
+}
+
+}  // namespace
+
+Tensor conv_forward(const Tensor& x, const Tensor& weight, const Tensor& bias, Activation activation,
+                    const Tensor& boundaries, const Tensor& state) {
+  const ArgumentCheck check("conv");
+  check_input(check, x);
+  check_parameters(check, x.size(2), weight, bias);
+  if (state) check_state(check, state, x.size(0), weight.size(1), x.size(2));
+  const std::vector<Segment> segments = segments_of("conv", boundaries, x.size(0), x.size(1));
+  Tensor y = Tensor::empty_like(x);
+  cpu::conv_forward(y, x, weight, bias, activation, segments, state);
+  return y;
+}
+
+Tensor conv_state(const Tensor& x, int64_t window, const Tensor& boundaries, const Tensor& state) {
+  const ArgumentCheck check("conv_state");
+  check_input(check, x);
+  check_window(check, window);
+  const int64_t past = window - 1;
+  if (state) check_state(check, state, x.size(0), window, x.size(2));
+  Tensor result = Tensor::zeros({x.size(0), past, x.size(2)}, DType::f32);
+  if (state && x.size(1) == 0) copy(result, state);
+  for (const Segment& segment : segments_of("conv_state", boundaries, x.size(0), x.size(1))) {
+    if (segment.end < x.size(1)) continue;
+    const Tensor row = result.select(0, segment.batch);
+    const int64_t kept = std::min(past, segment.length());
+    copy(row.slice(0, past - kept, kept), x.select(0, segment.batch).slice(0, segment.end - kept, kept));
+    if (state && segment.begin == 0)
+      copy(row.slice(0, 0, past - kept), state.select(0, segment.batch).slice(0, kept, past - kept));
+  }
+  return result;
+}
+
+Tensor conv_step(const Tensor& state, const Tensor& x, const Tensor& weight, const Tensor& bias,
+                 Activation activation) {
+  const ArgumentCheck check("conv_step");
+  check.rank("x", x, 2);
+  check.rows("x", x);
+  check_parameters(check, x.size(1), weight, bias);
+  check_state(check, state, x.size(0), weight.size(1), x.size(1));
+  Tensor y = Tensor::empty_like(x);
+  cpu::conv_step(y, state, x, weight, bias, activation);
+  return y;
+}
+
+void conv_backward(const ConvGradients& out, const Tensor& dy, const Tensor& x, const Tensor& weight,
+                   const Tensor& bias, Activation activation, const Tensor& boundaries) {
+  const ArgumentCheck check("conv backward");
+  check_input(check, x);
+  check_parameters(check, x.size(2), weight, bias);
+  check.rows("dy", dy, x.shape());
+  check.rows("dx", out.x, x.shape());
+  check.dense("dweight", out.weight, DType::f32, {weight.size(0), weight.size(1)});
+  check.dense("dbias", out.bias, DType::f32, {bias.size(0)});
+  const std::vector<Segment> segments = segments_of("conv backward", boundaries, x.size(0), x.size(1));
+  cpu::conv_backward(out, dy, x, weight, bias, activation, segments);
+}
+
+Variable conv(Tape& tape, const Variable& x, const Variable& weight, const Variable& bias, Activation activation,
+              const Tensor& boundaries) {
+  Tensor y = conv_forward(x.value(), weight.value(), bias.value(), activation, boundaries);
+  return tape.record(std::move(y), {x, weight, bias}, [=](const Tensor& dy) {
+    const ConvGradients d{x.new_gradient(), weight.new_gradient(), bias.new_gradient()};
+    conv_backward(d, dy, x.value(), weight.value(), bias.value(), activation, boundaries);
+    x.add_gradient(d.x);
+    weight.add_gradient(d.weight);
+    bias.add_gradient(d.bias);
+  });
+}
+
+}  // namespace furious

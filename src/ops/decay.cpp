@@ -1,0 +1,149 @@
+#include "ops/decay.h"
+
+#include "ops/decay_kernels.h"
+#include "tensor/check.h"
+
+namespace furious {
+namespace {
+
+void check_softplus(const ArgumentCheck& check, const Tensor& x, const Tensor& bias) {
+  check.rank("x", x, 3);
+  check.rows("x", x);
+  if (bias) check.dense("bias", bias, DType::f32, {x.size(2)});
+}
+
+void check_original_decay(const ArgumentCheck& check, const Tensor& dt, const Tensor& a_log) {
+  check.rank("dt", dt, 3);
+  check.rows("dt", dt);
+  check.dense("A_log", a_log, DType::f32, {dt.size(2)});
+}
+
+void check_discretize(const ArgumentCheck& check, const Tensor& v, const Tensor& dt) {
+  check.rank("v", v, 4);
+  check.rows("v", v);
+  check.dense("dt", dt, DType::f32, {v.size(0), v.size(1), v.size(2)});
+}
+
+void check_d_residual(const ArgumentCheck& check, const Tensor& v, const Tensor& d) {
+  check.rank("v", v, 4);
+  check.rows("v", v);
+  check.dense("D", d, DType::f32, {v.size(2), v.size(3)});
+}
+
+Variable scaled_softplus(Tape& tape, const Variable& x, const Variable& bias, float sign) {
+  const Tensor bias_value = bias ? bias.value() : Tensor();
+  return tape.record(softplus_forward(x.value(), bias_value, sign), {x, bias}, [=](const Tensor& dy) {
+    const SoftplusGradients gradients{x.new_gradient(), bias ? bias.new_gradient() : Tensor()};
+    softplus_backward(gradients, dy, x.value(), bias_value, sign);
+    x.add_gradient(gradients.x);
+    if (bias) bias.add_gradient(gradients.bias);
+  });
+}
+
+}  // namespace
+
+Tensor softplus_forward(const Tensor& x, const Tensor& bias, float sign) {
+  check_softplus(ArgumentCheck("softplus"), x, bias);
+  Tensor y = Tensor::empty_like(x);
+  cpu::softplus_forward(y, x, bias, sign);
+  return y;
+}
+
+void softplus_backward(const SoftplusGradients& out, const Tensor& dy, const Tensor& x, const Tensor& bias,
+                       float sign) {
+  const ArgumentCheck check("softplus backward");
+  check_softplus(check, x, bias);
+  check.rows("dy", dy, x.shape());
+  check.rows("dx", out.x, x.shape());
+  if (bias) check.dense("dbias", out.bias, DType::f32, {x.size(2)});
+  cpu::softplus_backward(out, dy, x, bias, sign);
+}
+
+Tensor original_decay_forward(const Tensor& dt, const Tensor& a_log) {
+  check_original_decay(ArgumentCheck("original_decay"), dt, a_log);
+  Tensor a = Tensor::empty_like(dt);
+  cpu::original_decay_forward(a, dt, a_log);
+  return a;
+}
+
+void original_decay_backward(const OriginalDecayGradients& out, const Tensor& da, const Tensor& dt,
+                             const Tensor& a_log) {
+  const ArgumentCheck check("original_decay backward");
+  check_original_decay(check, dt, a_log);
+  check.rows("da", da, dt.shape());
+  check.rows("ddt", out.dt, dt.shape());
+  check.dense("dA_log", out.a_log, DType::f32, {dt.size(2)});
+  cpu::original_decay_backward(out, da, dt, a_log);
+}
+
+Tensor discretize_forward(const Tensor& v, const Tensor& dt) {
+  check_discretize(ArgumentCheck("discretize"), v, dt);
+  Tensor y = Tensor::empty_like(v);
+  cpu::discretize_forward(y, v, dt);
+  return y;
+}
+
+void discretize_backward(const DiscretizeGradients& out, const Tensor& dy, const Tensor& v, const Tensor& dt) {
+  const ArgumentCheck check("discretize backward");
+  check_discretize(check, v, dt);
+  check.rows("dy", dy, v.shape());
+  check.rows("dv", out.v, v.shape());
+  check.dense("ddt", out.dt, DType::f32, {v.size(0), v.size(1), v.size(2)});
+  cpu::discretize_backward(out, dy, v, dt);
+}
+
+Tensor d_residual_forward(const Tensor& o, const Tensor& v, const Tensor& d) {
+  const ArgumentCheck check("d_residual");
+  check_d_residual(check, v, d);
+  check.rows("o", o, v.shape());
+  Tensor y = Tensor::empty_like(v);
+  cpu::d_residual_forward(y, o, v, d);
+  return y;
+}
+
+void d_residual_backward(const DResidualGradients& out, const Tensor& dy, const Tensor& v, const Tensor& d) {
+  const ArgumentCheck check("d_residual backward");
+  check_d_residual(check, v, d);
+  check.rows("dy", dy, v.shape());
+  check.rows("dv", out.v, v.shape());
+  check.dense("dD", out.d, DType::f32, {v.size(2), v.size(3)});
+  cpu::d_residual_backward(out, dy, v, d);
+}
+
+Variable time_step(Tape& tape, const Variable& x, const Variable& dt_bias) {
+  return scaled_softplus(tape, x, dt_bias, 1.0f);
+}
+
+Variable softplus_decay(Tape& tape, const Variable& x) {
+  return scaled_softplus(tape, x, {}, -1.0f);
+}
+
+Variable original_decay(Tape& tape, const Variable& dt, const Variable& a_log) {
+  return tape.record(original_decay_forward(dt.value(), a_log.value()), {dt, a_log}, [=](const Tensor& da) {
+    const OriginalDecayGradients gradients{dt.new_gradient(), a_log.new_gradient()};
+    original_decay_backward(gradients, da, dt.value(), a_log.value());
+    dt.add_gradient(gradients.dt);
+    a_log.add_gradient(gradients.a_log);
+  });
+}
+
+Variable discretize(Tape& tape, const Variable& v, const Variable& dt) {
+  return tape.record(discretize_forward(v.value(), dt.value()), {v, dt}, [=](const Tensor& dy) {
+    const DiscretizeGradients gradients{v.new_gradient(), dt.new_gradient()};
+    discretize_backward(gradients, dy, v.value(), dt.value());
+    v.add_gradient(gradients.v);
+    dt.add_gradient(gradients.dt);
+  });
+}
+
+Variable d_residual(Tape& tape, const Variable& o, const Variable& v, const Variable& d) {
+  return tape.record(d_residual_forward(o.value(), v.value(), d.value()), {o, v, d}, [=](const Tensor& dy) {
+    const DResidualGradients gradients{v.new_gradient(), d.new_gradient()};
+    d_residual_backward(gradients, dy, v.value(), d.value());
+    v.add_gradient(gradients.v);
+    d.add_gradient(gradients.d);
+    o.add_gradient(dy);
+  });
+}
+
+}  // namespace furious

@@ -1,0 +1,150 @@
+#include "ops/mixer/recurrent.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "base/error.h"
+#include "ops/elementwise.h"
+#include "ops/mixer/cpu.h"
+#include "ops/mixer/recurrent_cpu.h"
+#include "tensor/check.h"
+
+namespace furious {
+namespace {
+
+constexpr int64_t kLongestWindow = 64;
+
+}  // namespace
+
+MixerCache::MixerCache(const MixerSpec& spec, const Sizes& sizes) : spec_(spec) {
+  const auto in_range = [](int64_t dim) { return dim >= 8 && dim <= 256; };
+  require(in_range(sizes.qk_dim) && in_range(sizes.v_dim), "mixer_cache: dimensions {} and {}, expected 8 to 256",
+          sizes.qk_dim, sizes.v_dim);
+  const int64_t heads = std::max({sizes.q_heads, sizes.k_heads, sizes.v_heads});
+  for (int64_t own : {sizes.q_heads, sizes.k_heads, sizes.v_heads})
+    require(own >= 1 && heads % own == 0, "mixer_cache: {} heads, expected a divisor of {}", own, heads);
+  require(sizes.batch >= 1, "mixer_cache: batch {}, expected 1 or more", sizes.batch);
+  shape_.batch = sizes.batch;
+  shape_.length = 1;
+  shape_.heads = heads;
+  shape_.q_heads = sizes.q_heads;
+  shape_.k_heads = sizes.k_heads;
+  shape_.v_heads = sizes.v_heads;
+  shape_.qk_dim = sizes.qk_dim;
+  shape_.v_dim = sizes.v_dim;
+  shape_.state_rows = state_rows(spec, sizes.qk_dim);
+  shape_.state_columns = state_columns(spec, sizes.v_dim);
+  shape_.scale = spec.scale > 0 ? spec.scale : 1.0f / std::sqrt(static_cast<float>(sizes.qk_dim));
+  if (!spec.has_state()) return;
+  const int64_t token = sizes.k_heads * sizes.qk_dim + sizes.v_heads * sizes.v_dim + (spec.decay ? heads : 0);
+  first_fold_ = std::max<int64_t>(1, heads * cpu::head_state_numbers(shape_) / token);
+  window_ = std::min(kLongestWindow, first_fold_);
+}
+
+int64_t MixerCache::bytes() const {
+  size_t sum = state_ ? state_.bytes() : 0;
+  for (const CachePage& page : pages_)
+    sum += page.k.bytes() + page.v.bytes() + (page.log_decay ? page.log_decay.bytes() : 0);
+  return static_cast<int64_t>(sum);
+}
+
+void MixerCache::append(const Tensor& k, const Tensor& v, const Tensor& log_decay) {
+  const int64_t at = pending_ % CachePage::kTokens;
+  if (at == 0 && pending_ / CachePage::kTokens == static_cast<int64_t>(pages_.size())) {
+    CachePage page;
+    page.k = Tensor::empty({shape_.batch, shape_.k_heads, CachePage::kTokens, shape_.qk_dim}, DType::f32);
+    page.v = Tensor::empty({shape_.batch, shape_.v_heads, CachePage::kTokens, shape_.v_dim}, DType::f32);
+    if (spec_.decay) page.log_decay = Tensor::empty({shape_.batch, shape_.heads, CachePage::kTokens}, DType::f32);
+    pages_.push_back(std::move(page));
+  }
+  const CachePage& page = pages_[pending_ / CachePage::kTokens];
+  copy(page.k.select(2, at), k);
+  copy(page.v.select(2, at), v);
+  if (spec_.decay) copy(page.log_decay.select(2, at), log_decay);
+  ++pending_;
+  ++tokens_;
+}
+
+void MixerCache::fold() {
+  if (pending_ == 0) return;
+  if (!state_)
+    state_ = Tensor::zeros({shape_.batch, shape_.heads, cpu::head_state_numbers(shape_)}, DType::f32);
+  cpu::cache_fold(spec_, shape_, pages_, pending_, state_);
+  pending_ = 0;
+  // The pages of a window are used again; those of the long first window go back.
+  pages_.resize(std::min<size_t>(pages_.size(), (window_ + CachePage::kTokens - 1) / CachePage::kTokens));
+}
+
+Tensor MixerCache::step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& log_decay) {
+  const ArgumentCheck check("mixer_cache.step");
+  const auto check_rows = [&](std::string_view argument, const Tensor& x, int64_t heads, int64_t dim) {
+    check.shape(argument, x, {shape_.batch, heads, dim});
+    check.dtype(argument, x, {DType::f32});
+    check.device(argument, x, {});
+    check.unit_inner_stride(argument, x);
+  };
+  check_rows("q", q, shape_.q_heads, shape_.qk_dim);
+  check_rows("k", k, shape_.k_heads, shape_.qk_dim);
+  check_rows("v", v, shape_.v_heads, shape_.v_dim);
+  require(spec_.decay == log_decay.defined(), "mixer_cache.step: argument \"log_decay\" {}",
+          spec_.decay ? "is missing, but the spec has decay" : "was given, but the spec has no decay");
+  if (spec_.decay) {
+    check.dense("log_decay", log_decay, DType::f32, {shape_.batch, shape_.heads});
+    for (int64_t i = 0; i < log_decay.elements(); ++i)
+      require(!(log_decay.data<float>()[i] > 0),
+              "mixer_cache.step: argument \"log_decay\" holds {}, expected values of at most 0",
+              log_decay.data<float>()[i]);
+  }
+  if (first_fold_ > 0 && pending_ >= (state_ ? window_ : first_fold_)) fold();
+  append(k, v, log_decay);
+  const Tensor out = Tensor::empty({shape_.batch, shape_.heads, shape_.v_dim}, DType::f32);
+  cpu::cache_read(spec_, shape_, pages_, pending_, state_, q, out);
+  return out;
+}
+
+Tensor MixerCache::prefill(const MixerInputs& inputs, const MixerOptions& options) {
+  constexpr std::string_view kOperation = "mixer_cache.prefill";
+  const MixerShape given = check_mixer(kOperation, spec_, inputs, options.form);
+  const ArgumentCheck check(kOperation);
+  check.shape("q", inputs.q, {shape_.batch, given.length, shape_.q_heads, shape_.qk_dim});
+  check.shape("k", inputs.k, {shape_.batch, given.length, shape_.k_heads, shape_.qk_dim});
+  check.shape("v", inputs.v, {shape_.batch, given.length, shape_.v_heads, shape_.v_dim});
+  check.dtype("q", inputs.q, {DType::f32});
+  require(!inputs.boundaries && !inputs.initial_state,
+          "{}: boundaries and an initial state are not taken; the cache is the state", kOperation);
+  const auto token = [&](const Tensor& x, int64_t t) { return x ? x.select(1, t) : Tensor(); };
+  if (tokens_ > 0 && !spec_.has_state()) {  // a KV cache grows token by token
+    const Tensor out = Tensor::empty({shape_.batch, given.length, shape_.heads, shape_.v_dim}, DType::f32);
+    for (int64_t t = 0; t < given.length; ++t) {
+      const Tensor decay = spec_.decay ? to_dtype(token(inputs.log_decay, t), DType::f32) : Tensor();
+      copy(out.select(1, t), step(token(inputs.q, t), token(inputs.k, t), token(inputs.v, t), decay));
+    }
+    return out;
+  }
+  MixerInputs with_state = inputs;
+  MixerOptions forward = options;
+  forward.final_state = spec_.has_state() && (tokens_ > 0 || given.length >= first_fold_);
+  if (tokens_ > 0) with_state.initial_state = state();
+  const MixerResult result = mixer_forward(spec_, with_state, forward);
+  if (forward.final_state) {
+    if (!state_)
+      state_ = Tensor::zeros({shape_.batch, shape_.heads, cpu::head_state_numbers(shape_)}, DType::f32);
+    cpu::cache_load(spec_, shape_, result.final_state, state_);
+    tokens_ += given.length;
+  } else {
+    for (int64_t t = 0; t < given.length; ++t)
+      append(token(inputs.k, t), token(inputs.v, t), token(inputs.log_decay, t));
+  }
+  return result.out;
+}
+
+Tensor MixerCache::state() {
+  require(spec_.has_state(), "mixer_cache.state: an exponential score has no state of constant size");
+  fold();
+  const Tensor out =
+      Tensor::zeros({shape_.batch, shape_.heads, shape_.state_rows, shape_.state_columns}, DType::f32);
+  if (state_) cpu::cache_store(spec_, shape_, state_, out);
+  return out;
+}
+
+}  // namespace furious

@@ -1,0 +1,62 @@
+// The recurrent form: one token at a time, constant memory.
+//
+//   y_t = exp(A_t − A_fold) φ(q_t)ᵀ state + Σ_{j in window} w_tj v_j
+//
+// The last tokens are kept as plain k, v and log-decay (the window) and folded into the state only now and then, so that
+// a token reads the state once and does not write it. There is no state before the first fold: the cache then *is* a
+// KV cache, and it folds first when it has grown as large as the state. So it takes the smaller of the two at every
+// length, give or take a window. An exponential score never folds: its cache is a KV cache for good.
+#pragma once
+
+#include <vector>
+
+#include "ops/mixer/mixer.h"
+#include "ops/mixer/shape.h"
+
+namespace furious {
+
+// Some tokens of the window, head by head, so that a head's tokens lie together.
+struct CachePage {
+  static constexpr int64_t kTokens = 32;
+  Tensor k;          // [batch, k_heads, kTokens, qk_dim]
+  Tensor v;          // [batch, v_heads, kTokens, v_dim]
+  Tensor log_decay;  // [batch, heads, kTokens]; with decay only
+};
+
+class MixerCache {
+ public:
+  struct Sizes {
+    int64_t batch = 1, q_heads = 1, k_heads = 1, v_heads = 1, qk_dim = 0, v_dim = 0;
+  };
+
+  MixerCache(const MixerSpec& spec, const Sizes& sizes);
+
+  // The next token of every sequence: q, k, v [batch, their heads, dim] f32 with unit inner stride, log_decay
+  // [batch, heads] f32 exactly when the spec has decay. Returns the mixer's output [batch, heads, v_dim].
+  Tensor step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& log_decay = {});
+
+  // Many tokens at once, as mixer_forward takes them (f32, no boundaries, no initial state); returns its output.
+  Tensor prefill(const MixerInputs& inputs, const MixerOptions& options = {});
+
+  int64_t tokens() const { return tokens_; }  // seen so far
+  int64_t bytes() const;                      // held now
+  int64_t first_fold() const { return first_fold_; }
+  int64_t window() const { return window_; }
+
+  // Folds what is pending and returns the state as mixer_forward takes it: [batch, heads, D, columns].
+  Tensor state();
+
+ private:
+  void append(const Tensor& k, const Tensor& v, const Tensor& log_decay);
+  void fold();
+
+  MixerSpec spec_;
+  MixerShape shape_;        // of one token
+  int64_t window_ = 0;      // tokens between folds
+  int64_t first_fold_ = 0;  // tokens before the first; 0: never
+  int64_t tokens_ = 0, pending_ = 0;
+  std::vector<CachePage> pages_;
+  Tensor state_;  // [batch, heads, numbers of a packed head state]; not there before the first fold
+};
+
+}  // namespace furious

@@ -1,0 +1,57 @@
+#include "ops/rms_norm.h"
+
+#include "base/error.h"
+#include "ops/rms_norm_kernels.h"
+#include "tensor/check.h"
+
+namespace furious {
+namespace {
+
+void check_inputs(const ArgumentCheck& check, const Tensor& x, const Tensor& weight, const Tensor& z) {
+  check.rows("x", x);
+  check.dense("weight", weight, DType::f32, {x.size(-1)});
+  if (z) check.rows("z", z, x.shape());
+}
+
+Shape without_last(const Shape& shape) {
+  return Shape(std::span<const int64_t>(shape.begin(), shape.rank() - 1));
+}
+
+}  // namespace
+
+RmsNormResult rms_norm_forward(const Tensor& x, const Tensor& weight, float eps, const Tensor& z) {
+  const ArgumentCheck check("rms_norm");
+  check_inputs(check, x, weight, z);
+  require(eps >= 0, "rms_norm: eps is {}, expected 0 or more", eps);
+  RmsNormResult result{Tensor::empty_like(x), Tensor::empty(without_last(x.shape()), DType::f32)};
+  cpu::rms_norm_forward(result, x, weight, eps, z);
+  return result;
+}
+
+void rms_norm_backward(const RmsNormGradients& out, const Tensor& dy, const Tensor& x, const Tensor& weight,
+                       const Tensor& inverse_rms, const Tensor& z) {
+  const ArgumentCheck check("rms_norm backward");
+  check_inputs(check, x, weight, z);
+  const Shape row_shape = without_last(x.shape());
+  check.dense("inverse_rms", inverse_rms, DType::f32, {row_shape.begin(), row_shape.end()});
+  check.rows("dy", dy, x.shape());
+  check.rows("dx", out.x, x.shape());
+  check.dense("dweight", out.weight, DType::f32, {x.size(-1)});
+  if (z) check.rows("dz", out.z, x.shape());
+  cpu::rms_norm_backward(out, dy, x, weight, inverse_rms, z);
+}
+
+Variable rms_norm(Tape& tape, const Variable& x, const Variable& weight, float eps, const Variable& z) {
+  const Tensor gate = z ? z.value() : Tensor();
+  RmsNormResult result = rms_norm_forward(x.value(), weight.value(), eps, gate);
+  const Tensor inverse_rms = result.inverse_rms;
+  return tape.record(std::move(result.y), {x, weight, z}, [=](const Tensor& dy) {
+    const RmsNormGradients d{x.new_gradient(), weight.new_gradient(), z ? z.new_gradient() : Tensor()};
+    rms_norm_backward(d, dy, x.value(), weight.value(), inverse_rms, gate);
+    x.add_gradient(d.x);
+    weight.add_gradient(d.weight);
+    if (z) z.add_gradient(d.z);
+  });
+}
+
+}  // namespace furious

@@ -1,0 +1,31 @@
+// Rotary position embedding: pair i of a head's dimensions is turned by the angle position · base^(−2i/dim),
+//
+//   y_first  = x_first cos − x_second sin
+//   y_second = x_second cos + x_first sin
+//
+// halves:       pair i is (i, i + dim/2), as in Hugging Face's Llama
+// interleaved:  pair i is (2i, 2i + 1), as in the original and in the authors' release
+//
+// The gradient is turned back by the same angle. x is f32 [batch, length, heads, dim] with contiguous heads (a view);
+// dim is even. Angles are computed in double precision, so that they hold at any position.
+#pragma once
+
+#include "ops/tape.h"
+
+namespace furious {
+
+enum class RopePairing : uint8_t { halves, interleaved };
+
+struct Rope {
+  RopePairing pairing = RopePairing::halves;
+  double base = 10000;
+  int64_t offset = 0;  // position of the first token of every row; documents that start inside a row start at 0
+};
+
+// For `boundaries` see ops/boundaries.h.
+Tensor rope_forward(const Tensor& x, const Rope& rope, const Tensor& boundaries = {});
+void rope_backward(const Tensor& dx, const Tensor& dy, const Rope& rope, const Tensor& boundaries = {});
+
+Variable rope(Tape& tape, const Variable& x, const Rope& rope, const Tensor& boundaries = {});
+
+}  // namespace furious

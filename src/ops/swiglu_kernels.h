@@ -1,0 +1,10 @@
+#pragma once
+
+#include "ops/swiglu.h"
+
+namespace furious::cpu {
+
+void swiglu_forward(const Tensor& y, const Tensor& gate, const Tensor& up);
+void swiglu_backward(const SwigluGradients& out, const Tensor& dy, const Tensor& gate, const Tensor& up);
+
+}  // namespace furious::cpu
