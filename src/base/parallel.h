@@ -53,6 +53,13 @@ void parallel_for(int64_t count, Body&& body) {
   exception.rethrow();
 }
 
+// The same, or on this thread alone when there is too little work to share.
+template <class Body>
+void parallel_for_if(bool worth_it, int64_t count, Body&& body) {
+  if (worth_it) return parallel_for(count, body);
+  for (int64_t i = 0; i < count; ++i) body(i);
+}
+
 // body(begin, end) over equal ranges of [0, count), each of at least `grain` items: for even, small pieces of work.
 template <class Body>
 void parallel_ranges(int64_t count, int64_t grain, Body&& body) {

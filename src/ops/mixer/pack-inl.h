@@ -16,6 +16,7 @@ HWY_BEFORE_NAMESPACE();
 namespace furious {
 namespace HWY_NAMESPACE {
 
+constexpr size_t kWorthThreads = 4 << 20;  // multiplications: some tens of microseconds
 constexpr size_t kTile = 64;  // keys or tokens that lie side by side in a transposed tile
 
 // out[row, column] = factor · in[first + row, column], zero up to `ld` columns and to whole strips of rows.

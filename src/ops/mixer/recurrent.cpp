@@ -14,6 +14,10 @@ namespace {
 
 constexpr int64_t kLongestWindow = 64;
 
+int64_t pages_for(int64_t tokens) {
+  return (tokens + CachePage::kTokens - 1) / CachePage::kTokens;
+}
+
 }  // namespace
 
 MixerCache::MixerCache(const MixerSpec& spec, const Sizes& sizes) : spec_(spec) {
@@ -37,8 +41,11 @@ MixerCache::MixerCache(const MixerSpec& spec, const Sizes& sizes) : spec_(spec) 
   shape_.scale = spec.scale > 0 ? spec.scale : 1.0f / std::sqrt(static_cast<float>(sizes.qk_dim));
   if (!spec.has_state()) return;
   const int64_t token = sizes.k_heads * sizes.qk_dim + sizes.v_heads * sizes.v_dim + (spec.decay ? heads : 0);
-  first_fold_ = std::max<int64_t>(1, heads * cpu::head_state_numbers(shape_) / token);
-  window_ = std::min(kLongestWindow, first_fold_);
+  const int64_t state = heads * cpu::head_state_numbers(shape_);
+  window_ = std::clamp<int64_t>(state / token, 1, kLongestWindow);
+  // Whole pages of plain k and v that take no less than the state and the pages of a window.
+  const int64_t page = CachePage::kTokens * token;
+  first_fold_ = CachePage::kTokens * ((state + page - 1) / page + pages_for(window_));
 }
 
 int64_t MixerCache::bytes() const {
@@ -72,7 +79,7 @@ void MixerCache::fold() {
   cpu::cache_fold(spec_, shape_, pages_, pending_, state_);
   pending_ = 0;
   // The pages of a window are used again; those of the long first window go back.
-  pages_.resize(std::min<size_t>(pages_.size(), (window_ + CachePage::kTokens - 1) / CachePage::kTokens));
+  pages_.resize(std::min<size_t>(pages_.size(), pages_for(window_)));
 }
 
 Tensor MixerCache::step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& log_decay) {

@@ -13,20 +13,34 @@ HWY_BEFORE_NAMESPACE();
 namespace furious {
 namespace HWY_NAMESPACE {
 
-// y += Σ_f phi[f] · s[f, :]: one row, so the state is read once and decides the time.
-inline HWY_ATTR void read_row(const HeadState& state, const float* phi, size_t features, size_t first, float* y) {
-  for (size_t c = 0; c < state.v_ld; c += kLanes) {
-    const float* s = state.s + first * state.v_ld + c;
-    FloatVector even = hn::Zero(kTag), odd = hn::Zero(kTag);
-    size_t f = 0;
-    for (; f + 2 <= features; f += 2) {
-      even = hn::MulAdd(hn::Set(kTag, phi[f]), hn::LoadU(kTag, s + f * state.v_ld), even);
-      odd = hn::MulAdd(hn::Set(kTag, phi[f + 1]), hn::LoadU(kTag, s + (f + 1) * state.v_ld), odd);
+// y += Σ_f phi[f] · s[f, :] for one panel of columns: one row, so reading the state decides the time.
+struct RowProduct {
+  const float* phi;
+  size_t features;
+  const float* s;
+  size_t ld;
+  float* y;
+
+  template <size_t kWidth>
+  HWY_INLINE void operator()() const {
+    FloatVector sums[2][kWidth];  // two, so that one addition need not wait for the other
+    HWY_UNROLL(4)
+    for (size_t n = 0; n < kWidth; ++n) {
+      sums[0][n] = hn::LoadU(kTag, y + n * kLanes);
+      sums[1][n] = hn::Zero(kTag);
     }
-    if (f < features) even = hn::MulAdd(hn::Set(kTag, phi[f]), hn::LoadU(kTag, s + f * state.v_ld), even);
-    hn::StoreU(hn::Add(hn::LoadU(kTag, y + c), hn::Add(even, odd)), kTag, y + c);
+    for (size_t f = 0; f < features; f += 2) {  // padding makes the number of features even
+      HWY_UNROLL(2)
+      for (size_t i = 0; i < 2; ++i) {
+        HWY_UNROLL(4)
+        for (size_t n = 0; n < kWidth; ++n)
+          sums[i][n] = hn::MulAdd(hn::Set(kTag, phi[f + i]), hn::LoadU(kTag, s + (f + i) * ld + n * kLanes), sums[i][n]);
+      }
+    }
+    HWY_UNROLL(4)
+    for (size_t n = 0; n < kWidth; ++n) hn::StoreU(hn::Add(sums[0][n], sums[1][n]), kTag, y + n * kLanes);
   }
-}
+};
 
 // One sequence and head of a cache.
 struct CachedHead {
@@ -99,7 +113,9 @@ inline HWY_ATTR float read_state(const HeadState& state, const float* q, float d
   for (size_t f0 = 0; f0 < state.features; f0 += kFeatureBlock) {
     const size_t f1 = std::min(f0 + kFeatureBlock, state.features);
     expand(state, q, 0, 1, f0, f1, phi);
-    read_row(state, phi, f1 - f0, f0, y);
+    for_each_panel(state.v_ld, [&](size_t column, size_t vectors) HWY_ATTR {
+      with_width(vectors, RowProduct{phi, f1 - f0, state.s + f0 * state.v_ld + column, state.v_ld, y + column});
+    });
     if (sum_norm) normalizer += dot(phi, state.z + f0, round_up(f1 - f0, kPad));
   }
   const FloatVector factor = hn::Set(kTag, decay);
@@ -137,8 +153,10 @@ float* numbers_of(const Tensor& state, int64_t batch, int64_t head) {
 
 void read_cache(const MixerSpec& spec, const MixerShape& shape, const std::vector<CachePage>& pages, int64_t pending,
                 const Tensor& state, const Tensor& q, const Tensor& out) {
+  const int64_t per_head = pending * (shape.qk_dim + shape.v_dim) + (state ? shape.state_rows * shape.v_dim : 0);
+  const bool worth_threads = static_cast<size_t>(shape.batch * shape.heads * per_head) > kWorthThreads / 8;
   with_kind(spec, [&]<Kind kKind, bool>() {
-    parallel_for(shape.batch * shape.heads, [&](int64_t i) {
+    parallel_for_if(worth_threads, shape.batch * shape.heads, [&](int64_t i) {
       const int64_t batch = i / shape.heads;
       const int64_t head = i % shape.heads;
       const int64_t q_head = head / (shape.heads / shape.q_heads);
@@ -170,7 +188,8 @@ void fold_head(const MixerSpec& spec, const CachedHead& cached, float* state_num
 
 void fold_cache(const MixerSpec& spec, const MixerShape& shape, const std::vector<CachePage>& pages, int64_t pending,
                 const Tensor& state) {
-  parallel_for(shape.batch * shape.heads, [&](int64_t i) {
+  const int64_t work = shape.batch * shape.heads * pending * shape.state_rows * shape.v_dim;
+  parallel_for_if(static_cast<size_t>(work) > kWorthThreads, shape.batch * shape.heads, [&](int64_t i) {
     const int64_t batch = i / shape.heads;
     const int64_t head = i % shape.heads;
     fold_head(spec, {pages, static_cast<size_t>(pending), batch, head, shape}, numbers_of(state, batch, head));

@@ -56,6 +56,11 @@ struct Span {
   float *row_term = nullptr, *column_term = nullptr;     // Σ_j w_ij dw_ij and Σ_i w_ij dw_ij; exponential scores only
 };
 
+// Whether a pass of all queries over so many keys is worth waking threads for.
+inline bool is_large(const Span& span, size_t keys) {
+  return span.length * keys * (span.qk_dim + span.v_dim) > kWorthThreads;
+}
+
 // The decay between the rows and the columns of a tile, or of a block of keys.
 struct TileDecay {
   float* row;     // exp(A_i − A_last), or the exponent itself for softmax
@@ -269,7 +274,7 @@ HWY_NOINLINE void forward_block(const Span& span, size_t begin, size_t end) {
 template <Kind kKind, bool kDecay>
 void scores_forward(const Span& span) {
   const size_t blocks = (span.length + kBlock - 1) / kBlock;
-  parallel_for(static_cast<int64_t>(blocks), [&](int64_t i) {
+  parallel_for_if(is_large(span, span.length), static_cast<int64_t>(blocks), [&](int64_t i) {
     const size_t begin = (blocks - 1 - static_cast<size_t>(i)) * kBlock;  // longest first
     forward_block<kKind, kDecay>(span, begin, std::min(begin + kBlock, span.length));
   });
@@ -439,7 +444,7 @@ template <Kind kKind, bool kDecay>
 void scores_backward(const Span& span) {
   const size_t blocks = (span.length + kBlock - 1) / kBlock;
   for (size_t distance = 0; distance < blocks; ++distance) {
-    parallel_for(static_cast<int64_t>(blocks - distance), [&](int64_t key_block) {
+    parallel_for_if(is_large(span, kBlock), static_cast<int64_t>(blocks - distance), [&](int64_t key_block) {
       backward_pair<kKind, kDecay>(span, static_cast<size_t>(key_block) + distance, static_cast<size_t>(key_block));
     });
   }

@@ -24,8 +24,9 @@ namespace HWY_NAMESPACE {
 constexpr size_t kFeatureBlock = 192;
 constexpr size_t kTokenBlock = 96;
 constexpr size_t kFeatureLd = kFeatureBlock + kPad;  // a row's last vector may reach past the block
-static_assert(kFeatureBlock % kRows == 0 && kFeatureBlock % (4 * kPad) == 0 && kTokenBlock % kRows == 0);
 
+constexpr size_t kGroup = 4;  // sums in flight at once when z is added to
+static_assert(kFeatureBlock % kRows == 0 && kFeatureBlock % (kGroup * kPad) == 0 && kTokenBlock % kRows == 0);
 constexpr float kRoot2 = 1.41421356237309504880f;
 
 // The state of one head, or its gradient, in memory of its own or of a cache.
@@ -34,10 +35,10 @@ struct HeadState {
   bool squared = false;
   cpu::Scratch<float> memory;
   float* s = nullptr;  // [features, v_ld], rows padded to whole strips
-  float* z = nullptr;  // [features], padded to whole vectors
+  float* z = nullptr;  // [features], padded to whole groups of vectors
 
   static size_t numbers(size_t features, size_t v_dim) {
-    return round_up(features, kRows) * round_up(v_dim, kPad) + round_up(features, kFeatureBlock) + kPad;
+    return round_up(features, kRows) * round_up(v_dim, kPad) + round_up(features, kGroup * kPad);
   }
 
   HeadState(const MixerShape& shape, bool squared_score, float* numbers_of_cache = nullptr)
@@ -65,6 +66,11 @@ struct HeadState {
     }
   }
 };
+
+// Whether a product of the state with so many tokens is worth waking threads for.
+inline bool is_large(const HeadState& state, size_t tokens) {
+  return state.features * state.v_ld * tokens > kWorthThreads;
+}
 
 // Calls f(a, offset, begin, end) for every a whose features (a, b), b in [begin, end), lie in [first, last); `offset` is
 // the feature (a, begin), counted from `first`.
@@ -120,7 +126,6 @@ inline HWY_ATTR void dot_rows(const float* phi, size_t tokens, const float* z, s
 
 // z += Σ_t φ[t] one_t for a block of features; both reach to whole groups of vectors.
 inline HWY_ATTR void add_rows(const float* phi, size_t tokens, const float* one, size_t features, float* z) {
-  constexpr size_t kGroup = 4;  // sums in flight at once
   for (size_t f = 0; f < features; f += kGroup * kLanes) {
     FloatVector totals[kGroup];
     HWY_UNROLL(4)
@@ -147,7 +152,7 @@ HWY_INLINE float dot(const float* a, const float* b, size_t count) {
 inline HWY_ATTR void state_read(const HeadState& state, const float* x, size_t ld, size_t tokens, float* y,
                                 float* sum) {
   const size_t blocks = (tokens + kTokenBlock - 1) / kTokenBlock;
-  parallel_for(static_cast<int64_t>(blocks), [&](int64_t block) HWY_ATTR {
+  parallel_for_if(is_large(state, tokens), static_cast<int64_t>(blocks), [&](int64_t block) HWY_ATTR {
     const size_t t0 = static_cast<size_t>(block) * kTokenBlock;
     const size_t count = std::min(kTokenBlock, tokens - t0);
     const cpu::Scratch<float> memory(kTokenBlock * (kFeatureLd + kLanes));
@@ -170,7 +175,7 @@ inline HWY_ATTR void state_read(const HeadState& state, const float* x, size_t l
 inline HWY_ATTR void state_update(const HeadState& state, float decay, const float* x, size_t ld, size_t tokens,
                                   const float* value, const float* one) {
   const size_t blocks = (state.features + kFeatureBlock - 1) / kFeatureBlock;
-  parallel_for(static_cast<int64_t>(blocks), [&](int64_t block) HWY_ATTR {
+  parallel_for_if(is_large(state, tokens), static_cast<int64_t>(blocks), [&](int64_t block) HWY_ATTR {
     const size_t f0 = static_cast<size_t>(block) * kFeatureBlock;
     const size_t f1 = std::min(f0 + kFeatureBlock, state.features);
     float* s = state.s + f0 * state.v_ld;
@@ -227,7 +232,7 @@ inline HWY_ATTR void contract(const HeadState& state, size_t first, size_t last,
 inline HWY_ATTR void state_chain(const HeadState& state, const float* x, size_t ld, size_t tokens, const float* value,
                                  const float* one, const float* factor, float* dx) {
   const size_t tiles = (tokens + kTile - 1) / kTile;
-  parallel_for(static_cast<int64_t>(tiles), [&](int64_t tile) HWY_ATTR {
+  parallel_for_if(is_large(state, tokens), static_cast<int64_t>(tiles), [&](int64_t tile) HWY_ATTR {
     const size_t t0 = static_cast<size_t>(tile) * kTile;
     const size_t count = std::min(kTile, tokens - t0);
     const size_t dim = state.qk_dim;

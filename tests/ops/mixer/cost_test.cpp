@@ -1,0 +1,75 @@
+#include "ops/mixer/cost.h"
+
+#include "ops/mixer/mixer_case.h"
+#include "support.h"
+
+namespace furious {
+namespace {
+
+using namespace furious::testing;
+
+MixerInputs zeros_of(int64_t batch, int64_t length, int64_t heads, int64_t dim, float decay) {
+  const Tensor qkv = Tensor::zeros({batch, length, 3 * heads * dim}, DType::f32);
+  const auto part = [&](int64_t i) { return qkv.slice(2, i * heads * dim, heads * dim).split_dim(2, heads, dim); };
+  MixerInputs in{part(0), part(1), part(2), Tensor::empty({batch, length, heads}, DType::f32), {}, {}};
+  fill(in.log_decay, decay);
+  return in;
+}
+
+Form chosen(const MixerSpec& spec, const MixerInputs& in) {
+  const MixerShape shape = check_mixer("test", spec, in, Form::automatic);
+  return choose_form(spec, shape, in, segments_of("test", in.boundaries, shape.batch, shape.length),
+                     default_chunk(spec, shape.qk_dim, shape.v_dim));
+}
+
+TEST(MixerCost, CountsTheFlopsOfThePaper) {
+  MixerShape shape;
+  shape.batch = 1;
+  shape.length = 2048;
+  shape.heads = 16;
+  shape.qk_dim = shape.v_dim = 64;
+  shape.state_rows = 2080;
+  shape.state_columns = 65;
+  const std::vector<Segment> one{{0, 0, 2048}};
+  const double forward = 16.0 * 2048 * 2049 / 2 * 4 * 64;
+  EXPECT_DOUBLE_EQ(parallel_flops(shape, one, Pass::forward), forward);
+  EXPECT_DOUBLE_EQ(parallel_flops(shape, one, Pass::backward), 2.5 * forward);
+  // Two chunks: the second reads the state that the first made.
+  const double inner = 16.0 * 2 * 1024 * 1025 / 2 * 4 * 64;
+  EXPECT_DOUBLE_EQ(chunked_flops(shape, one, 1024, Pass::forward), inner + 16.0 * 1024 * 4 * 2080 * 65);
+}
+
+TEST(MixerCost, ChoosesByLength) {
+  const MixerSpec spec = mixer_spec("2mamba");
+  EXPECT_EQ(chosen(spec, zeros_of(1, 2048, 2, 64, 0)), Form::parallel);
+  EXPECT_EQ(chosen(spec, zeros_of(1, 8192, 2, 64, 0)), Form::chunked);
+  EXPECT_EQ(chosen(mixer_spec("2mamba-e"), zeros_of(1, 8192, 2, 64, 0)), Form::parallel);
+  EXPECT_EQ(chosen(mixer_spec("mamba2"), zeros_of(1, 2048, 2, 64, 0)), Form::chunked);
+}
+
+TEST(MixerCost, SeesWhatDecayErases) {
+  EXPECT_EQ(chosen(mixer_spec("2mamba"), zeros_of(1, 8192, 2, 64, -1)), Form::parallel);
+}
+
+TEST(MixerCost, SeesShortDocuments) {
+  MixerInputs in = zeros_of(1, 8192, 2, 64, 0);
+  std::vector<int32_t> starts;
+  for (int32_t t = 0; t < 8192; t += 512) starts.push_back(t);
+  in.boundaries = int_tensor_of(starts, {static_cast<int64_t>(starts.size())});
+  EXPECT_EQ(chosen(mixer_spec("2mamba"), in), Form::parallel);
+}
+
+TEST(MixerCost, AutomaticGivesTheResultOfTheFormItReports) {
+  Random random(1);
+  for (const MixerSpec& spec : all_specs()) {
+    CaseLimits limits;
+    limits.longest = 600;
+    const MixerCase c = random_case(random, spec, limits);
+    const MixerResult automatic = mixer_forward(spec, c.inputs);
+    EXPECT_TRUE(automatic.form == Form::parallel || automatic.form == Form::chunked);
+    EXPECT_TRUE(same_bits(automatic.out, mixer_forward(spec, c.inputs, {automatic.form}).out));
+  }
+}
+
+}  // namespace
+}  // namespace furious

@@ -1,0 +1,140 @@
+#include "ops/mixer/recurrent.h"
+
+#include "ops/mixer/mixer_case.h"
+#include "support.h"
+
+namespace furious {
+namespace {
+
+using namespace furious::testing;
+
+constexpr double kTolerance = 1e-4;
+
+MixerCache cache_for(const MixerCase& c) {
+  const MixerInputs& in = c.inputs;
+  return MixerCache(c.spec, {in.q.size(0), in.q.size(2), in.k.size(2), in.v.size(2), in.q.size(3), in.v.size(3)});
+}
+
+Tensor step(MixerCache& cache, const MixerInputs& in, int64_t t) {
+  return cache.step(in.q.select(1, t), in.k.select(1, t), in.v.select(1, t),
+                    in.log_decay ? to_dtype(in.log_decay.select(1, t), DType::f32) : Tensor());
+}
+
+CaseLimits plain(int64_t longest) {
+  CaseLimits limits;
+  limits.longest = longest;
+  limits.largest_dim = 12;
+  limits.states = false;
+  limits.boundaries = false;
+  return limits;
+}
+
+TEST(Recurrent, TokenByTokenEqualsOnePass) {
+  Random random(1);
+  for (const MixerSpec& spec : all_specs()) {
+    const MixerCase c = random_case(random, spec, plain(300));
+    SCOPED_TRACE(describe(c));
+    MixerCache cache = cache_for(c);
+    const Tensor expected = mixer_forward(spec, c.inputs, {Form::parallel}).out;
+    for (int64_t t = 0; t < c.inputs.q.size(1); ++t)
+      ASSERT_LE(relative_error(step(cache, c.inputs, t), expected.select(1, t), 0.1), kTolerance) << "token " << t;
+    EXPECT_EQ(cache.tokens(), c.inputs.q.size(1));
+  }
+}
+
+TEST(Recurrent, ContinuesAfterPrefill) {
+  Random random(2);
+  for (const MixerSpec& spec : all_specs()) {
+    for (int i = 0; i < 4; ++i) {
+      MixerCase c = random_case(random, spec, plain(300));
+      while (c.inputs.q.size(1) < 3) c = random_case(random, spec, plain(300));
+      SCOPED_TRACE(describe(c));
+      const int64_t length = c.inputs.q.size(1);
+      const Tensor expected = mixer_forward(spec, c.inputs, {Form::parallel}).out;
+      MixerCache cache = cache_for(c);
+      const auto prefill = [&](int64_t begin, int64_t count) {
+        MixerInputs part = c.inputs;
+        for (Tensor MixerInputs::*x : {&MixerInputs::q, &MixerInputs::k, &MixerInputs::v, &MixerInputs::log_decay})
+          if (part.*x) part.*x = (part.*x).slice(1, begin, count);
+        EXPECT_LE(relative_error(cache.prefill(part), expected.slice(1, begin, count), 0.1), kTolerance);
+      };
+      const int64_t first = random.integer(1, length - 2);
+      const int64_t second = random.integer(1, length - 1 - first);
+      prefill(0, first);
+      prefill(first, second);
+      for (int64_t t = first + second; t < length; ++t)
+        ASSERT_LE(relative_error(step(cache, c.inputs, t), expected.select(1, t), 0.1), kTolerance) << "token " << t;
+    }
+  }
+}
+
+TEST(Recurrent, StateIsTheStateOfTheForwardPass) {
+  Random random(3);
+  for (const MixerSpec& spec : all_specs()) {
+    const MixerCase c = random_case(random, spec, plain(200));
+    MixerCache cache = cache_for(c);
+    if (!spec.has_state()) {
+      expect_error([&] { cache.state(); }, {"exponential"});
+      continue;
+    }
+    for (int64_t t = 0; t < c.inputs.q.size(1); ++t) step(cache, c.inputs, t);
+    const Tensor expected = mixer_forward(spec, c.inputs, {Form::parallel, 0, true}).final_state;
+    EXPECT_LE(relative_error(cache.state(), expected, 0.1), kTolerance);
+  }
+}
+
+TEST(Recurrent, NeverTakesMoreThanAKeyValueCacheNorThanTheState) {
+  Random random(4);
+  for (const char* name : {"2mamba", "mamba2", "2mamba-e"}) {
+    const MixerSpec spec = mixer_spec(name);
+    const MixerCache::Sizes sizes{1, 2, 2, 2, 16, 16};
+    MixerCache cache(spec, sizes);
+    MixerSpec never_folds = spec;
+    never_folds.score = Score::exponential;
+    MixerCache key_value(never_folds, sizes);
+    const Tensor x = random.normal_tensor({1, 2, 16});
+    const Tensor a = random.uniform_tensor({1, 2}, -1, 0);
+    const int64_t page = 32 * 2 * (16 + 16 + 1) * 4;
+    const int64_t state = 4 * 2 * state_rows(spec, 16) * state_columns(spec, 16);
+    for (int t = 0; t < 400; ++t) {
+      cache.step(x, x, x, a);
+      key_value.step(x, x, x, a);
+      ASSERT_LE(cache.bytes(), key_value.bytes()) << name << ", token " << t;
+      if (spec.has_state() && t > cache.first_fold()) {
+        // Two windows of tokens at most, and the padding of the packed state.
+        ASSERT_LE(cache.bytes(), state + state / 2 + 2 * page + 8 * 256 * 4) << name << ", token " << t;
+      }
+    }
+    EXPECT_EQ(key_value.bytes(), (400 + 31) / 32 * page);
+  }
+}
+
+TEST(Recurrent, StrongDecayAndZeroesStayFinite) {
+  for (const MixerSpec& spec : all_specs()) {
+    for (float size : {0.0f, 1e4f, 1e-20f}) {
+      MixerCache cache(spec, {1, 1, 1, 1, 8, 8});
+      Tensor x = Tensor::empty({1, 1, 8}, DType::f32);
+      fill(x, size);
+      Tensor a = Tensor::empty({1, 1}, DType::f32);
+      fill(a, -50);
+      for (int t = 0; t < 200; ++t)
+        ASSERT_TRUE(all_finite(cache.step(x, x, x, spec.decay ? a : Tensor()))) << to_string(spec) << ", token " << t;
+    }
+  }
+}
+
+TEST(Recurrent, BadInput) {
+  Random random(5);
+  const Tensor x = random.normal_tensor({1, 2, 8});
+  const Tensor a = random.uniform_tensor({1, 2}, -1, 0);
+  MixerCache cache(mixer_spec("2mamba"), {1, 2, 2, 2, 8, 8});
+  expect_error([&] { cache.step(x.slice(1, 0, 1), x, x, a); }, {"mixer_cache.step", "\"q\"", "[1, 1, 8]", "[1, 2, 8]"});
+  expect_error([&] { cache.step(x, x, x); }, {"\"log_decay\"", "missing"});
+  expect_error([&] { cache.step(x, x, x, random.uniform_tensor({1, 2}, 1, 2)); }, {"\"log_decay\"", "at most 0"});
+  expect_error([] { MixerCache(mixer_spec("2mamba"), {1, 2, 2, 2, 4, 8}); }, {"4", "8 to 256"});
+  expect_error([] { MixerCache(mixer_spec("2mamba"), {1, 4, 3, 4, 8, 8}); }, {"3 heads", "divisor of 4"});
+  EXPECT_EQ(cache.tokens(), 0);
+}
+
+}  // namespace
+}  // namespace furious
