@@ -104,6 +104,20 @@ TEST(Conv, GradientsMatchFiniteDifferences) {
   }
 }
 
+// Gradients reach back over the ends of the kernel's tiles of tokens, and not over those of documents.
+TEST(Conv, GradientsAreRightWhereTilesMeet) {
+  testing::Random random(9);
+  for (int64_t window : {2, 3, 4})
+    for (const std::vector<int32_t>& starts : {std::vector<int32_t>{}, {15}, {16}, {17}, {18, 19, 34}}) {
+      const Case c{1, 50, 2, window, Activation::silu, starts};
+      const Data data(random, c);
+      const auto weight = to_doubles(data.weight), bias = to_doubles(data.bias);
+      const auto dx = testing::numeric_gradient([&](const auto& at) { return oracle(c, at, weight, bias); },
+                                                to_doubles(data.x), to_doubles(data.dy));
+      EXPECT_LT(relative_error(gradients_of(c, data).x, dx), 3e-6) << "window " << window;
+    }
+}
+
 // Longer than a tile of tokens and than a block of the sums, and wider than any vector.
 TEST(Conv, ManyTokensMatchTheOracle) {
   testing::Random random(3);
