@@ -25,7 +25,7 @@ Tensor tensor_from(const std::vector<T>& values, const Shape& shape) {
   Tensor tensor = Tensor::empty(shape, DTypeOf<T>::value);
   require(static_cast<int64_t>(values.size()) == tensor.elements(), "test: {} values for shape {}", values.size(),
           to_string(shape));
-  std::memcpy(tensor.raw(), values.data(), tensor.bytes());
+  std::copy(values.begin(), values.end(), tensor.data<T>());
   return tensor;
 }
 

@@ -15,8 +15,10 @@ namespace furious::HWY_NAMESPACE {
 namespace {
 
 // Tokens that are worked on together: all of them for one vector of channels, then all for the next, so that taps and
-// the window stay in registers.
-constexpr int64_t kTile = 32;
+// the window stay in registers. Rows often lie a multiple of 4 KiB apart and then share one set of the L1 cache, which
+// speaks for few; the backward pass computes kWindow - 1 tokens twice per tile, which speaks for more.
+constexpr int64_t kForwardTile = 8;
+constexpr int64_t kBackwardTile = 16;
 constexpr int64_t kLargestWindow = 4;
 
 // Rows of a [batch, length, channels] tensor by row and token.
@@ -86,9 +88,9 @@ void forward_tile(float* const* y, const float* const* x, int64_t count, const f
 // too; those that the document does not have count as zero (`known` is how many there are). dy[i] belongs to
 // x[i + kWindow - 1].
 struct BackwardTile {
-  float* dx[kTile];
-  const float* dy[kTile + kLargestWindow - 1];
-  const float* x[kTile + 2 * (kLargestWindow - 1)];
+  float* dx[kBackwardTile];
+  const float* dy[kBackwardTile + kLargestWindow - 1];
+  const float* x[kBackwardTile + 2 * (kLargestWindow - 1)];
   int64_t count = 0;
   int64_t known = 0;
 };
@@ -145,8 +147,8 @@ const float* input_row(const TokenRows& x, const TokenRows* state, int64_t past,
 }
 
 template <class Body>
-void for_each_tile(int64_t begin, int64_t end, Body&& body) {
-  for (int64_t token = begin; token < end; token += kTile) body(token, std::min(kTile, end - token));
+void for_each_tile(int64_t begin, int64_t end, int64_t size, Body&& body) {
+  for (int64_t token = begin; token < end; token += size) body(token, std::min(size, end - token));
 }
 
 template <int kWindow, Activation kActivation>
@@ -157,8 +159,8 @@ void forward(const Tensor& y_tensor, const Tensor& x_tensor, const Tensor& weigh
   const int64_t length = x_tensor.size(1);
   const int64_t channels = x_tensor.size(2);
   const auto tile = [&](const Segment& segment, int64_t token, int64_t count) {
-    float* to[kTile];
-    const float* from[kTile + kWindow - 1];
+    float* to[kForwardTile];
+    const float* from[kForwardTile + kWindow - 1];
     for (int64_t i = 0; i < count; ++i) to[i] = y.at(segment.batch, token + i);
     for (int64_t i = 0; i < count + kWindow - 1; ++i)
       from[i] = input_row(x, state, kWindow - 1, segment, token + i - (kWindow - 1));
@@ -166,7 +168,7 @@ void forward(const Tensor& y_tensor, const Tensor& x_tensor, const Tensor& weigh
   };
   parallel_rows(x_tensor.size(0) * length, channels, [&](int64_t first, int64_t last) {
     for_each_piece(segments, length, first, last, [&](const Segment& segment, int64_t begin, int64_t end) {
-      for_each_tile(begin, end, [&](int64_t token, int64_t count) { tile(segment, token, count); });
+      for_each_tile(begin, end, kForwardTile, [&](int64_t token, int64_t count) { tile(segment, token, count); });
     });
   });
 }
@@ -202,7 +204,7 @@ void backward(const ConvGradients& out, const Tensor& dy_tensor, const Tensor& x
   const BlockSum sum(x_tensor.size(0) * length, (kWindow + 1) * channels);
   sum.run([&](int64_t first, int64_t last, float* sums) {
     for_each_piece(segments, length, first, last, [&](const Segment& segment, int64_t begin, int64_t end) {
-      for_each_tile(begin, end, [&](int64_t token, int64_t count) {
+      for_each_tile(begin, end, kBackwardTile, [&](int64_t token, int64_t count) {
         backward_tile<kWindow, kActivation>(make_tile(segment, token, count), weight.data<float>(), bias.data<float>(),
                                             channels, sums);
       });

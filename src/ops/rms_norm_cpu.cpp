@@ -36,13 +36,20 @@ float forward_row(float* y, const float* x, const float* z, const float* weight,
   return r;
 }
 
-// Adds this row's share of dweight to `dweight`. dz is not used without a gate.
+// Adds this row's share of dweight to `dweight`. With a gate, dx and dz keep silu(z) and its derivative from the first
+// pass for the second, which spares an exponential; without one, dz is not used.
 template <bool kGated>
 void backward_row(float* dx, float* dz, float* dweight, const float* dy, const float* x, const float* z,
                   const float* weight, float r, int64_t n) {
   FloatVector products = hn::Zero(Floats());
   for_each_vector(n, [&](int64_t i, auto memory) HWY_ATTR {
-    const FloatVector normed = hn::Mul(load_gated<kGated>(memory, x + i, z + i), set(r));
+    FloatVector normed = hn::Mul(memory.load(x + i), set(r));
+    if constexpr (kGated) {
+      const SiluWithDerivative gate = silu_with_derivative(memory.load(z + i));
+      normed = hn::Mul(normed, gate.value);
+      memory.store(gate.value, dx + i);
+      memory.store(gate.derivative, dz + i);
+    }
     const FloatVector d = memory.load(dy + i);
     products = hn::MulAdd(hn::Mul(d, memory.load(weight + i)), normed, products);
     memory.store(hn::MulAdd(d, normed, memory.load(dweight + i)), dweight + i);
@@ -50,16 +57,12 @@ void backward_row(float* dx, float* dz, float* dweight, const float* dy, const f
   const FloatVector mean = set(sum_of_lanes(products) / static_cast<float>(n));
   for_each_vector(n, [&](int64_t i, auto memory) HWY_ATTR {
     const FloatVector value = memory.load(x + i);
+    const FloatVector gate = kGated ? memory.load(dx + i) : set(1.0f);
     const FloatVector dnormed = hn::Mul(memory.load(dy + i), memory.load(weight + i));
-    if constexpr (kGated) {
-      const SiluWithDerivative gate = silu_with_derivative(memory.load(z + i));
-      const FloatVector normed = hn::Mul(hn::Mul(value, gate.value), set(r));
-      const FloatVector du = hn::Mul(set(r), hn::NegMulAdd(normed, mean, dnormed));
-      memory.store(hn::Mul(du, gate.value), dx + i);
-      memory.store(hn::Mul(hn::Mul(du, value), gate.derivative), dz + i);
-    } else {
-      memory.store(hn::Mul(set(r), hn::NegMulAdd(hn::Mul(value, set(r)), mean, dnormed)), dx + i);
-    }
+    const FloatVector normed = hn::Mul(hn::Mul(value, set(r)), gate);
+    const FloatVector du = hn::Mul(set(r), hn::NegMulAdd(normed, mean, dnormed));
+    memory.store(hn::Mul(du, gate), dx + i);
+    if constexpr (kGated) memory.store(hn::Mul(hn::Mul(du, value), memory.load(dz + i)), dz + i);
   });
 }
 

@@ -1,0 +1,40 @@
+#include "base/names.h"
+
+#include "support.h"
+
+namespace furious {
+namespace {
+
+const std::vector<std::string> kKnown = {"softmax", "linear", "mamba2", "2mamba", "2mamba-e"};
+
+TEST(Names, NearestHasTheSmallestEditDistance) {
+  EXPECT_EQ(nearest_name("softmx", kKnown), "softmax");
+  EXPECT_EQ(nearest_name("Linear", kKnown), "linear");
+  EXPECT_EQ(nearest_name("2mamba-f", kKnown), "2mamba-e");
+  EXPECT_EQ(nearest_name("2mamba", kKnown), "2mamba");
+  EXPECT_EQ(nearest_name("mamba-2", kKnown), "mamba2");
+}
+
+TEST(Names, NothingNearMeansNone) {
+  EXPECT_EQ(nearest_name("zzzzzzzz", kKnown), "");
+  EXPECT_EQ(nearest_name("", kKnown), "");
+  EXPECT_EQ(nearest_name("softmax", {}), "");
+}
+
+TEST(Names, UnknownNameIsAnsweredWithTheNearestAndTheList) {
+  testing::expect_error([] { unknown_name("mixer", "softmx", kKnown); },
+                        {"unknown mixer \"softmx\"", "did you mean \"softmax\"?", "softmax, linear, mamba2"});
+}
+
+TEST(Names, UnknownNameFarFromAllHasNoHint) {
+  try {
+    unknown_name("mixer", "zzzzzzzz", kKnown);
+  } catch (const Error& error) {
+    EXPECT_EQ(std::string(error.what()).find("did you mean"), std::string::npos) << error.what();
+    return;
+  }
+  FAIL() << "no error was thrown";
+}
+
+}  // namespace
+}  // namespace furious

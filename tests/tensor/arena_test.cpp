@@ -1,0 +1,130 @@
+#include "tensor/arena.h"
+
+#include <cstring>
+
+#include "support.h"
+
+namespace furious {
+namespace {
+
+constexpr size_t kMiB = size_t{1} << 20;
+
+// Allocates all, releases every other one first: the order in which a step frees is not the order in which it takes.
+std::vector<void*> step(Arena& arena, const std::vector<size_t>& sizes) {
+  std::vector<void*> pointers;
+  for (size_t size : sizes) {
+    pointers.push_back(arena.allocate(size));
+    std::memset(pointers.back(), 1, size);
+  }
+  for (size_t first : {0, 1})
+    for (size_t i = first; i < pointers.size(); i += 2) arena.release(pointers[i]);
+  return pointers;
+}
+
+TEST(Arena, AStepAfterTheFirstAsksForNothingAndFindsTheSameAddresses) {
+  Arena arena{Device{}};
+  testing::Random random(1);
+  std::vector<size_t> sizes;
+  for (int i = 0; i < 40; ++i) sizes.push_back(random.integer(0, 3 * kMiB));
+  step(arena, sizes);
+  const Arena::Usage first = arena.usage();
+  const std::vector<void*> addresses = step(arena, sizes);
+  for (int i = 0; i < 5; ++i) {
+    EXPECT_EQ(step(arena, sizes), addresses);
+    EXPECT_EQ(arena.usage().segments_made, first.segments_made);
+    EXPECT_EQ(arena.usage().reserved, first.reserved);
+    EXPECT_EQ(arena.usage().peak, first.peak);
+    EXPECT_EQ(arena.usage().live, 0u);
+  }
+}
+
+TEST(Arena, LiveBlocksDoNotOverlapAndAreAligned) {
+  Arena arena{Device{}};
+  testing::Random random(2);
+  struct Held {
+    std::byte* pointer;
+    size_t bytes;
+    int mark;
+  };
+  std::vector<Held> held;
+  for (int i = 0; i < 500; ++i) {
+    if (!held.empty() && random.integer(0, 2) == 0) {
+      const int64_t index = random.integer(0, static_cast<int64_t>(held.size()) - 1);
+      for (size_t k = 0; k < held[index].bytes; ++k) ASSERT_EQ(held[index].pointer[k], std::byte(held[index].mark));
+      arena.release(held[index].pointer);
+      held.erase(held.begin() + index);
+    } else {
+      const size_t bytes = random.integer(1, 5000);
+      auto* pointer = static_cast<std::byte*>(arena.allocate(bytes));
+      ASSERT_EQ(reinterpret_cast<uintptr_t>(pointer) % 256, 0u);
+      std::memset(pointer, i % 251, bytes);
+      held.push_back({pointer, bytes, i % 251});
+    }
+  }
+  for (const Held& block : held) arena.release(block.pointer);
+  EXPECT_EQ(arena.usage().live, 0u);
+}
+
+TEST(Arena, NeighboursMergeInEveryOrder) {
+  const std::vector<std::vector<int>> orders = {{0, 1, 2}, {0, 2, 1}, {1, 0, 2}, {1, 2, 0}, {2, 0, 1}, {2, 1, 0}};
+  for (const std::vector<int>& order : orders) {
+    Arena arena{Device{}};
+    void* pointers[3];
+    for (void*& pointer : pointers) pointer = arena.allocate(kMiB);
+    for (int i : order) arena.release(pointers[i]);
+    void* const whole = arena.allocate(3 * kMiB);
+    EXPECT_EQ(whole, pointers[0]);
+    EXPECT_EQ(arena.usage().segments_made, 1u);
+    arena.release(whole);
+  }
+}
+
+TEST(Arena, PeakIsTheMostThatWasLive) {
+  Arena arena{Device{}};
+  void* const a = arena.allocate(kMiB);
+  void* const b = arena.allocate(kMiB);
+  const size_t both = arena.usage().live;
+  EXPECT_GE(both, 2 * kMiB);
+  arena.release(a);
+  EXPECT_LT(arena.usage().live, both);
+  EXPECT_EQ(arena.usage().peak, both);
+  arena.reset_peak();
+  EXPECT_EQ(arena.usage().peak, arena.usage().live);
+  arena.release(b);
+}
+
+TEST(Arena, TrimGivesBackWhatHoldsNothing) {
+  Arena arena{Device{}};
+  void* const large = arena.allocate(16 * kMiB);
+  void* const small = arena.allocate(kMiB);
+  const size_t reserved = arena.usage().reserved;
+  EXPECT_EQ(arena.usage().segments_made, 2u);
+  arena.release(large);
+  EXPECT_EQ(arena.usage().reserved, reserved);
+  arena.trim();
+  EXPECT_LT(arena.usage().reserved, reserved);
+  EXPECT_GE(arena.usage().reserved, kMiB);
+  std::memset(small, 1, kMiB);
+  arena.release(small);
+  arena.trim();
+  EXPECT_EQ(arena.usage().reserved, 0u);
+  arena.release(arena.allocate(10));
+  EXPECT_EQ(arena.usage().segments_made, 3u);
+}
+
+TEST(Arena, ForeignAndDoubleReleasesAreErrors) {
+  Arena arena{Device{}};
+  int foreign = 0;
+  testing::expect_error([&] { arena.release(&foreign); }, {"arena of cpu", "does not hold"});
+  void* const block = arena.allocate(10);
+  arena.release(block);
+  testing::expect_error([&] { arena.release(block); }, {"arena of cpu", "does not hold"});
+}
+
+TEST(Arena, OnePerDevice) {
+  EXPECT_EQ(&Arena::of({}), &Arena::of({}));
+  EXPECT_NE(&Arena::of({}), &Arena::of({DeviceKind::cuda, 1}));
+}
+
+}  // namespace
+}  // namespace furious

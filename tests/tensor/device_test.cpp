@@ -1,0 +1,22 @@
+#include "tensor/device.h"
+
+#include "support.h"
+
+namespace furious {
+namespace {
+
+TEST(Device, NamesBothWays) {
+  EXPECT_EQ(device_from_name("cpu"), Device{});
+  EXPECT_EQ(device_from_name("cuda"), (Device{DeviceKind::cuda, 0}));
+  EXPECT_EQ(device_from_name("cuda:3"), (Device{DeviceKind::cuda, 3}));
+  EXPECT_EQ(name_of(Device{}), "cpu");
+  EXPECT_EQ(name_of(Device{DeviceKind::cuda, 3}), "cuda:3");
+}
+
+TEST(Device, UnknownNamesAreQuoted) {
+  for (const char* name : {"gpu", "cuda:", "cuda:x", "cuda:-1", "cuda:1x", ""})
+    testing::expect_error([&] { device_from_name(name); }, {std::string("\"") + name + "\"", "cuda:N"});
+}
+
+}  // namespace
+}  // namespace furious
