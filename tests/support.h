@@ -51,8 +51,8 @@ bool same_bits(const Tensor& a, const Tensor& b);
 // The gradient of Σ_k weights_k · f(x)_k with respect to x, by central differences in double precision. `f` is a
 // plain double-precision forward function: the oracle of the operation under test.
 using Function = std::function<std::vector<double>(const std::vector<double>&)>;
-std::vector<double> numeric_gradient(const Function& f, const std::vector<double>& x, const std::vector<double>& weights,
-                                     double step = 1e-5);
+std::vector<double> numeric_gradient(const Function& f, const std::vector<double>& x,
+                                     const std::vector<double>& weights, double step = 1e-5);
 
 // Runs `statement`, expects furious::Error, and that its message holds every one of `parts`.
 void expect_error(const std::function<void()>& statement, const std::vector<std::string>& parts);

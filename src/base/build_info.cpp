@@ -15,7 +15,9 @@ HWY_BEFORE_NAMESPACE();
 namespace furious {
 namespace HWY_NAMESPACE {
 
-int64_t running_target() { return HWY_TARGET; }
+int64_t running_target() {
+  return HWY_TARGET;
+}
 
 }  // namespace HWY_NAMESPACE
 }  // namespace furious

@@ -178,7 +178,9 @@ void add_bench(CLI::App& app) {
   command->add_option("--form", options->forms, "auto, parallel, chunked, reference; several with commas")
       ->delimiter(',')
       ->capture_default_str();
-  command->add_option("--length", options->lengths, "Tokens; several with commas")->delimiter(',')->capture_default_str();
+  command->add_option("--length", options->lengths, "Tokens; several with commas")
+      ->delimiter(',')
+      ->capture_default_str();
   command->add_option("--batch", options->batch, "Sequences")->check(CLI::PositiveNumber)->capture_default_str();
   command->add_option("--heads", options->heads, "Heads")->check(CLI::PositiveNumber)->capture_default_str();
   command->add_option("--dim", options->dim, "Dimension of a head")->check(CLI::Range(8, 256))->capture_default_str();

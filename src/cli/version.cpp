@@ -26,7 +26,8 @@ std::string cuda_text() {
 std::string version_text() {
   const std::string bf16 = matmul_supports(MatmulPrecision::bf16) ? "f32, bf16" : "f32";
   return fmt::format(
-      "furious {}\ncompiler        {}\nvector code     {}\nmatrix products {} ({})\ndevice          cpu: {}, {} threads{}",
+      "furious {}\ncompiler        {}\nvector code     {}\nmatrix products {} ({})\ndevice          cpu: {}, {} "
+      "threads{}",
       version(), compiler(), simd_target(), matmul_library(), bf16, cpu_name(), threads(), cuda_text());
 }
 

@@ -1,8 +1,8 @@
 #include "tensor/tensor.h"
 
 #include "support.h"
-#include "tensor/check.h"
 #include "tensor/arena.h"
+#include "tensor/check.h"
 
 namespace furious {
 namespace {

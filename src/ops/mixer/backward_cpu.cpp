@@ -1,8 +1,8 @@
 // The backward pass of the parallel and the chunked form (math.md's formulas; the parallel form is one chunk).
 //
 // The state before a span and the gradient of the state after it are needed at different times, and both are too large
-// to keep per chunk. So there are two sweeps: forwards with the state, for what the past gives to dq; backwards with the
-// state's gradient, for dk and dv and all that happens inside the spans.
+// to keep per chunk. So there are two sweeps: forwards with the state, for what the past gives to dq; backwards with
+// the state's gradient, for dk and dv and all that happens inside the spans.
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "ops/mixer/backward_cpu.cpp"

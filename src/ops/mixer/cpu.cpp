@@ -14,7 +14,8 @@ HeadJob MixerCall::forward_job(int64_t index) const {
   const int64_t head = index % shape.heads;
   const auto rows = [&](const Tensor& tensor) { return Rows(tensor, segment.batch, segment.begin, head, shape.heads); };
   const auto per_token = [&](const Tensor& tensor) {
-    return tensor ? tensor.data<float>() + (segment.batch * shape.heads + head) * shape.length + segment.begin : nullptr;
+    return tensor ? tensor.data<float>() + (segment.batch * shape.heads + head) * shape.length + segment.begin
+                  : nullptr;
   };
   HeadJob job;
   job.length = static_cast<size_t>(segment.length());

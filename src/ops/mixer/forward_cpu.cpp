@@ -82,9 +82,8 @@ void forward_head(const MixerSpec& spec, const MixerShape& shape, const cpu::Hea
 
 void forward_call(const cpu::MixerCall& call) {
   with_kind(call.spec, [&]<Kind kKind, bool kDecay>() {
-    cpu::for_each_job(call, [&](int64_t index) {
-      forward_head<kKind, kDecay>(call.spec, call.shape, call.forward_job(index));
-    });
+    cpu::for_each_job(
+        call, [&](int64_t index) { forward_head<kKind, kDecay>(call.spec, call.shape, call.forward_job(index)); });
   });
 }
 

@@ -20,14 +20,10 @@ struct NamedSpec {
 };
 
 constexpr NamedSpec kNamed[] = {
-    {"softmax", {Score::exponential, false, Norm::sum}},
-    {"linear", {Score::linear, false, Norm::sum}},
-    {"linear-outnorm", {Score::linear, false, Norm::none}},
-    {"mamba2", {Score::linear, true, Norm::none}},
-    {"mamba2s", {Score::linear, true, Norm::none}},
-    {"2mamba", {Score::squared, true, Norm::sum}},
-    {"2mamba-dt", {Score::squared, true, Norm::sum}},
-    {"2mamba-e", {Score::exponential, true, Norm::sum}},
+    {"softmax", {Score::exponential, false, Norm::sum}},    {"linear", {Score::linear, false, Norm::sum}},
+    {"linear-outnorm", {Score::linear, false, Norm::none}}, {"mamba2", {Score::linear, true, Norm::none}},
+    {"mamba2s", {Score::linear, true, Norm::none}},         {"2mamba", {Score::squared, true, Norm::sum}},
+    {"2mamba-dt", {Score::squared, true, Norm::sum}},       {"2mamba-e", {Score::exponential, true, Norm::sum}},
 };
 
 constexpr std::string_view kFormNames[] = {"auto", "parallel", "chunked", "reference"};
@@ -91,8 +87,6 @@ void check_state(const ArgumentCheck& check, std::string_view argument, const Te
 DType accumulator_of(const Tensor& x) {
   return x.dtype() == DType::f64 ? DType::f64 : DType::f32;
 }
-
-
 
 }  // namespace
 
@@ -158,8 +152,7 @@ MixerShape check_mixer(std::string_view operation, const MixerSpec& spec, const 
   shape.state_rows = state_rows(spec, shape.qk_dim);
   shape.state_columns = state_columns(spec, shape.v_dim);
   shape.scale = spec.scale > 0 ? spec.scale : 1.0f / std::sqrt(static_cast<float>(shape.qk_dim));
-  for (const auto& [argument, x] :
-       {std::pair<std::string_view, const Tensor&>{"q", in.q}, {"k", in.k}, {"v", in.v}})
+  for (const auto& [argument, x] : {std::pair<std::string_view, const Tensor&>{"q", in.q}, {"k", in.k}, {"v", in.v}})
     require(x.size(2) > 0 && shape.heads % x.size(2) == 0,
             "{}: argument \"{}\" has {} heads (shape {}), expected a divisor of {}", operation, argument, x.size(2),
             to_string(x.shape()), shape.heads);
@@ -193,13 +186,11 @@ MixerResult mixer_forward(const MixerSpec& spec, const MixerInputs& inputs, cons
     if (spec.score == Score::exponential) result.maximum = Tensor::empty_like(result.normalizer);
   }
   if (options.final_state)
-    result.final_state =
-        Tensor::empty({shape.batch, shape.heads, shape.state_rows, shape.state_columns}, accumulator);
+    result.final_state = Tensor::empty({shape.batch, shape.heads, shape.state_rows, shape.state_columns}, accumulator);
   if (result.form == Form::reference)
     reference::mixer_forward(spec, shape, inputs, segments, result);
   else
-    cpu::mixer_forward(
-        {spec, shape, inputs, segments, result.form == Form::parallel ? shape.length : chunk, result});
+    cpu::mixer_forward({spec, shape, inputs, segments, result.form == Form::parallel ? shape.length : chunk, result});
   return result;
 }
 

@@ -72,10 +72,10 @@ struct MixerOptions {
 };
 
 struct MixerResult {
-  Tensor out;          // [batch, length, heads, v_dim], dtype of v
-  Tensor normalizer;   // [batch, heads, length] f32 when norm = sum: n_i, divided by exp(maximum) for exponential scores
-  Tensor maximum;      // [batch, heads, length] f32 for exponential with sum: the largest exponent of the row
-  Tensor final_state;  // [batch, heads, D, columns] when asked for: the state after each row's last document
+  Tensor out;         // [batch, length, heads, v_dim], dtype of v
+  Tensor normalizer;  // [batch, heads, length] f32 when norm = sum: n_i, divided by exp(maximum) for exponential scores
+  Tensor maximum;     // [batch, heads, length] f32 for exponential with sum: the largest exponent of the row
+  Tensor final_state;           // [batch, heads, D, columns] when asked for: the state after each row's last document
   Form form = Form::automatic;  // the form that ran
 };
 

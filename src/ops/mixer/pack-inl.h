@@ -17,7 +17,7 @@ namespace furious {
 namespace HWY_NAMESPACE {
 
 constexpr size_t kWorthThreads = 4 << 20;  // multiplications: some tens of microseconds
-constexpr size_t kTile = 64;  // keys or tokens that lie side by side in a transposed tile
+constexpr size_t kTile = 64;               // keys or tokens that lie side by side in a transposed tile
 
 // out[row, column] = factor · in[first + row, column], zero up to `ld` columns and to whole strips of rows.
 inline HWY_ATTR void pack_rows(const cpu::Rows& in, size_t first, size_t rows, size_t columns, float factor, float* out,

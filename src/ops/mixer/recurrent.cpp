@@ -74,8 +74,7 @@ void MixerCache::append(const Tensor& k, const Tensor& v, const Tensor& log_deca
 
 void MixerCache::fold() {
   if (pending_ == 0) return;
-  if (!state_)
-    state_ = Tensor::zeros({shape_.batch, shape_.heads, cpu::head_state_numbers(shape_)}, DType::f32);
+  if (!state_) state_ = Tensor::zeros({shape_.batch, shape_.heads, cpu::head_state_numbers(shape_)}, DType::f32);
   cpu::cache_fold(spec_, shape_, pages_, pending_, state_);
   pending_ = 0;
   // The pages of a window are used again; those of the long first window go back.
@@ -134,8 +133,7 @@ Tensor MixerCache::prefill(const MixerInputs& inputs, const MixerOptions& option
   if (tokens_ > 0) with_state.initial_state = state();
   const MixerResult result = mixer_forward(spec_, with_state, forward);
   if (forward.final_state) {
-    if (!state_)
-      state_ = Tensor::zeros({shape_.batch, shape_.heads, cpu::head_state_numbers(shape_)}, DType::f32);
+    if (!state_) state_ = Tensor::zeros({shape_.batch, shape_.heads, cpu::head_state_numbers(shape_)}, DType::f32);
     cpu::cache_load(spec_, shape_, result.final_state, state_);
     tokens_ += given.length;
   } else {
@@ -148,8 +146,7 @@ Tensor MixerCache::prefill(const MixerInputs& inputs, const MixerOptions& option
 Tensor MixerCache::state() {
   require(spec_.has_state(), "mixer_cache.state: an exponential score has no state of constant size");
   fold();
-  const Tensor out =
-      Tensor::zeros({shape_.batch, shape_.heads, shape_.state_rows, shape_.state_columns}, DType::f32);
+  const Tensor out = Tensor::zeros({shape_.batch, shape_.heads, shape_.state_rows, shape_.state_columns}, DType::f32);
   if (state_) cpu::cache_store(spec_, shape_, state_, out);
   return out;
 }

@@ -2,9 +2,9 @@
 //
 //   y_t = exp(A_t − A_fold) φ(q_t)ᵀ state + Σ_{j in window} w_tj v_j
 //
-// The last tokens are kept as plain k, v and log-decay (the window) and folded into the state only now and then, so that
-// a token reads the state once and does not write it. There is no state before the first fold: the cache then *is* a
-// KV cache, and it folds first when it has grown larger than state and window together. So at no length does it take
+// The last tokens are kept as plain k, v and log-decay (the window) and folded into the state only now and then, so
+// that a token reads the state once and does not write it. There is no state before the first fold: the cache then *is*
+// a KV cache, and it folds first when it has grown larger than state and window together. So at no length does it take
 // more memory than a KV cache, nor more than the state and a window. An exponential score never folds: its cache is a
 // KV cache for good.
 #pragma once

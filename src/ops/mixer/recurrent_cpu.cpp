@@ -34,7 +34,8 @@ struct RowProduct {
       for (size_t i = 0; i < 2; ++i) {
         HWY_UNROLL(4)
         for (size_t n = 0; n < kWidth; ++n)
-          sums[i][n] = hn::MulAdd(hn::Set(kTag, phi[f + i]), hn::LoadU(kTag, s + (f + i) * ld + n * kLanes), sums[i][n]);
+          sums[i][n] =
+              hn::MulAdd(hn::Set(kTag, phi[f + i]), hn::LoadU(kTag, s + (f + i) * ld + n * kLanes), sums[i][n]);
       }
     }
     HWY_UNROLL(4)
@@ -69,8 +70,7 @@ struct CachedHead {
 inline HWY_ATTR float inner_product(const float* a, const float* b, size_t count) {
   FloatVector total = hn::Zero(kTag);
   size_t i = 0;
-  for (; i + kLanes <= count; i += kLanes)
-    total = hn::MulAdd(hn::LoadU(kTag, a + i), hn::LoadU(kTag, b + i), total);
+  for (; i + kLanes <= count; i += kLanes) total = hn::MulAdd(hn::LoadU(kTag, a + i), hn::LoadU(kTag, b + i), total);
   float sum = hn::GetLane(hn::SumOfLanes(kTag, total));
   for (; i < count; ++i) sum += a[i] * b[i];
   return sum;
@@ -119,8 +119,7 @@ inline HWY_ATTR float read_state(const HeadState& state, const float* q, float d
     if (sum_norm) normalizer += dot(phi, state.z + f0, round_up(f1 - f0, kPad));
   }
   const FloatVector factor = hn::Set(kTag, decay);
-  for (size_t c = 0; c < state.v_ld; c += kLanes)
-    hn::StoreU(hn::Mul(factor, hn::LoadU(kTag, y + c)), kTag, y + c);
+  for (size_t c = 0; c < state.v_ld; c += kLanes) hn::StoreU(hn::Mul(factor, hn::LoadU(kTag, y + c)), kTag, y + c);
   return normalizer * decay;
 }
 

@@ -135,8 +135,7 @@ struct Head {
     for (size_t j = 0; j < length; ++j) {
       const Vector features = phi(k[j]);
       for (size_t f = 0; f < features.size(); ++f)
-        for (size_t c = 0; c < columns; ++c)
-          state[f][c] += std::exp(decay.back() - decay[j]) * features[f] * u[j][c];
+        for (size_t c = 0; c < columns; ++c) state[f][c] += std::exp(decay.back() - decay[j]) * features[f] * u[j][c];
     }
     return state;
   }

@@ -27,18 +27,18 @@ namespace HWY_NAMESPACE {
 // What the inner loops tell apart. Softmax is the exponential score with sum norm, which needs a running maximum.
 enum class Kind { kLinear, kSquared, kSoftmax, kExponential };
 
-constexpr size_t kBlock = 192;       // queries, and in the backward pass keys, that are handled together
-constexpr double kErased = -87.0;    // exp of less is no normal f32: such a weight is zero
+constexpr size_t kBlock = 192;     // queries, and in the backward pass keys, that are handled together
+constexpr double kErased = -87.0;  // exp of less is no normal f32: such a weight is zero
 static_assert(kBlock % kTile == 0 && kBlock % kRows == 0);
 
 // One span of one head. Matrices are packed (gemm-inl.h); arrays reach to the end of the last strip.
 struct Span {
   size_t length = 0;
-  size_t qk_dim = 0, v_dim = 0;  // true widths
-  size_t qk_ld = 0, v_ld = 0;    // padded widths
-  const float* q = nullptr;      // [length, qk_dim], scaled
-  const float* k = nullptr;      // [length, qk_dim]
-  const float* v = nullptr;      // [length, v_dim]
+  size_t qk_dim = 0, v_dim = 0;    // true widths
+  size_t qk_ld = 0, v_ld = 0;      // padded widths
+  const float* q = nullptr;        // [length, qk_dim], scaled
+  const float* k = nullptr;        // [length, qk_dim]
+  const float* v = nullptr;        // [length, v_dim]
   const float* k_tiles = nullptr;  // [tiles][qk_dim][kTile]
   const float* v_tiles = nullptr;  // [tiles][v_dim][kTile]
   const double* decay = nullptr;   // A_t, from the start of the span; null without decay
@@ -49,11 +49,11 @@ struct Span {
   float* maximum = nullptr;
 
   // Backward. For norm none: reciprocal 1, delta 0.
-  const float* g = nullptr;           // gradient of the output
-  const float* delta = nullptr;       // g_i·o_i
-  const float* reciprocal = nullptr;  // 1/n_i, or 0 where n_i is too small
-  float *dq = nullptr, *dk = nullptr, *dv = nullptr;     // added to
-  float *row_term = nullptr, *column_term = nullptr;     // Σ_j w_ij dw_ij and Σ_i w_ij dw_ij; exponential scores only
+  const float* g = nullptr;                           // gradient of the output
+  const float* delta = nullptr;                       // g_i·o_i
+  const float* reciprocal = nullptr;                  // 1/n_i, or 0 where n_i is too small
+  float *dq = nullptr, *dk = nullptr, *dv = nullptr;  // added to
+  float *row_term = nullptr, *column_term = nullptr;  // Σ_j w_ij dw_ij and Σ_i w_ij dw_ij; exponential scores only
 };
 
 // Whether a pass of all queries over so many keys is worth waking threads for.
@@ -81,8 +81,8 @@ HWY_INLINE void decay_factors(const double* decay, size_t count, double sign, do
 // softmax is added to the exponent. On the diagonal later keys give 0, or −∞.
 template <Kind kKind, bool kDecay, bool kDiagonal>
 struct DecayOf {
-  TileDecay tile;      // off the diagonal
-  const float* from;   // on it: A_{i0} − A_j for each key of the tile, i0 being the strip's first row
+  TileDecay tile;     // off the diagonal
+  const float* from;  // on it: A_{i0} − A_j for each key of the tile, i0 being the strip's first row
   const double* decay;
   size_t first_row;
 
@@ -95,8 +95,8 @@ struct DecayOf {
       const FloatVector of_row = hn::Set(kTag, tile.row[tile_row]);
       return kExponent ? hn::Add(column, of_row) : hn::Mul(column, of_row);
     } else {
-      const auto earlier = hn::Iota(kTag, static_cast<float>(static_cast<int64_t>(key) - static_cast<int64_t>(row))) <=
-                           hn::Zero(kTag);
+      const auto earlier =
+          hn::Iota(kTag, static_cast<float>(static_cast<int64_t>(key) - static_cast<int64_t>(row))) <= hn::Zero(kTag);
       FloatVector factor = hn::Set(kTag, kExponent ? 0.0f : 1.0f);
       if constexpr (kDecay) {
         const float within = static_cast<float>(decay[row] - decay[first_row]);
@@ -106,8 +106,7 @@ struct DecayOf {
           factor = hn::IfThenElseZero(alive, hn::Exp(kTag, hn::Min(factor, hn::Zero(kTag))));
         }
       }
-      const FloatVector none =
-          kExponent ? hn::Set(kTag, -std::numeric_limits<float>::infinity()) : hn::Zero(kTag);
+      const FloatVector none = kExponent ? hn::Set(kTag, -std::numeric_limits<float>::infinity()) : hn::Zero(kTag);
       return hn::IfThenElse(earlier, factor, none);
     }
   }
@@ -232,9 +231,9 @@ HWY_INLINE void forward_strip(const Span& span, size_t first_row, size_t first_k
   alignas(64) float rescale[kRows];
   if constexpr (kKind == Kind::kSoftmax) softmax_strip(span, first_row, keys, weights, maxima, rescale);
   for_each_panel(span.v_ld, [&](size_t column, size_t vectors) HWY_ATTR {
-    with_width(vectors, ForwardValues{weights, span.v + first_key * span.v_ld + column, span.v_ld, keys,
-                                      span.y + first_row * span.v_ld + column,
-                                      kKind == Kind::kSoftmax ? rescale : nullptr});
+    with_width(vectors,
+               ForwardValues{weights, span.v + first_key * span.v_ld + column, span.v_ld, keys,
+                             span.y + first_row * span.v_ld + column, kKind == Kind::kSoftmax ? rescale : nullptr});
   });
 }
 
@@ -328,7 +327,8 @@ struct BackwardScores {
           const FloatVector shift = hn::Set(kTag, span.maximum[first_row + r]);
           FloatVector exponent = hn::Sub(s, shift);
           if constexpr (kDecay || kDiagonal)
-            exponent = hn::Sub(hn::Add(s, decay(first_row + r, first_key + key, block_row + r, block_key + key)), shift);
+            exponent =
+                hn::Sub(hn::Add(s, decay(first_row + r, first_key + key, block_row + r, block_key + key)), shift);
           weight = hn::Mul(hn::Exp(kTag, exponent), reciprocal);
           gradient = hn::Mul(weight, dw);
         } else {
@@ -383,10 +383,9 @@ HWY_INLINE void backward_strip(const Span& span, size_t row, size_t keys_begin, 
     for_each_panel(std::min(kTile, keys - tile_key), [&](size_t panel, size_t vectors) HWY_ATTR {
       with_width(vectors, StripScores{span.q + row * span.qk_ld, span.qk_ld, span.qk_dim,
                                       span.k_tiles + first_key * span.qk_dim + panel, scores + panel});
-      with_width(vectors, BackwardScores<kKind, kDecay, kDiagonal>{span, row, first_key, block_row,
-                                                                   kDiagonal ? 0 : tile_key, decay, scores,
-                                                                   p + block_row * kBlock + tile_key,
-                                                                   ds + block_row * kBlock + tile_key, panel});
+      with_width(vectors, BackwardScores<kKind, kDecay, kDiagonal>{
+                              span, row, first_key, block_row, kDiagonal ? 0 : tile_key, decay, scores,
+                              p + block_row * kBlock + tile_key, ds + block_row * kBlock + tile_key, panel});
     });
   }
   gemm<false>(kRows, span.qk_ld, keys, ds + block_row * kBlock, kBlock, span.k + keys_begin * span.qk_ld, span.qk_ld,

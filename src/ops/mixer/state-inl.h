@@ -72,8 +72,8 @@ inline bool is_large(const HeadState& state, size_t tokens) {
   return state.features * state.v_ld * tokens > kWorthThreads;
 }
 
-// Calls f(a, offset, begin, end) for every a whose features (a, b), b in [begin, end), lie in [first, last); `offset` is
-// the feature (a, begin), counted from `first`.
+// Calls f(a, offset, begin, end) for every a whose features (a, b), b in [begin, end), lie in [first, last); `offset`
+// is the feature (a, begin), counted from `first`.
 template <class F>
 HWY_INLINE void for_each_row_of_square(size_t dim, size_t first, size_t last, F&& f) {
   size_t start = 0;  // feature (a, a)
@@ -143,8 +143,7 @@ inline HWY_ATTR void add_rows(const float* phi, size_t tokens, const float* one,
 
 HWY_INLINE float dot(const float* a, const float* b, size_t count) {
   FloatVector total = hn::Zero(kTag);
-  for (size_t i = 0; i < count; i += kLanes)
-    total = hn::MulAdd(hn::LoadU(kTag, a + i), hn::LoadU(kTag, b + i), total);
+  for (size_t i = 0; i < count; i += kLanes) total = hn::MulAdd(hn::LoadU(kTag, a + i), hn::LoadU(kTag, b + i), total);
   return hn::GetLane(hn::SumOfLanes(kTag, total));
 }
 

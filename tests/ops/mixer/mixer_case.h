@@ -15,7 +15,7 @@ struct MixerCase {
 };
 
 struct CaseLimits {
-  int64_t longest = 90;
+  int64_t shortest = 1, longest = 90;
   int64_t largest_dim = 24;
   bool states = true;      // may have initial states
   bool boundaries = true;  // may have packed documents
