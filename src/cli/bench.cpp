@@ -163,11 +163,52 @@ void MixerBench::run() const {
   require(file.good(), "bench mixer: cannot write \"{}\"", json);
 }
 
+// Whether the automatic choice of form is a good one: both forms are timed around the length where they cross.
+struct AutoBench {
+  int64_t heads = 8;
+  double tolerance = 0.15;
+
+  void run() const;
+};
+
+void AutoBench::run() const {
+  MixerBench bench;
+  bench.heads = heads;
+  fmt::print("{:<9} {:>4} {:>7} {:<17} {:>12} {:>12}   {:<9} {:>6}\n", "preset", "dim", "length", "pass", "parallel ms",
+             "chunked ms", "chosen", "loss");
+  double worst = 0;
+  const auto measure = [&](const char* preset, int64_t dim, int64_t length) {
+    bench.preset = preset;
+    bench.dim = dim;
+    const MixerSpec spec = mixer_spec(preset);
+    for (const bool backward : {false, true}) {
+      const double parallel = bench.measure(spec, length, Form::parallel, backward, 1)["ms"];
+      const double chunked = bench.measure(spec, length, Form::chunked, backward, 1)["ms"];
+      const std::string chosen = bench.measure(spec, length, Form::automatic, false, 1)["ran"];
+      const double loss = (chosen == "parallel" ? parallel : chunked) / std::min(parallel, chunked) - 1;
+      worst = std::max(worst, loss);
+      fmt::print("{:<9} {:>4} {:>7} {:<17} {:>12.2f} {:>12.2f}   {:<9} {:>5.1f}%\n", preset, dim, length,
+                 backward ? "forward+backward" : "forward", parallel, chunked, chosen, 100 * loss);
+      std::fflush(stdout);
+    }
+  };
+  for (int64_t length : {1024, 3072, 4096, 5120, 6144, 8192}) measure("2mamba", 64, length);
+  for (int64_t length : {512, 1024, 1536, 2048}) measure("2mamba", 32, length);
+  for (int64_t length : {128, 256, 512, 1024}) measure("mamba2", 64, length);
+  fmt::print("\nworst loss of the automatic choice: {:.1f}% (at most {:.0f}% is asked)\n", 100 * worst, 100 * tolerance);
+  require(worst <= tolerance, "bench auto: the automatic choice lost {:.1f}%", 100 * worst);
+}
+
 }  // namespace
 
 void add_bench(CLI::App& app) {
   CLI::App* bench = app.add_subcommand("bench", "Measure speed on this machine, beside its floor");
   bench->require_subcommand(1);
+  auto automatic = std::make_shared<AutoBench>();
+  CLI::App* auto_command = bench->add_subcommand("auto", "Is the automatic choice between forms a good one here?");
+  auto_command->add_option("--heads", automatic->heads, "Heads")->check(CLI::PositiveNumber)->capture_default_str();
+  auto_command->footer("Example: furious bench auto");
+  auto_command->callback([automatic] { automatic->run(); });
   auto options = std::make_shared<MixerBench>();
   CLI::App* command = bench->add_subcommand("mixer", "One mixer, forward and backward");
   command->add_option("--preset", options->preset, fmt::format("{}", fmt::join(mixer_names(), ", ")))
