@@ -60,7 +60,7 @@ Descriptor open_existing(const fs::path& path, int more_flags) {
 
 struct stat status_of(int file, const fs::path& path) {
   struct stat status {};
-  require(::fstat(file, &status) == 0, "{}: cannot be read: {}", path.string(), reason(errno));
+  if (::fstat(file, &status) != 0) fail("{}: cannot be read: {}", path.string(), reason(errno));
   require(!S_ISDIR(status.st_mode), "{}: is a directory, expected a file", path.string());
   return status;
 }
@@ -125,7 +125,7 @@ void remove_orphans(const fs::path& target) {
 
 // 0 or an errno. Some file systems know no sync of a directory (EINVAL) and need none.
 int sync_path(const fs::path& path) {
-  const Descriptor descriptor = open_to_read(path, O_NOFOLLOW | O_NONBLOCK);
+  const Descriptor descriptor = open_to_read(path, O_NONBLOCK);
   if (!descriptor.valid()) return errno;
   return ::fsync(descriptor.number()) == 0 || errno == EINVAL ? 0 : errno;
 }
@@ -200,8 +200,8 @@ class TemporaryDirectory {
 };
 
 void rename_or_fail(const fs::path& from, const fs::path& to) {
-  require(::rename(from.c_str(), to.c_str()) == 0, "{}: cannot be renamed to {}: {}", from.string(), to.string(),
-          reason(errno));
+  if (::rename(from.c_str(), to.c_str()) != 0)
+    fail("{}: cannot be renamed to {}: {}", from.string(), to.string(), reason(errno));
 }
 
 // Whether the file system could exchange the two names in one step.

@@ -600,6 +600,7 @@ const StoredTensor& SafetensorsReader::stored(std::string_view name) const {
   const StoredTensor* const found = find(name);
   if (found) return *found;
   std::vector<std::string> known;
+  known.reserve(tensors_.size());
   for (const StoredTensor& tensor : tensors_) known.push_back(tensor.name);
   const std::string nearest = nearest_name(name, known);
   fail("{}: holds no tensor {}{}", path_.string(), shown(name),

@@ -113,9 +113,9 @@ TEST_F(Safetensors, TheBytesOfAFile) {
                      {"a", to_dtype(tensor_of({1, 2, 3}, {3, 1}), DType::bf16)},
                      {"c", tensor_of({3}, {})}},
                     {{"k", "v"}});
-  const std::string header =
-      R"({"__metadata__":{"k":"v"},"b":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},)"
-      R"("c":{"dtype":"F32","shape":[],"data_offsets":[8,12]},"a":{"dtype":"BF16","shape":[3,1],"data_offsets":[12,18]}})";
+  const std::string header = R"({"__metadata__":{"k":"v"},"b":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},)"
+                             R"("c":{"dtype":"F32","shape":[],"data_offsets":[8,12]},)"
+                             R"("a":{"dtype":"BF16","shape":[3,1],"data_offsets":[12,18]}})";
   const std::string padded = header + std::string((8 - header.size() % 8) % 8, ' ');
   EXPECT_EQ(read_text(path_),
             file_of(padded, bytes_of<float>({1, 2, 3}) + bytes_of<uint16_t>({0x3F80, 0x4000, 0x4040})));
@@ -168,7 +168,7 @@ TEST_F(Safetensors, ViewsShareTheMappingAndKeepIt) {
 }
 
 TEST_F(Safetensors, MisalignedTensorsAreCopied) {
-  // The header of 59 bytes puts the data at an odd address.
+  // A header of an odd length puts the data at an odd address.
   const std::string header = R"({"x":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}     )";
   ASSERT_EQ(header.size() % 2, 1u);
   const SafetensorsReader reader = open(file_of(header, bytes_of<float>({1, -2})));
