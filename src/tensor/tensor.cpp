@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "base/error.h"
 #include "tensor/arena.h"
@@ -71,8 +72,9 @@ Tensor Tensor::zeros(const Shape& shape, DType dtype, Device device) {
   return tensor;
 }
 
-Tensor Tensor::wrap(void* data, const Shape& shape, DType dtype, Device device) {
+Tensor Tensor::wrap(void* data, const Shape& shape, DType dtype, Device device, std::shared_ptr<const void> owner) {
   Tensor tensor;
+  tensor.owner_ = std::move(owner);
   tensor.data_ = data;
   tensor.shape_ = shape;
   tensor.strides_ = contiguous_strides(shape);

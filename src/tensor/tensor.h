@@ -45,8 +45,9 @@ class Tensor {
   static Tensor empty(const Shape& shape, DType dtype, Device device = {});
   static Tensor zeros(const Shape& shape, DType dtype, Device device = {});
   static Tensor empty_like(const Tensor& other) { return empty(other.shape_, other.dtype_, other.device_); }
-  // A view of memory that the caller keeps alive.
-  static Tensor wrap(void* data, const Shape& shape, DType dtype, Device device = {});
+  // A view of memory that `owner`, or without one the caller, keeps alive.
+  static Tensor wrap(void* data, const Shape& shape, DType dtype, Device device = {},
+                     std::shared_ptr<const void> owner = nullptr);
 
   bool defined() const { return data_ != nullptr; }
   explicit operator bool() const { return defined(); }
@@ -80,7 +81,7 @@ class Tensor {
  private:
   [[noreturn]] void wrong_type(DType wanted) const;
 
-  std::shared_ptr<void> owner_;
+  std::shared_ptr<const void> owner_;
   void* data_ = nullptr;
   Shape shape_;
   std::array<int64_t, Shape::kMaxRank> strides_{};

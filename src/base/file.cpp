@@ -1,0 +1,352 @@
+#include "base/file.h"
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <random>
+#include <system_error>
+#include <utility>
+#include <vector>
+
+#include "base/error.h"
+
+namespace furious {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr std::string_view kTemporaryMark = ".tmp-furious-";
+
+std::string reason(int error) {
+  return std::generic_category().message(error);
+}
+
+class Descriptor {
+ public:
+  explicit Descriptor(int number) : number_(number) {}
+  Descriptor(Descriptor&& other) noexcept : number_(std::exchange(other.number_, -1)) {}
+  Descriptor& operator=(Descriptor&&) = delete;
+  ~Descriptor() {
+    if (number_ >= 0) ::close(number_);
+  }
+
+  bool valid() const { return number_ >= 0; }
+  int number() const { return number_; }
+  int release() { return std::exchange(number_, -1); }
+
+ private:
+  int number_;
+};
+
+Descriptor open_to_read(const fs::path& path, int more_flags = 0) {
+  return Descriptor(::open(path.c_str(), O_RDONLY | O_CLOEXEC | more_flags));
+}
+
+Descriptor open_existing(const fs::path& path, int more_flags) {
+  Descriptor file = open_to_read(path, more_flags);
+  const int error = errno;
+  require(file.valid() || error != ENOENT, "{}: there is no such file; check the path", path.string());
+  require(file.valid(), "{}: cannot be read: {}", path.string(), reason(error));
+  return file;
+}
+
+struct stat status_of(int file, const fs::path& path) {
+  struct stat status {};
+  if (::fstat(file, &status) != 0) fail("{}: cannot be read: {}", path.string(), reason(errno));
+  require(!S_ISDIR(status.st_mode), "{}: is a directory, expected a file", path.string());
+  return status;
+}
+
+fs::path without_trailing_slash(const fs::path& path) {
+  return path.has_filename() ? path : path.parent_path();
+}
+
+fs::path directory_of(const fs::path& path) {
+  const fs::path parent = path.parent_path();
+  return parent.empty() ? fs::path(".") : parent;
+}
+
+fs::path random_sibling(const fs::path& path) {
+  fs::path sibling = path;
+  sibling += fmt::format("{}{:08x}", kTemporaryMark, std::random_device{}());
+  return sibling;
+}
+
+// A temporary that exists and is locked by us. A cleaner may have taken it for an orphan between its creation and the
+// lock; it then has no name any more, and another one is made.
+struct Temporary {
+  fs::path path;
+  Descriptor descriptor;
+};
+
+template <class Create>
+Temporary make_temporary(const fs::path& target, Create&& create) {
+  for (;;) {
+    const fs::path path = random_sibling(target);
+    Descriptor descriptor(create(path));
+    if (!descriptor.valid() && errno == EEXIST) continue;
+    require(descriptor.valid(), "{}: cannot be written: {} in {}; choose a place you may write to", target.string(),
+            reason(errno), directory_of(target).string());
+    ::flock(descriptor.number(), LOCK_EX);  // a file system without locks also lets nobody else take one
+    struct stat status {};
+    if (::fstat(descriptor.number(), &status) == 0 && status.st_nlink > 0) return {path, std::move(descriptor)};
+  }
+}
+
+int create_file(const fs::path& path) {
+  return ::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+}
+
+int create_directory(const fs::path& path) {
+  if (::mkdir(path.c_str(), 0777) != 0) return -1;
+  return ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+}
+
+// Removes what writers of this name left behind when they were killed.
+void remove_orphans(const fs::path& target) {
+  const std::string prefix = target.filename().string() + std::string(kTemporaryMark);
+  std::error_code ignored;
+  std::vector<fs::path> candidates;
+  for (const fs::directory_entry& entry : fs::directory_iterator(directory_of(target), ignored))
+    if (entry.path().filename().string().starts_with(prefix)) candidates.push_back(entry.path());
+  for (const fs::path& candidate : candidates) {
+    const Descriptor descriptor = open_to_read(candidate, O_NOFOLLOW | O_NONBLOCK);
+    if (descriptor.valid() && ::flock(descriptor.number(), LOCK_EX | LOCK_NB) == 0) fs::remove_all(candidate, ignored);
+  }
+}
+
+// 0 or an errno. Some file systems know no sync of a directory (EINVAL) and need none.
+int sync_path(const fs::path& path) {
+  const Descriptor descriptor = open_to_read(path, O_NONBLOCK);
+  if (!descriptor.valid()) return errno;
+  return ::fsync(descriptor.number()) == 0 || errno == EINVAL ? 0 : errno;
+}
+
+void sync_name(const fs::path& path) {
+  const int error = sync_path(directory_of(path));
+  require(error == 0,
+          "{}: was written, but its directory could not be synced: {}; after a power failure the previous one may be "
+          "back",
+          path.string(), reason(error));
+}
+
+void sync_tree(const fs::path& directory) {
+  const auto sync = [](const fs::path& path) {
+    const int error = sync_path(path);
+    require(error == 0, "{}: cannot be synced: {}", path.string(), reason(error));
+  };
+  for (const fs::directory_entry& entry : fs::recursive_directory_iterator(directory))
+    if (entry.is_directory() || entry.is_regular_file()) sync(entry.path());
+  sync(directory);
+}
+
+std::string free_bytes(const fs::path& directory) {
+  struct statvfs status {};
+  if (::statvfs(directory.c_str(), &status) != 0) return "an unknown number of";
+  return fmt::format("{}", uint64_t{status.f_bavail} * status.f_frsize);
+}
+
+std::string advice(int error) {
+  switch (error) {
+    case ENOSPC:
+    case EDQUOT:
+      return "; free some space or write to another disk";
+    case EFBIG:
+      return "; raise the limit on file sizes (ulimit -f) or write to another disk";
+    default:
+      return "";
+  }
+}
+
+// Without exceptions: what cannot be looked at will be refused, with the reason, when it is opened.
+bool is_there(const fs::path& path) {
+  std::error_code ignored;
+  return fs::exists(fs::symlink_status(path, ignored));
+}
+
+bool is_a_directory(const fs::path& path) {
+  std::error_code ignored;
+  return fs::is_directory(path, ignored);
+}
+
+// What stands under `path` after a failed attempt to write there.
+std::string untouched(const fs::path& path, std::string_view what) {
+  return is_there(path) ? fmt::format("the previous {} is untouched", what)
+                        : fmt::format("no {} of that name was made", what);
+}
+
+class TemporaryDirectory {
+ public:
+  explicit TemporaryDirectory(const fs::path& target) : temporary_(make_temporary(target, create_directory)) {}
+  ~TemporaryDirectory() {
+    std::error_code ignored;
+    fs::remove_all(temporary_.path, ignored);
+  }
+  TemporaryDirectory(const TemporaryDirectory&) = delete;
+  TemporaryDirectory& operator=(const TemporaryDirectory&) = delete;
+
+  const fs::path& path() const { return temporary_.path; }
+
+ private:
+  Temporary temporary_;
+};
+
+void rename_or_fail(const fs::path& from, const fs::path& to) {
+  if (::rename(from.c_str(), to.c_str()) != 0)
+    fail("{}: cannot be renamed to {}: {}", from.string(), to.string(), reason(errno));
+}
+
+// Whether the file system could exchange the two names in one step.
+bool exchange(const fs::path& a, const fs::path& b) {
+  return ::renameat2(AT_FDCWD, a.c_str(), AT_FDCWD, b.c_str(), RENAME_EXCHANGE) == 0;
+}
+
+void put_in_place(const fs::path& temporary, const fs::path& target) {
+  if (!is_there(target))
+    rename_or_fail(temporary, target);
+  else if (!exchange(temporary, target))
+    file_detail::replace_in_two_steps(temporary, target);
+}
+
+}  // namespace
+
+MappedFile::MappedFile(const fs::path& path) : path_(path) {
+  const Descriptor file = open_existing(path, O_NONBLOCK);  // opening a pipe must not wait for a writer
+  const struct stat status = status_of(file.number(), path);
+  require(S_ISREG(status.st_mode), "{}: is not a regular file, so it cannot be mapped", path.string());
+  require(status.st_size > 0, "{}: is empty; it was not written completely, or is the wrong file", path.string());
+  size_ = static_cast<size_t>(status.st_size);
+  void* const data = ::mmap(nullptr, size_, PROT_READ, MAP_PRIVATE, file.number(), 0);
+  require(data != MAP_FAILED, "{}: cannot be mapped ({} bytes): {}", path.string(), size_, reason(errno));
+  data_ = static_cast<const std::byte*>(data);
+}
+
+MappedFile::~MappedFile() {
+  ::munmap(const_cast<std::byte*>(data_), size_);
+}
+
+std::string read_text(const fs::path& path, uint64_t max_bytes) {
+  const Descriptor file = open_existing(path, 0);
+  status_of(file.number(), path);
+  std::string text;
+  std::vector<char> buffer(size_t{1} << 16);
+  for (;;) {
+    const ssize_t count = ::read(file.number(), buffer.data(), buffer.size());
+    if (count < 0 && errno == EINTR) continue;
+    require(count >= 0, "{}: cannot be read: {}", path.string(), reason(errno));
+    if (count == 0) return text;
+    text.append(buffer.data(), static_cast<size_t>(count));
+    require(text.size() <= max_bytes, "{}: is larger than {} bytes; it cannot be the file that was meant",
+            path.string(), max_bytes);
+  }
+}
+
+AtomicFile::AtomicFile(const fs::path& path, uint64_t expected_bytes) : path_(path), expected_bytes_(expected_bytes) {
+  require(path.has_filename() && !is_a_directory(path), "{}: is a directory, expected the name of a file to write",
+          path.string());
+  remove_orphans(path);
+  Temporary temporary = make_temporary(path, create_file);
+  temporary_ = temporary.path;
+  file_ = temporary.descriptor.release();
+}
+
+AtomicFile::~AtomicFile() {
+  discard();
+}
+
+void AtomicFile::discard() {
+  if (file_ >= 0) ::close(file_);
+  file_ = -1;
+  if (!temporary_.empty()) ::unlink(temporary_.c_str());
+  temporary_.clear();
+}
+
+void AtomicFile::failed(int error, uint64_t pending_bytes) {
+  const uint64_t needed = std::max(expected_bytes_, written_ + pending_bytes);
+  discard();  // first: what the temporary held counts as free
+  fail("{}: cannot be written: {}; {} bytes are needed and {} bytes are free; {}{}", path_.string(), reason(error),
+       needed, free_bytes(directory_of(path_)), untouched(path_, "file"), advice(error));
+}
+
+void AtomicFile::write(std::span<const std::byte> bytes) {
+  require(file_ >= 0, "{}: written to after it was finished", path_.string());
+  while (!bytes.empty()) {
+    const ssize_t count = ::write(file_, bytes.data(), bytes.size());
+    if (count < 0 && errno == EINTR) continue;
+    if (count < 0) failed(errno, bytes.size());
+    written_ += static_cast<uint64_t>(count);
+    bytes = bytes.subspan(static_cast<size_t>(count));
+  }
+}
+
+void AtomicFile::commit() {
+  require(file_ >= 0, "{}: finished twice", path_.string());
+  if (::fsync(file_) != 0) failed(errno, 0);
+  if (::close(std::exchange(file_, -1)) != 0) failed(errno, 0);
+  if (::rename(temporary_.c_str(), path_.c_str()) != 0) failed(errno, 0);
+  temporary_.clear();
+  sync_name(path_);
+}
+
+void write_text(const fs::path& path, std::string_view text) {
+  AtomicFile file(path, text.size());
+  file.write(text);
+  file.commit();
+}
+
+fs::path file_detail::set_aside_name(const fs::path& path) {
+  fs::path name = path;
+  name += ".old-furious";
+  return name;
+}
+
+void file_detail::replace_in_two_steps(const fs::path& temporary, const fs::path& path) {
+  const fs::path aside = set_aside_name(path);
+  fs::remove_all(aside);  // of a writer killed after its second step
+  const Descriptor old = open_to_read(path);
+  ::flock(old.number(), LOCK_EX);  // so that no reader puts it back between the steps
+  rename_or_fail(path, aside);
+  if (::rename(temporary.c_str(), path.c_str()) != 0) {
+    const int error = errno;
+    rename_or_fail(aside, path);
+    fail("{}: cannot be put in place: {}", path.string(), reason(error));
+  }
+  rename_or_fail(aside, temporary);
+}
+
+void recover_directory(const fs::path& path) {
+  const fs::path target = without_trailing_slash(path);
+  const fs::path aside = file_detail::set_aside_name(target);
+  const Descriptor old = open_to_read(aside, O_DIRECTORY);
+  if (!old.valid() || ::flock(old.number(), LOCK_EX | LOCK_NB) != 0) return;
+  if (!is_there(target)) rename_or_fail(aside, target);
+}
+
+void replace_directory(const fs::path& path, const std::function<void(const fs::path&)>& build) {
+  const fs::path target = without_trailing_slash(path);
+  require(!is_there(target) || is_a_directory(target), "{}: is a file, expected the name of a directory to write",
+          target.string());
+  recover_directory(target);
+  remove_orphans(target);
+  const TemporaryDirectory temporary(target);  // in the end it holds, and removes, the old directory
+  try {
+    build(temporary.path());
+    sync_tree(temporary.path());
+    put_in_place(temporary.path(), target);
+  } catch (const Error& error) {
+    fail("{}; {}: {}", error.what(), target.string(), untouched(target, "directory"));
+  } catch (const fs::filesystem_error& error) {
+    fail("{}: cannot be written: {}; {}", target.string(), error.what(), untouched(target, "directory"));
+  }
+  sync_name(target);
+}
+
+}  // namespace furious

@@ -1,0 +1,64 @@
+// The safetensors format: an 8-byte little-endian length, a JSON header of that length that gives every tensor's dtype,
+// shape and place, then the tensors' bytes.
+//
+// A file is not trusted: its header is checked completely when it is opened, before any number in it is used, and a
+// file that breaks the format in any way is refused with the name of the file and of the tensor.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <map>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/file.h"
+#include "tensor/tensor.h"
+
+namespace furious {
+
+// A tensor as it lies in its file.
+struct StoredTensor {
+  std::string name;
+  std::string dtype;  // as the file names it: "F32", "BF16", …; not every one that can be stored can be loaded
+  std::vector<int64_t> shape;
+  std::span<const std::byte> bytes;  // within the mapping of `file`
+  std::shared_ptr<const MappedFile> file;
+};
+
+// The tensors of one file, or of the several files that an index names. Loads F32, BF16, F16, F64, I32, and I64 as i32.
+class SafetensorsReader {
+ public:
+  // A .safetensors file, a .safetensors.index.json, or a directory that holds model.safetensors or its index.
+  explicit SafetensorsReader(const std::filesystem::path& path);
+
+  const std::filesystem::path& path() const { return path_; }
+  const std::vector<StoredTensor>& tensors() const { return tensors_; }             // sorted by name
+  const std::map<std::string, std::string>& metadata() const { return metadata_; }  // of a single file
+  const StoredTensor* find(std::string_view name) const;                            // nullptr when there is none
+
+  Tensor load(std::string_view name) const;                        // in the dtype it is stored in; I64 as i32
+  Tensor load(std::string_view name, DType dtype) const;           // floats convert among each other
+  void load_into(std::string_view name, const Tensor& out) const;  // of the same shape, on any device
+
+  // As load(name, dtype), but without a copy when the file holds that dtype, aligned: the tensor is then a part of the
+  // mapping, which it keeps alive, and must not be written to.
+  Tensor view(std::string_view name, DType dtype) const;
+
+ private:
+  const StoredTensor& stored(std::string_view name) const;
+
+  std::filesystem::path path_;
+  std::vector<StoredTensor> tensors_;
+  std::map<std::string, std::string> metadata_;
+};
+
+// Writes contiguous tensors of any device, through AtomicFile. The same tensors give the same bytes: wider dtypes come
+// first, so that every tensor is aligned, and names are sorted within a width.
+void write_safetensors(const std::filesystem::path& path, const std::map<std::string, Tensor>& tensors,
+                       const std::map<std::string, std::string>& metadata = {});
+
+}  // namespace furious
