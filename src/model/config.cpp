@@ -1,0 +1,200 @@
+#include "model/config.h"
+
+#include <algorithm>
+
+#include "base/error.h"
+#include "base/names.h"
+
+namespace furious {
+namespace {
+
+// Linear attention with an output norm and nothing else: what the paper's ablations start from.
+BlockConfig plain() {
+  BlockConfig block;
+  block.score = Score::linear;
+  block.norm = Norm::none;
+  block.decay = DecayKind::none;
+  block.conv_window = 0;
+  return block;
+}
+
+BlockConfig with(BlockConfig block, auto&& change) {
+  change(block);
+  return block;
+}
+
+BlockConfig with_conv(BlockConfig block, int64_t window, bool silu_on_qk = false) {
+  block.conv_window = window;
+  if (silu_on_qk) block.qk_activation = Activation::silu;
+  return block;
+}
+
+std::vector<Preset> main_presets() {
+  const BlockConfig mamba2s = with(with_conv(plain(), 2), [](BlockConfig& b) {
+    b.decay = DecayKind::softplus;
+    b.discretize = true;
+  });
+  const BlockConfig two_mamba;
+  return {
+      {"softmax", "softmax attention with rotary positions",
+       with(plain(),
+            [](BlockConfig& b) {
+              b.score = Score::exponential;
+              b.norm = Norm::sum;
+              b.rope = true;
+            })},
+      {"linear", "linear attention, ReLU features, softmax normalization",
+       with(plain(),
+            [](BlockConfig& b) {
+              b.norm = Norm::sum;
+              b.qk_activation = Activation::relu;
+            })},
+      {"linear-outnorm", "linear attention with an output norm: the base of the ablations", plain()},
+      {"mamba2", "Mamba-2: conv 4 + SiLU, original A-mask, discretization, D, Z gate",
+       with(with_conv(plain(), 4),
+            [](BlockConfig& b) {
+              b.conv_silu = true;
+              b.decay = DecayKind::original;
+              b.discretize = b.dt_bias = b.d_residual = b.z_gate = true;
+            })},
+      {"mamba2s", "Mamba-2S: conv 2, softplus A-mask, discretization", mamba2s},
+      {"2mamba", "2Mamba: squared score, conv 2, softplus A-mask, softmax normalization", two_mamba},
+      {"2mamba-dt", "2Mamba with value discretization", with(two_mamba, [](BlockConfig& b) { b.discretize = true; })},
+      {"2mamba-e", "2Mamba-E: exponential score",
+       with(two_mamba, [](BlockConfig& b) { b.score = Score::exponential; })},
+      {"2mamba-outnorm", "2Mamba with an output norm instead",
+       with(two_mamba, [](BlockConfig& b) { b.norm = Norm::none; })},
+      {"mamba2s-silu", "Mamba-2S + SiLU on Q and K",
+       with(mamba2s, [](BlockConfig& b) { b.qk_activation = Activation::silu; })},
+      {"mamba2s-d", "Mamba-2S + D residual", with(mamba2s, [](BlockConfig& b) { b.d_residual = true; })},
+      {"mamba2s-z", "Mamba-2S + Z gate", with(mamba2s, [](BlockConfig& b) { b.z_gate = true; })},
+  };
+}
+
+// The rows of the paper's tables that are not architectures of their own.
+std::vector<Preset> ablation_presets() {
+  std::vector<Preset> rows;
+  rows.push_back({"outnorm-relu", "output norm + ReLU",
+                  with(plain(), [](BlockConfig& b) { b.qk_activation = Activation::relu; })});
+  for (int64_t window : {2, 3, 4}) {
+    rows.push_back({fmt::format("outnorm-conv{}", window), fmt::format("output norm + conv {}", window),
+                    with_conv(plain(), window)});
+    rows.push_back({fmt::format("outnorm-conv{}-silu", window), fmt::format("output norm + conv {} + SiLU", window),
+                    with_conv(plain(), window, true)});
+  }
+  rows.push_back({"outnorm-d", "output norm + D residual", with(plain(), [](BlockConfig& b) { b.d_residual = true; })});
+  rows.push_back({"outnorm-z", "output norm + Z gate", with(plain(), [](BlockConfig& b) { b.z_gate = true; })});
+  rows.push_back(
+      {"outnorm-dt", "output norm + value discretization", with(plain(), [](BlockConfig& b) { b.discretize = true; })});
+  for (const auto& [name, kind] : {std::pair{"original", DecayKind::original}, {"softplus", DecayKind::softplus}}) {
+    const auto masked = [kind = kind](BlockConfig& b) { b.decay = kind; };
+    rows.push_back(
+        {fmt::format("outnorm-a-{}", name), fmt::format("output norm + {} A-mask", name), with(plain(), masked)});
+    rows.push_back({fmt::format("conv2-a-{}", name), fmt::format("output norm + conv 2 + {} A-mask", name),
+                    with(with_conv(plain(), 2), masked)});
+  }
+  return rows;
+}
+
+template <class Entry>
+const Entry& find_by_name(std::string_view kind, std::string_view name, const std::vector<Entry>& entries) {
+  std::vector<std::string> known;
+  for (const Entry& entry : entries) {
+    if (entry.name == name) return entry;
+    known.push_back(entry.name);
+  }
+  unknown_name(kind, name, known);
+}
+
+}  // namespace
+
+int64_t ModelConfig::heads() const {
+  return std::max({q_heads, k_heads, v_heads});
+}
+
+const std::vector<Preset>& presets() {
+  static const std::vector<Preset> all = [] {
+    std::vector<Preset> list = main_presets();
+    for (Preset& row : ablation_presets()) list.push_back(std::move(row));
+    return list;
+  }();
+  return all;
+}
+
+const Preset& preset(std::string_view name) {
+  return find_by_name("architecture", name, presets());
+}
+
+const std::vector<Size>& sizes() {
+  static const std::vector<Size> all{{"tiny", 128, 256, 4, 5},
+                                     {"mini", 384, 768, 6, 8},
+                                     {"small", 1024, 2048, 16, 20},
+                                     {"medium", 1536, 3072, 24, 27}};
+  return all;
+}
+
+ModelConfig model_config(std::string_view arch, std::string_view size, int64_t vocabulary) {
+  const Preset& architecture = preset(arch);
+  const Size& dimensions = find_by_name("size", size, sizes());
+  ModelConfig config;
+  config.arch = architecture.name;
+  config.block = architecture.block;
+  config.vocabulary = vocabulary;
+  config.hidden = dimensions.hidden;
+  config.intermediate = dimensions.intermediate;
+  config.layers = dimensions.layers;
+  config.q_heads = config.k_heads = config.v_heads = dimensions.heads;
+  config.head_dim = dimensions.hidden / dimensions.heads;
+  check_config(config);
+  return config;
+}
+
+void check_config(const ModelConfig& config) {
+  const BlockConfig& block = config.block;
+  const auto positive = [](std::string_view what, int64_t value) {
+    require(value >= 1, "model: {} is {}, expected 1 or more", what, value);
+  };
+  positive("vocabulary", config.vocabulary);
+  positive("hidden", config.hidden);
+  positive("intermediate", config.intermediate);
+  positive("layers", config.layers);
+  for (int64_t own : {config.q_heads, config.k_heads, config.v_heads})
+    require(own >= 1 && config.heads() % own == 0, "model: {} heads, expected a divisor of {}", own, config.heads());
+  require(config.head_dim >= 8 && config.head_dim <= 256, "model: head dimension {}, expected 8 to 256",
+          config.head_dim);
+  require(block.conv_window == 0 || (block.conv_window >= 2 && block.conv_window <= 4),
+          "model: conv window {}, expected 0 (none), 2, 3 or 4", block.conv_window);
+  require(!block.conv_silu || block.conv_window > 0, "model: SiLU after a convolution, but there is no convolution");
+  require(block.score != Score::linear || block.norm != Norm::sum || block.qk_activation == Activation::relu,
+          "model: a linear score under the sum norm needs features that are not negative (its sum may be 0 otherwise); "
+          "use ReLU on Q and K, or no norm in the mixer");
+  require(!block.dt_bias || block.has_dt(), "model: dt bias without a dt: neither discretization nor original decay");
+  require(!block.rope || config.head_dim % 2 == 0, "model: rotary positions need an even head dimension, got {}",
+          config.head_dim);
+}
+
+int64_t parameter_count(const ModelConfig& config) {
+  const BlockConfig& block = config.block;
+  const int64_t heads = config.heads();
+  const int64_t out = heads * config.head_dim;
+  int64_t layer = 2 * config.hidden + 3 * config.hidden * config.intermediate;  // norms, MLP
+  layer += config.hidden * config.qkv_width() + out * config.hidden;
+  if (block.conv_window > 0) layer += config.qkv_width() * (block.conv_window + 1);
+  if (block.has_dt()) layer += config.hidden * heads + (block.dt_bias ? heads : 0);
+  if (block.decay == DecayKind::softplus) layer += config.hidden * heads;
+  if (block.decay == DecayKind::original) layer += heads;
+  if (block.d_residual) layer += out;
+  if (block.z_gate) layer += config.hidden * out + out;
+  if (block.norm == Norm::none) layer += out;
+  return config.layers * layer + (config.tie_embeddings ? 1 : 2) * config.vocabulary * config.hidden + config.hidden;
+}
+
+int64_t cache_numbers(const ModelConfig& config, int64_t length) {
+  const MixerSpec spec = config.block.mixer();
+  const int64_t key_value = length * (config.k_heads + config.v_heads) * config.head_dim;
+  const int64_t state = config.heads() * state_rows(spec, config.head_dim) * state_columns(spec, config.head_dim);
+  const int64_t conv = std::max<int64_t>(0, config.block.conv_window - 1) * config.qkv_width();
+  return config.layers * (conv + (spec.has_state() ? std::min(key_value, state) : key_value));
+}
+
+}  // namespace furious

@@ -1,0 +1,223 @@
+#include "model/language_model.h"
+
+#include <cmath>
+#include <limits>
+
+#include "base/error.h"
+#include "ops/conv.h"
+#include "ops/cross_entropy.h"
+#include "ops/decay.h"
+#include "ops/elementwise.h"
+#include "ops/embedding.h"
+#include "ops/linear.h"
+#include "ops/random.h"
+#include "ops/rms_norm.h"
+#include "ops/swiglu.h"
+#include "ops/views.h"
+#include "tensor/check.h"
+
+namespace furious {
+namespace {
+
+constexpr float kOutNormEps = std::numeric_limits<float>::epsilon();  // the authors' release
+
+MixerCache::Sizes cache_sizes(const ModelConfig& config, int64_t batch) {
+  return {batch, config.q_heads, config.k_heads, config.v_heads, config.head_dim, config.head_dim};
+}
+
+// Makes parameters in order; each draws from a random stream of its own, so that one switch does not move the others'
+// numbers.
+class Initializer {
+ public:
+  Initializer(std::vector<Parameter>& parameters, uint64_t seed) : parameters_(parameters), seed_(seed) {}
+
+  Variable normal(const std::string& name, const Shape& shape) {
+    return add(name, shape, [&](const Tensor& x, uint64_t stream) { fill_normal(x, 0, 0.02f, seed_, stream); });
+  }
+  Variable uniform(const std::string& name, const Shape& shape, float low, float high) {
+    return add(name, shape, [&](const Tensor& x, uint64_t stream) { fill_uniform(x, low, high, seed_, stream); });
+  }
+  Variable constant(const std::string& name, const Shape& shape, float value) {
+    return add(name, shape, [&](const Tensor& x, uint64_t) { fill(x, value); });
+  }
+  // f(u) of numbers u that are uniform in [low, high).
+  Variable mapped(const std::string& name, const Shape& shape, float low, float high, double (*f)(double)) {
+    return add(name, shape, [&](const Tensor& x, uint64_t stream) {
+      fill_uniform(x, low, high, seed_, stream);
+      for (int64_t i = 0; i < x.elements(); ++i)
+        x.data<float>()[i] = static_cast<float>(f(static_cast<double>(x.data<float>()[i])));
+    });
+  }
+
+ private:
+  template <class Fill>
+  Variable add(const std::string& name, const Shape& shape, Fill&& fill_values) {
+    const Tensor value = Tensor::empty(shape, DType::f32);
+    fill_values(value, stream_of(name));
+    Variable variable(value, true);
+    parameters_.push_back({name, variable});
+    return variable;
+  }
+  // FNV-1a of the name.
+  static uint64_t stream_of(const std::string& name) {
+    uint64_t hash = 0xcbf29ce484222325u;
+    for (unsigned char c : name) hash = (hash ^ c) * 0x100000001b3u;
+    return hash;
+  }
+
+  std::vector<Parameter>& parameters_;
+  uint64_t seed_;
+};
+
+double dt_bias_of(double log_dt) {
+  const double dt = std::exp(log_dt);
+  return dt + std::log(-std::expm1(-dt));  // softplus⁻¹
+}
+
+}  // namespace
+
+ModelCache::ModelCache(const ModelConfig& config, int64_t batch) : batch_(batch) {
+  for (int64_t i = 0; i < config.layers; ++i) {
+    Layer layer{MixerCache(config.block.mixer(), cache_sizes(config, batch)), {}};
+    if (config.block.conv_window > 0)
+      layer.conv = Tensor::zeros({batch, config.block.conv_window - 1, config.qkv_width()}, DType::f32);
+    layers_.push_back(std::move(layer));
+  }
+}
+
+int64_t ModelCache::bytes() const {
+  int64_t sum = 0;
+  for (const Layer& layer : layers_)
+    sum += layer.mixer.bytes() + (layer.conv ? static_cast<int64_t>(layer.conv.bytes()) : 0);
+  return sum;
+}
+
+LanguageModel::LanguageModel(const ModelConfig& config, uint64_t seed) : config_(config) {
+  check_config(config);
+  const BlockConfig& block = config.block;
+  const int64_t heads = config.heads();
+  const int64_t out_width = heads * config.head_dim;
+  Initializer make(parameters_, seed);
+  embedding_ = make.normal("model.embed_tokens.weight", {config.vocabulary, config.hidden});
+  for (int64_t i = 0; i < config.layers; ++i) {
+    const std::string layer_name = fmt::format("model.layers.{}.", i);
+    const std::string mixing = layer_name + "self_attn.";
+    Layer layer;
+    layer.input_norm = make.constant(layer_name + "input_layernorm.weight", {config.hidden}, 1);
+    layer.qkv = make.normal(mixing + "qkv_proj.weight", {config.qkv_width(), config.hidden});
+    if (block.conv_window > 0) {
+      const float bound = 1 / std::sqrt(static_cast<float>(block.conv_window));
+      layer.conv_weight =
+          make.uniform(mixing + "conv1d.weight", {config.qkv_width(), block.conv_window}, -bound, bound);
+      layer.conv_bias = make.uniform(mixing + "conv1d.bias", {config.qkv_width()}, -bound, bound);
+    }
+    if (block.has_dt()) layer.dt = make.normal(mixing + "dt_proj.weight", {heads, config.hidden});
+    if (block.dt_bias)
+      layer.dt_bias = make.mapped(mixing + "dt_proj.bias", {heads}, std::log(0.001f), std::log(0.1f), dt_bias_of);
+    if (block.decay == DecayKind::softplus)
+      layer.a_mask = make.normal(mixing + "A_mask_proj.weight", {heads, config.hidden});
+    if (block.decay == DecayKind::original) layer.a_log = make.mapped(mixing + "A_log", {heads}, 1, 16, std::log);
+    if (block.d_residual) layer.d = make.constant(mixing + "D", {heads, config.head_dim}, 1);
+    if (block.z_gate) {
+      layer.z_gate = make.normal(mixing + "z_gate_proj.weight", {out_width, config.hidden});
+      layer.z_gate_bias = make.constant(mixing + "z_gate_proj.bias", {out_width}, 0);
+    }
+    if (block.norm == Norm::none) layer.out_norm = make.constant(mixing + "out_norm.weight", {out_width}, 1);
+    layer.out = make.normal(mixing + "o_proj.weight", {config.hidden, out_width});
+    layer.mlp_norm = make.constant(layer_name + "post_attention_layernorm.weight", {config.hidden}, 1);
+    layer.gate = make.normal(layer_name + "mlp.gate_proj.weight", {config.intermediate, config.hidden});
+    layer.up = make.normal(layer_name + "mlp.up_proj.weight", {config.intermediate, config.hidden});
+    layer.down = make.normal(layer_name + "mlp.down_proj.weight", {config.hidden, config.intermediate});
+    layers_.push_back(layer);
+  }
+  norm_ = make.constant("model.norm.weight", {config.hidden}, 1);
+  if (!config.tie_embeddings) head_ = make.normal("lm_head.weight", {config.vocabulary, config.hidden});
+}
+
+Variable LanguageModel::mix(Tape& tape, const Variable& q, const Variable& k, const Variable& v,
+                            const Variable& log_decay, const Tensor& boundaries, ModelCache::Layer* cache) const {
+  if (cache == nullptr) return mixer(tape, config_.block.mixer(), q, k, v, log_decay, boundaries);
+  const int64_t batch = q.value().size(0);
+  if (q.value().size(1) == 1) {
+    const auto token = [](const Variable& x) { return x ? x.value().select(1, 0) : Tensor(); };
+    const Tensor out = cache->mixer.step(token(q), token(k), token(v), token(log_decay));
+    return Variable(out.view({batch, 1, config_.heads(), config_.head_dim}));
+  }
+  return Variable(cache->mixer.prefill({q.value(), k.value(), v.value(), log_decay.value(), {}, {}}));
+}
+
+Variable LanguageModel::block(Tape& tape, const Layer& layer, const Variable& h, const Tensor& boundaries,
+                              ModelCache::Layer* cache) const {
+  const BlockConfig& block = config_.block;
+  const int64_t seen = cache ? cache->mixer.tokens() : 0;
+  Variable qkv = linear(tape, h, layer.qkv);
+  if (block.conv_window > 0) {
+    const Activation after = block.conv_silu ? Activation::silu : Activation::none;
+    if (cache == nullptr) {
+      qkv = conv(tape, qkv, layer.conv_weight, layer.conv_bias, after, boundaries);
+    } else {
+      const Tensor before = qkv.value();
+      qkv = Variable(conv_forward(before, layer.conv_weight.value(), layer.conv_bias.value(), after, {}, cache->conv));
+      cache->conv = conv_state(before, block.conv_window, {}, cache->conv);
+    }
+  }
+  const std::vector<Variable> parts = split_heads(
+      tape, qkv,
+      {{config_.q_heads, config_.head_dim}, {config_.k_heads, config_.head_dim}, {config_.v_heads, config_.head_dim}});
+  Variable q = activation(tape, parts[0], block.qk_activation);
+  Variable k = activation(tape, parts[1], block.qk_activation);
+  const Variable& v = parts[2];
+  if (block.rope) {
+    const Rope positions{block.rope_pairing, block.rope_base, seen};
+    q = rope(tape, q, positions, boundaries);
+    k = rope(tape, k, positions, boundaries);
+  }
+  Variable dt, log_decay;
+  if (block.has_dt()) dt = time_step(tape, linear(tape, h, layer.dt), layer.dt_bias);
+  if (block.decay == DecayKind::softplus) log_decay = softplus_decay(tape, linear(tape, h, layer.a_mask));
+  if (block.decay == DecayKind::original) log_decay = original_decay(tape, dt, layer.a_log);
+
+  Variable o = mix(tape, q, k, block.discretize ? discretize(tape, v, dt) : v, log_decay, boundaries, cache);
+  if (block.d_residual) o = d_residual(tape, o, v, layer.d);
+  const Shape& shape = h.value().shape();
+  o = reshape(tape, o, {shape[0], shape[1], config_.heads() * config_.head_dim});
+  Variable z;
+  if (block.z_gate) z = linear(tape, h, layer.z_gate, layer.z_gate_bias);
+  if (block.norm == Norm::none)
+    o = rms_norm(tape, o, layer.out_norm, kOutNormEps, z);
+  else if (z)
+    o = swiglu(tape, z, o);  // silu(z) ⊙ o
+  return linear(tape, o, layer.out);
+}
+
+Variable LanguageModel::hidden(Tape& tape, const Tensor& tokens, const Tensor& boundaries, ModelCache* cache) const {
+  ArgumentCheck("language_model").rank("tokens", tokens, 2);
+  Variable x = embedding(tape, embedding_, tokens);
+  for (size_t i = 0; i < layers_.size(); ++i) {
+    const Layer& layer = layers_[i];
+    const Variable h = rms_norm(tape, x, layer.input_norm, config_.norm_eps);
+    x = add(tape, x, block(tape, layer, h, boundaries, cache ? &cache->layers_[i] : nullptr));
+    const Variable m = rms_norm(tape, x, layer.mlp_norm, config_.norm_eps);
+    const Variable inner = swiglu(tape, linear(tape, m, layer.gate), linear(tape, m, layer.up));
+    x = add(tape, x, linear(tape, inner, layer.down));
+  }
+  return rms_norm(tape, x, norm_, config_.norm_eps);
+}
+
+Variable LanguageModel::loss(Tape& tape, const Tensor& tokens, const Tensor& targets, const Tensor& boundaries,
+                             const Tensor& row_losses) const {
+  return cross_entropy(tape, hidden(tape, tokens, boundaries, nullptr), output_weight(), targets, row_losses);
+}
+
+Tensor LanguageModel::logits(const Tensor& tokens, const Tensor& boundaries) const {
+  return linear_forward(hidden(Tape::off(), tokens, boundaries, nullptr).value(), output_weight().value());
+}
+
+Tensor LanguageModel::read(ModelCache& cache, const Tensor& tokens) const {
+  ArgumentCheck("language_model.read").shape("tokens", tokens, {cache.batch(), ArgumentCheck::kAny});
+  const Tensor h = hidden(Tape::off(), tokens, {}, &cache).value();
+  const Tensor last = to_dtype(h.select(1, h.size(1) - 1), DType::f32);
+  return linear_forward(last, output_weight().value());
+}
+
+}  // namespace furious

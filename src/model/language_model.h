@@ -1,0 +1,79 @@
+// The Llama-2 shape around the token-mixing block:
+//
+//   x = embedding(tokens);   layers times:  x += block(RMSNorm(x)),  x += MLP(RMSNorm(x));   RMSNorm, output projection
+//
+// Forward code only: run on a tape it can be differentiated, run with a cache it continues a sequence.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "model/config.h"
+#include "ops/mixer/recurrent.h"
+#include "ops/tape.h"
+
+namespace furious {
+
+// What a model remembers of the sequences it has read: per layer the mixer's cache and the convolution's last inputs.
+class ModelCache {
+ public:
+  ModelCache(const ModelConfig& config, int64_t batch);
+
+  int64_t tokens() const { return layers_.front().mixer.tokens(); }
+  int64_t batch() const { return batch_; }
+  int64_t bytes() const;  // held now
+
+ private:
+  friend class LanguageModel;
+  struct Layer {
+    MixerCache mixer;
+    Tensor conv;  // [batch, window − 1, channels]; only with a convolution
+  };
+  int64_t batch_;
+  std::vector<Layer> layers_;
+};
+
+struct Parameter {
+  std::string name;  // as in the checkpoint
+  Variable value;
+};
+
+class LanguageModel {
+ public:
+  // New weights: normal(0, 0.02), convolution uniform ±1/√window, decay and dt as Mamba-2 starts them.
+  LanguageModel(const ModelConfig& config, uint64_t seed);
+
+  const ModelConfig& config() const { return config_; }
+  const std::vector<Parameter>& parameters() const { return parameters_; }
+
+  // Mean cross-entropy of targets (i32 [batch, length], −1 ignored) after tokens of the same shape. Documents of a
+  // packed batch are kept apart by boundaries (ops/boundaries.h).
+  Variable loss(Tape& tape, const Tensor& tokens, const Tensor& targets, const Tensor& boundaries = {},
+                const Tensor& row_losses = {}) const;
+
+  // Logits [batch, length, vocabulary] of a full pass.
+  Tensor logits(const Tensor& tokens, const Tensor& boundaries = {}) const;
+  // Reads more tokens [batch, length] of every sequence of the cache; logits [batch, vocabulary] after the last.
+  Tensor read(ModelCache& cache, const Tensor& tokens) const;
+
+ private:
+  struct Layer {
+    Variable input_norm, qkv, conv_weight, conv_bias, dt, dt_bias, a_mask, a_log, d, z_gate, z_gate_bias, out_norm, out;
+    Variable mlp_norm, gate, up, down;
+  };
+
+  Variable hidden(Tape& tape, const Tensor& tokens, const Tensor& boundaries, ModelCache* cache) const;
+  Variable block(Tape& tape, const Layer& layer, const Variable& h, const Tensor& boundaries,
+                 ModelCache::Layer* cache) const;
+  Variable mix(Tape& tape, const Variable& q, const Variable& k, const Variable& v, const Variable& log_decay,
+               const Tensor& boundaries, ModelCache::Layer* cache) const;
+  Variable output_weight() const { return config_.tie_embeddings ? embedding_ : head_; }
+
+  ModelConfig config_;
+  std::vector<Parameter> parameters_;
+  std::vector<Layer> layers_;
+  Variable embedding_, norm_, head_;
+};
+
+}  // namespace furious
