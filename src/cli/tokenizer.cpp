@@ -105,7 +105,7 @@ void add_train(CLI::App& tokenizer) {
   command->add_option("--field", options->reader.field, "Field of .jsonl lines, or column of .parquet, with the text")
       ->capture_default_str();
   command->add_option("--sentences", options->training.sentences, "Lines to learn from, at most; more are sampled")
-      ->check(CLI::PositiveNumber)
+      ->check(CLI::Range(int64_t{1000}, int64_t{1} << 40))
       ->capture_default_str();
   command->add_option("--threads", options->threads, "0: all")->check(CLI::NonNegativeNumber)->capture_default_str();
   command->footer("Example: furious tokenizer train corpus/ --vocab 8192 --out tokenizer.model");

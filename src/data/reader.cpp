@@ -85,8 +85,8 @@ size_t cut_point(std::string_view text, size_t limit) {
         return starts_character(at) && !is_space(text[at]) && !is_space(text[at - 1]);
       }))
     return i;
-  if (const size_t i = last_place(begin, limit, starts_character)) return i;
-  return limit;
+  const size_t start = last_place(limit - std::min<size_t>(3, limit), limit + 1, starts_character);
+  return start > 0 ? start : limit;
 }
 
 // The end of the last blank line of `text`; 0 if there is none.

@@ -20,6 +20,13 @@ void check_id(const Tokenizer& tokenizer, int32_t id) {
           tokenizer.vocabulary_size() - 1);
 }
 
+// The library's words without the source line and the condition it puts before them.
+std::string reason_of(const sentencepiece::util::Status& status) {
+  const std::string message = status.message();
+  const size_t bracket = message.rfind("] ");
+  return bracket == std::string::npos || bracket + 2 == message.size() ? message : message.substr(bracket + 2);
+}
+
 class ByteTokenizer final : public Tokenizer {
  public:
   std::vector<int32_t> encode(std::string_view text) const override {
@@ -52,8 +59,7 @@ class SentencePieceTokenizer final : public Tokenizer {
   SentencePieceTokenizer(std::string model, const std::string& origin) : model_(std::move(model)) {
     require(!model_.empty(), "tokenizer \"{}\" is an empty file, expected a SentencePiece model", origin);
     const auto status = processor_.LoadFromSerializedProto(model_);
-    require(status.ok() && processor_.GetPieceSize() > 0, "tokenizer \"{}\" is not a SentencePiece model{}", origin,
-            status.ok() ? std::string() : fmt::format(" ({})", status.message()));
+    require(status.ok() && processor_.GetPieceSize() > 0, "tokenizer \"{}\" is not a SentencePiece model", origin);
     const std::vector<std::string> probe = processor_.EncodeAsPieces("a");
     adds_space_ = !probe.empty() && probe[0].starts_with(kSpaceMark);
   }
@@ -61,7 +67,7 @@ class SentencePieceTokenizer final : public Tokenizer {
   std::vector<int32_t> encode(std::string_view text) const override {
     std::vector<int> ids;
     const auto status = processor_.Encode(text, &ids);
-    require(status.ok(), "tokenizer: encoding failed: {}", status.message());
+    require(status.ok(), "tokenizer: encoding failed: {}", reason_of(status));
     return ids;
   }
 
@@ -79,7 +85,7 @@ class SentencePieceTokenizer final : public Tokenizer {
     for (const int32_t id : ids) check_id(*this, id);
     std::string text;
     const auto status = processor_.Decode(std::vector<int>(ids.begin(), ids.end()), &text);
-    require(status.ok(), "tokenizer: decoding failed: {}", status.message());
+    require(status.ok(), "tokenizer: decoding failed: {}", reason_of(status));
     return text;
   }
 
@@ -188,7 +194,7 @@ std::string train_sentencepiece(LineSource& lines, const TokenizerTraining& trai
   const auto status = sentencepiece::SentencePieceTrainer::Train(options, &iterator, &model);
   iterator.rethrow();
   require(status.ok(), "tokenizer train: {} ids from {} lines: {}", training.vocabulary_size, iterator.count(),
-          status.message());
+          reason_of(status));
   return model;
 }
 
