@@ -3,12 +3,14 @@
 #include <sentencepiece_processor.h>
 #include <sentencepiece_trainer.h>
 
+#include <atomic>
 #include <filesystem>
 #include <unordered_map>
 
 #include "base/error.h"
 #include "base/names.h"
 #include "data/files.h"
+#include "data/sentencepiece_model.h"
 
 namespace furious {
 namespace {
@@ -62,12 +64,23 @@ class SentencePieceTokenizer final : public Tokenizer {
     require(status.ok() && processor_.GetPieceSize() > 0, "tokenizer \"{}\" is not a SentencePiece model", origin);
     const std::vector<std::string> probe = processor_.EncodeAsPieces("a");
     adds_space_ = !probe.empty() && probe[0].starts_with(kSpaceMark);
+    const std::vector<std::string> line_break = processor_.EncodeAsPieces("\n");
+    word_by_word_ = encodes_word_by_word(model_) && line_break.size() == 2 && line_break[0] == kSpaceMark;
   }
 
   std::vector<int32_t> encode(std::string_view text) const override {
-    std::vector<int> ids;
-    const auto status = processor_.Encode(text, &ids);
-    require(status.ok(), "tokenizer: encoding failed: {}", reason_of(status));
+    if (!word_by_word_ || text.find(kSpaceMark) != std::string_view::npos) return encode_whole(text);
+    std::vector<int32_t> ids;
+    for (size_t begin = 0; begin < text.size();) {
+      const size_t end = word_end(text, begin);
+      const std::string_view word = text.substr(begin, end - begin);
+      // The model puts a space before what it is given: at the start of the text it belongs there, it stands for the
+      // first space of a word, and before a line break it is one too many.
+      const bool own_space = begin > 0 && word[0] == ' ';
+      const std::span<const int32_t> part = encode_word(own_space ? word.substr(1) : word);
+      ids.insert(ids.end(), part.begin() + (begin > 0 && !own_space ? 1 : 0), part.end());
+      begin = end;
+    }
     return ids;
   }
 
@@ -112,9 +125,58 @@ class SentencePieceTokenizer final : public Tokenizer {
   std::string model() const override { return model_; }
 
  private:
+  // Words repeat, so each thread remembers those of the tokenizer it used last; up to a few megabytes.
+  struct WordCache {
+    static constexpr size_t kMostWords = 1 << 16;
+    static constexpr size_t kLongestWord = 32;
+    uint64_t owner = 0;
+    std::unordered_map<std::string, std::vector<int32_t>> words;
+    std::string key;
+    std::vector<int32_t> other;  // the last word that was not kept
+  };
+
+  static uint64_t next_number() {
+    static std::atomic<uint64_t> last = 0;
+    return ++last;
+  }
+
+  // A word ends before a space or a line break that no space precedes; a single space at the end of the text stays with
+  // the word before it.
+  static size_t word_end(std::string_view text, size_t begin) {
+    for (size_t i = begin + 1; i < text.size(); ++i) {
+      if (text[i - 1] == ' ') continue;
+      if (text[i] == '\n' || (text[i] == ' ' && i + 1 < text.size())) return i;
+    }
+    return text.size();
+  }
+
+  std::vector<int32_t> encode_whole(std::string_view text) const {
+    std::vector<int> ids;
+    const auto status = processor_.Encode(text, &ids);
+    require(status.ok(), "tokenizer: encoding failed: {}", reason_of(status));
+    return ids;
+  }
+
+  // Valid until the next call on this thread.
+  std::span<const int32_t> encode_word(std::string_view word) const {
+    thread_local WordCache cache;
+    if (cache.owner != number_) {
+      cache.words.clear();
+      cache.owner = number_;
+    }
+    if (word.size() > WordCache::kLongestWord) return cache.other = encode_whole(word);
+    cache.key.assign(word);
+    const auto known = cache.words.find(cache.key);
+    if (known != cache.words.end()) return known->second;
+    if (cache.words.size() >= WordCache::kMostWords) return cache.other = encode_whole(word);
+    return cache.words[cache.key] = encode_whole(word);
+  }
+
   std::string model_;
   sentencepiece::SentencePieceProcessor processor_;
+  uint64_t number_ = next_number();
   bool adds_space_ = false;
+  bool word_by_word_ = false;
 };
 
 // Hands our lines to the trainer; an exception waits until the trainer, which knows none, has returned.

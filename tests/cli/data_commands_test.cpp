@@ -104,6 +104,7 @@ TEST_F(DataCommands, BadInput) {
 
 // Starts the binary and gives it `signal` as soon as it has checkpointed once.
 int run_and_signal(const std::vector<std::string>& arguments, const std::string& wait_for, int signal) {
+  std::fflush(nullptr);  // or the child writes it again
   const pid_t child = ::fork();
   if (child == 0) {
     std::vector<char*> words;
