@@ -7,6 +7,9 @@
 #include <arrow/api.h>
 #include <arrow/io/file.h>
 #include <parquet/arrow/reader.h>
+#include <parquet/file_reader.h>
+#include <parquet/metadata.h>
+#include <parquet/schema.h>
 
 namespace furious {
 namespace {
@@ -44,10 +47,12 @@ ParquetColumn::ParquetColumn(const std::string& path, const std::string& column)
   properties.set_batch_size(kRowsAtOnce);
   builder.properties(properties);
   check(builder.Build(&state_->file), path);
-  std::shared_ptr<arrow::Schema> schema;
-  check(state_->file->GetSchema(&schema), path);
-  const int index = schema->GetFieldIndex(column);
-  if (index < 0) unknown_name("column of \"" + path + "\"", column, schema->field_names());
+  const int index = state_->file->parquet_reader()->metadata()->schema()->ColumnIndex(column);
+  if (index < 0) {
+    std::shared_ptr<arrow::Schema> schema;
+    check(state_->file->GetSchema(&schema), path);
+    unknown_name("column of \"" + path + "\"", column, schema->field_names());
+  }
   std::vector<int> groups(static_cast<size_t>(state_->file->num_row_groups()));
   for (size_t i = 0; i < groups.size(); ++i) groups[i] = static_cast<int>(i);
   auto rows = state_->file->GetRecordBatchReader(groups, {index});
