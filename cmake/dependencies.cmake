@@ -24,3 +24,21 @@ else()
   target_link_libraries(furious_matmul INTERFACE BLAS::BLAS)
   target_include_directories(furious_matmul INTERFACE ${CBLAS_INCLUDE_DIR})
 endif()
+
+# Text: tokenizers and compressed corpora.
+find_package(PkgConfig REQUIRED)
+find_package(ZLIB REQUIRED)
+pkg_check_modules(sentencepiece REQUIRED IMPORTED_TARGET sentencepiece)
+pkg_check_modules(zstd REQUIRED IMPORTED_TARGET libzstd)
+add_library(furious_text INTERFACE)
+target_link_libraries(furious_text INTERFACE PkgConfig::sentencepiece PkgConfig::zstd ZLIB::ZLIB)
+
+# Parquet input, where Apache Arrow is found (https://arrow.apache.org/install). Everything else works without it.
+find_package(Parquet CONFIG QUIET)
+if(Parquet_FOUND)
+  message(STATUS "parquet: Arrow ${Parquet_VERSION}")
+  target_link_libraries(furious_text INTERFACE Parquet::parquet_shared)
+  target_compile_definitions(furious_text INTERFACE FURIOUS_PARQUET)
+else()
+  message(STATUS "parquet: not built in, Apache Arrow was not found")
+endif()

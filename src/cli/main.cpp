@@ -1,19 +1,50 @@
 #include <cstdio>
 
 #include "base/error.h"
+#include "base/names.h"
 #include "cli/commands.h"
+
+namespace {
+
+// For a command line that could not be understood: throws if a word stands where a command should, and is none.
+void check_commands(const CLI::App& app, int argc, char** argv) {
+  const CLI::App* command = &app;
+  for (int i = 1; i < argc && argv[i][0] != '-'; ++i) {
+    std::vector<std::string> known;
+    for (const CLI::App* candidate : command->get_subcommands({})) known.push_back(candidate->get_name());
+    if (known.empty()) return;
+    if (std::find(known.begin(), known.end(), argv[i]) == known.end()) furious::unknown_name("command", argv[i], known);
+    command = command->get_subcommand(argv[i]);
+  }
+}
+
+int usage_error(const CLI::App& app, const CLI::ParseError& error, int argc, char** argv) {
+  if (error.get_exit_code() != 0) {
+    try {
+      check_commands(app, argc, argv);
+    } catch (const furious::Error& better) {
+      std::fprintf(stderr, "furious: %s\n", better.what());
+      return 2;
+    }
+  }
+  return app.exit(error) == 0 ? 0 : 2;
+}
+
+}  // namespace
 
 // Exit codes: 0 done, 1 failed, 2 usage.
 int main(int argc, char** argv) {
   CLI::App app("furious trains, evaluates and runs language models of the 2Mamba family.", "furious");
   app.set_version_flag("--version", furious::cli::version_text, "Version, compiler, CPU features and devices in use");
   app.require_subcommand(0, 1);
+  furious::cli::add_tokenizer(app);
+  furious::cli::add_tokenize(app);
   furious::cli::add_bench(app);
   try {
     app.parse(argc, argv);
     if (app.get_subcommands().empty()) std::fputs(app.help().c_str(), stdout);
   } catch (const CLI::ParseError& error) {
-    return app.exit(error) == 0 ? 0 : 2;
+    return usage_error(app, error, argc, argv);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "furious: %s\n", error.what());
     return 1;

@@ -1,0 +1,127 @@
+// `furious tokenize`: a corpus to token shards.
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <csignal>
+#include <memory>
+
+#include "base/error.h"
+#include "cli/commands.h"
+#include "data/tokenize.h"
+
+namespace furious::cli {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+volatile std::sig_atomic_t stop_requested = 0;
+
+// The first signal asks for a clean end; a second one ends at once.
+void stop_on_signals() {
+  struct sigaction action = {};
+  action.sa_handler = [](int) { stop_requested = 1; };
+  action.sa_flags = SA_RESETHAND;
+  for (const int signal : {SIGINT, SIGTERM}) ::sigaction(signal, &action, nullptr);
+}
+
+std::string clock_text(double seconds) {
+  const auto whole = static_cast<int64_t>(seconds + 0.5);
+  if (whole >= 3600) return fmt::format("{}:{:02}:{:02}", whole / 3600, whole / 60 % 60, whole % 60);
+  return fmt::format("{}:{:02}", whole / 60, whole % 60);
+}
+
+// One line that is drawn again and again on a terminal; now and then a line of its own elsewhere.
+class ProgressLine {
+ public:
+  void show(const TokenizeProgress& progress) {
+    const auto now = Clock::now();
+    if (now - shown_ < (terminal_ ? std::chrono::milliseconds(200) : std::chrono::seconds(10))) return;
+    shown_ = now;
+    const double seconds = std::chrono::duration<double>(now - start_).count();
+    const auto done = static_cast<double>(progress.disk_bytes - progress.disk_bytes_start);
+    const auto left = static_cast<double>(progress.disk_bytes_total - progress.disk_bytes);
+    const std::string line =
+        fmt::format("{:3.0f} %  {:.1f} MB/s  {:.2f} M tokens  {} left",
+                    100.0 * static_cast<double>(progress.disk_bytes) /
+                        static_cast<double>(std::max<int64_t>(1, progress.disk_bytes_total)),
+                    static_cast<double>(progress.text_bytes) / 1e6 / seconds,
+                    static_cast<double>(progress.tokens) / 1e6, done > 0 ? clock_text(seconds * left / done) : "?");
+    if (terminal_)
+      fmt::print(stderr, "\r{:<70}", line);
+    else
+      fmt::print(stderr, "tokenize: {}\n", line);
+  }
+  void clear() const {
+    if (terminal_) fmt::print(stderr, "\r{:<70}\r", "");
+  }
+  double seconds() const { return std::chrono::duration<double>(Clock::now() - start_).count(); }
+
+ private:
+  bool terminal_ = ::isatty(STDERR_FILENO) != 0;
+  Clock::time_point start_ = Clock::now();
+  Clock::time_point shown_ = start_;
+};
+
+void print_result(const TokenizeOptions& options, const TokenizeResult& result, double seconds) {
+  const Manifest& manifest = result.manifest;
+  for (const Split split : kSplits) {
+    const ShardInfo total = manifest[split].total();
+    fmt::print("{:<6} {:>12} documents {:>15} tokens {:>15} bytes {:>6} shards\n", name_of(split), total.documents,
+               total.tokens, total.bytes, manifest[split].shards.size());
+  }
+  if (manifest.replaced > 0) fmt::print("{} broken UTF-8 sequences were replaced by U+FFFD\n", manifest.replaced);
+  if (manifest[Split::test].shards.empty() && options.test_fraction > 0)
+    fmt::print("the test part is empty; a larger --test-fraction than {} gives one\n", options.test_fraction);
+  if (result.was_complete)
+    fmt::print("{} was complete already; nothing was done\n", options.out);
+  else
+    fmt::print("{} in {:.1f} s, {:.1f} MB/s of text\n", options.out, seconds,
+               static_cast<double>(result.progress.text_bytes) / 1e6 / std::max(seconds, 1e-9));
+}
+
+void run(const TokenizeOptions& options) {
+  stop_on_signals();
+  ProgressLine line;
+  TokenizeHooks hooks;
+  hooks.stop = [] { return stop_requested != 0; };
+  hooks.progress = [&](const TokenizeProgress& progress) { line.show(progress); };
+  try {
+    const TokenizeResult result = tokenize_corpus(options, hooks);
+    line.clear();
+    print_result(options, result, line.seconds());
+  } catch (...) {
+    line.clear();
+    throw;
+  }
+}
+
+}  // namespace
+
+void add_tokenize(CLI::App& app) {
+  auto options = std::make_shared<TokenizeOptions>();
+  CLI::App* command = app.add_subcommand("tokenize", "Turn text into token shards for training");
+  command->add_option("input", options->inputs, ".txt and .jsonl files (also .gz, .zst), .parquet, folders, globs")
+      ->required();
+  command->add_option("--tokenizer", options->tokenizer, "A SentencePiece model, or \"byte\"")->required();
+  command->add_option("--out", options->out, "Folder for the shards")->required();
+  command->add_option("--field", options->reader.field, "Field of .jsonl lines, or column of .parquet, with the text")
+      ->capture_default_str();
+  command->add_flag("--split-on-blank-line", options->reader.split_on_blank_line,
+                    "In .txt files a blank line ends a document, not the end of the file");
+  command->add_option("--test-fraction", options->test_fraction, "Part of the documents that is held out for tests")
+      ->check(CLI::Range(0.0, 0.999999))
+      ->capture_default_str();
+  command->add_option("--seed", options->seed, "Chooses the held-out documents")->capture_default_str();
+  command->add_option("--shard-tokens", options->shard_tokens, "Tokens after which a new shard begins")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  command->add_flag("--bos", options->bos, "Begin documents with bos; they always end with eos");
+  command->add_option("--threads", options->threads, "0: all")->check(CLI::NonNegativeNumber)->capture_default_str();
+  command->footer(
+      "Interrupted in any way, the same command goes on where it was.\n"
+      "Example: furious tokenize corpus/ more-*.jsonl.zst --tokenizer tokenizer.model --out data");
+  command->callback([options] { run(*options); });
+}
+
+}  // namespace furious::cli

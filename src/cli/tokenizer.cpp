@@ -1,0 +1,136 @@
+// `furious tokenizer`: make a tokenizer from text, or look at one.
+#include <fmt/format.h>
+
+#include <chrono>
+#include <deque>
+#include <memory>
+#include <thread>
+
+#include "base/error.h"
+#include "cli/commands.h"
+#include "data/files.h"
+#include "data/reader.h"
+#include "data/tokenizer.h"
+
+namespace furious::cli {
+namespace {
+
+// The lines of a corpus, blank ones left out.
+class CorpusLines final : public LineSource {
+ public:
+  CorpusLines(const std::vector<std::string>& inputs, const ReaderOptions& options)
+      : options_(options), reader_(find_inputs(inputs), options) {}
+
+  bool next(std::string& line) override {
+    while (lines_.empty()) {
+      if (!reader_.next(block_)) return false;
+      for_each_piece(block_, options_, [&](const Piece& piece) { split(piece.text); });
+    }
+    line = std::move(lines_.front());
+    lines_.pop_front();
+    bytes_ += static_cast<int64_t>(line.size());
+    return true;
+  }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  void split(std::string_view text) {
+    while (!text.empty()) {
+      const size_t end = std::min(text.find('\n'), text.size());
+      if (end > 0) lines_.emplace_back(text.substr(0, end));
+      text.remove_prefix(std::min(end + 1, text.size()));
+    }
+  }
+
+  ReaderOptions options_;
+  BlockReader reader_;
+  Block block_;
+  std::deque<std::string> lines_;
+  int64_t bytes_ = 0;
+};
+
+struct TrainCommand {
+  std::vector<std::string> inputs;
+  std::string out;
+  ReaderOptions reader;
+  TokenizerTraining training;
+  int threads = 0;
+
+  void run() const {
+    const auto start = std::chrono::steady_clock::now();
+    TokenizerTraining settings = training;
+    settings.threads = threads > 0 ? threads : std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+    CorpusLines lines(inputs, reader);
+    const std::string model = train_sentencepiece(lines, settings);
+    const auto tokenizer = make_sentencepiece(model, out);
+    write_whole_file(out, model);
+    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    fmt::print("{}: {} ids from {:.1f} MB of text in {:.1f} s\n", out, tokenizer->vocabulary_size(),
+               static_cast<double>(lines.bytes()) / 1e6, seconds);
+  }
+};
+
+// Readable on one line.
+std::string quoted(const std::string& bytes) {
+  std::string text;
+  for (const char c : bytes) {
+    const auto byte = static_cast<unsigned char>(c);
+    if (byte < 0x20 || byte == 0x7F || (byte >= 0x80 && bytes.size() == 1))
+      text += fmt::format("\\x{:02x}", byte);
+    else
+      text += c;
+  }
+  return "\"" + text + "\"";
+}
+
+void show(const std::string& name, const std::string& text) {
+  const auto tokenizer = load_tokenizer(name);
+  fmt::print("kind         {}\nids          {}\nbos          {}\neos          {}\nfingerprint  {}\n", tokenizer->kind(),
+             tokenizer->vocabulary_size(), tokenizer->bos(), tokenizer->eos(), tokenizer->fingerprint());
+  if (text.empty()) return;
+  const std::vector<int32_t> ids = tokenizer->encode(text);
+  fmt::print("\n");
+  for (const int32_t id : ids) fmt::print("{:>7}  {}\n", id, quoted(tokenizer->piece(id)));
+  fmt::print("\n{} tokens for {} bytes; decoded: {}\n", ids.size(), text.size(), tokenizer->decode(ids));
+}
+
+void add_train(CLI::App& tokenizer) {
+  auto options = std::make_shared<TrainCommand>();
+  CLI::App* command = tokenizer.add_subcommand("train", "Make a SentencePiece tokenizer from text");
+  command->add_option("input", options->inputs, "As `furious tokenize` takes them")->required();
+  command->add_option("--vocab", options->training.vocabulary_size, "Number of ids")
+      ->check(CLI::Range(260, 1 << 20))
+      ->capture_default_str();
+  command->add_option("--out", options->out, "The model file to write")->required();
+  command->add_option("--field", options->reader.field, "Field of .jsonl lines, or column of .parquet, with the text")
+      ->capture_default_str();
+  command->add_option("--sentences", options->training.sentences, "Lines to learn from, at most; more are sampled")
+      ->check(CLI::Range(int64_t{1000}, int64_t{1} << 40))
+      ->capture_default_str();
+  command->add_option("--threads", options->threads, "0: all")->check(CLI::NonNegativeNumber)->capture_default_str();
+  command->footer("Example: furious tokenizer train corpus/ --vocab 8192 --out tokenizer.model");
+  command->callback([options] { options->run(); });
+}
+
+void add_show(CLI::App& tokenizer) {
+  auto name = std::make_shared<std::string>();
+  auto text = std::make_shared<std::string>();
+  CLI::App* command = tokenizer.add_subcommand("show", "What a tokenizer is, and what it makes of a text");
+  command->add_option("tokenizer", *name, "A SentencePiece model, a folder with a tokenizer.model, or \"byte\"")
+      ->required();
+  command->add_option("--text", *text, "A text to encode");
+  command->footer("Example: furious tokenizer show tokenizer.model --text \"Two mambas met.\"");
+  command->callback([name, text] { show(*name, *text); });
+}
+
+}  // namespace
+
+void add_tokenizer(CLI::App& app) {
+  CLI::App* tokenizer = app.add_subcommand("tokenizer", "Make a tokenizer, or look at one");
+  tokenizer->require_subcommand(1);
+  tokenizer->footer("Example: furious tokenizer train corpus/ --vocab 8192 --out tokenizer.model");
+  add_train(*tokenizer);
+  add_show(*tokenizer);
+}
+
+}  // namespace furious::cli

@@ -1,0 +1,68 @@
+// Files as the data code needs them: read-only mappings, whole-file reads, atomic replacement, checked appending.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+
+namespace furious {
+
+// A file mapped read-only for as long as the object lives.
+class MappedShard {
+ public:
+  MappedShard() = default;
+  explicit MappedShard(const std::string& path);
+  ~MappedShard();
+  MappedShard(MappedShard&& other) noexcept;
+  MappedShard& operator=(MappedShard&& other) noexcept;
+
+  std::span<const std::byte> bytes() const { return {static_cast<const std::byte*>(data_), size_}; }
+
+ private:
+  void* data_ = nullptr;
+  size_t size_ = 0;
+};
+
+std::string read_whole_file(const std::string& path);
+
+// Replaces `path` by `content`: written beside it, synced, renamed. Whatever fails, the old file stays.
+void write_whole_file(const std::string& path, std::string_view content);
+
+// A file that only grows at its end, with the CRC-32 of what follows the first `skip` bytes. Every failed write is an
+// error that names the file.
+class AppendFile {
+ public:
+  AppendFile() = default;
+  AppendFile(const std::string& path, size_t skip);                                // a new file, or an emptied one
+  AppendFile(const std::string& path, size_t skip, int64_t length, uint32_t crc);  // cut back to `length`, continued
+  ~AppendFile();
+  AppendFile(AppendFile&& other) noexcept;
+  AppendFile& operator=(AppendFile&& other) noexcept;
+
+  void append(const void* data, size_t bytes);
+  void overwrite_start(const void* data, size_t bytes);  // within the first `skip` bytes
+  void sync();                                           // what was appended is on the disk
+  void close();
+
+  bool is_open() const { return handle_ >= 0; }
+  int64_t length() const { return length_ + static_cast<int64_t>(buffer_.size()); }
+  uint32_t crc() const { return crc_; }  // of all appended bytes after the skipped ones
+
+ private:
+  void flush();
+
+  std::string path_;
+  std::string buffer_;
+  size_t skip_ = 0;
+  int64_t length_ = 0;  // written; the buffer follows
+  uint32_t crc_ = 0;
+  int handle_ = -1;
+};
+
+// 64-bit FNV-1a: for fingerprints and for choosing by content, not against an attacker.
+uint64_t hash_of(std::string_view bytes);
+
+uint32_t crc32_of(std::span<const std::byte> bytes);
+
+}  // namespace furious

@@ -1,0 +1,210 @@
+#include "data/shards.h"
+
+#include <filesystem>
+#include <utility>
+
+#include "base/error.h"
+#include "data/shards_json.h"
+
+namespace furious {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+// Tokens are converted through a buffer of this many.
+constexpr size_t kConverted = 4096;
+
+template <class Id>
+void append_as(AppendFile& file, std::span<const int32_t> tokens) {
+  std::array<Id, kConverted> ids;
+  while (!tokens.empty()) {
+    const size_t count = std::min(tokens.size(), kConverted);
+    for (size_t i = 0; i < count; ++i) ids[i] = static_cast<Id>(tokens[i]);
+    file.append(ids.data(), count * sizeof(Id));
+    tokens = tokens.subspan(count);
+  }
+}
+
+std::string file_name(Split split, int64_t shard, std::string_view ending) {
+  return fmt::format("{}-{:05}.{}", name_of(split), shard, ending);
+}
+
+SplitInfo split_from_json(const Json& json) {
+  SplitInfo info;
+  for (const Json& shard : json.at("shards")) info.shards.push_back(shard_from_json(shard));
+  return info;
+}
+
+}  // namespace
+
+std::string name_of(Split split) {
+  return split == Split::train ? "train" : "test";
+}
+
+std::string tokens_file(Split split, int64_t shard) {
+  return file_name(split, shard, "tokens");
+}
+
+std::string documents_file(Split split, int64_t shard) {
+  return file_name(split, shard, "documents");
+}
+
+int token_bytes_for(int32_t vocabulary_size) {
+  return vocabulary_size <= 65536 ? 2 : 4;
+}
+
+ShardInfo SplitInfo::total() const {
+  ShardInfo sum;
+  for (const ShardInfo& shard : shards) {
+    sum.tokens += shard.tokens;
+    sum.documents += shard.documents;
+    sum.bytes += shard.bytes;
+  }
+  return sum;
+}
+
+SplitWriter::SplitWriter(std::string folder, Split split, int token_bytes, int64_t shard_tokens, SplitInfo start)
+    : folder_(std::move(folder)),
+      split_(split),
+      token_bytes_(token_bytes),
+      shard_tokens_(shard_tokens),
+      info_(std::move(start)) {
+  if (!info_.has_current) return;
+  const auto index = static_cast<int64_t>(info_.shards.size());
+  const ShardInfo& shard = info_.current;
+  constexpr auto kHeader = static_cast<int64_t>(sizeof(ShardHeader));
+  tokens_ = AppendFile(folder_ + "/" + tokens_file(split_, index), sizeof(ShardHeader),
+                       kHeader + shard.tokens * token_bytes_, shard.tokens_crc);
+  documents_ = AppendFile(folder_ + "/" + documents_file(split_, index), sizeof(ShardHeader),
+                          kHeader + shard.documents * static_cast<int64_t>(sizeof(uint64_t)), shard.documents_crc);
+}
+
+void SplitWriter::open_shard() {
+  const auto index = static_cast<int64_t>(info_.shards.size());
+  const ShardHeader empty = {};
+  tokens_ = AppendFile(folder_ + "/" + tokens_file(split_, index), sizeof(ShardHeader));
+  tokens_.append(&empty, sizeof(empty));
+  documents_ = AppendFile(folder_ + "/" + documents_file(split_, index), sizeof(ShardHeader));
+  documents_.append(&empty, sizeof(empty));
+  info_.current = {};
+  info_.has_current = true;
+}
+
+void SplitWriter::append(std::span<const int32_t> tokens, int64_t text_bytes) {
+  if (!info_.has_current) open_shard();
+  if (token_bytes_ == 2)
+    append_as<uint16_t>(tokens_, tokens);
+  else
+    append_as<uint32_t>(tokens_, tokens);
+  info_.current.tokens += static_cast<int64_t>(tokens.size());
+  info_.current.bytes += text_bytes;
+  info_.document_tokens += static_cast<int64_t>(tokens.size());
+}
+
+void SplitWriter::end_document() {
+  if (std::exchange(info_.document_tokens, 0) == 0) return;
+  const auto end = static_cast<uint64_t>(info_.current.tokens);
+  documents_.append(&end, sizeof(end));
+  ++info_.current.documents;
+  if (info_.current.tokens >= shard_tokens_) close_shard();
+}
+
+void SplitWriter::update_crcs() {
+  info_.current.tokens_crc = tokens_.crc();
+  info_.current.documents_crc = documents_.crc();
+}
+
+void SplitWriter::checkpoint() {
+  if (!info_.has_current) return;
+  tokens_.sync();
+  documents_.sync();
+  update_crcs();
+}
+
+void SplitWriter::close_shard() {
+  update_crcs();
+  const ShardInfo& shard = info_.current;
+  ShardHeader header = {kTokensMagic, 1, static_cast<uint32_t>(token_bytes_), static_cast<uint64_t>(shard.tokens),
+                        static_cast<uint64_t>(shard.documents)};
+  tokens_.overwrite_start(&header, sizeof(header));
+  tokens_.close();
+  header.magic = kDocumentsMagic;
+  header.item_bytes = sizeof(uint64_t);
+  documents_.overwrite_start(&header, sizeof(header));
+  documents_.close();
+  info_.shards.push_back(shard);
+  info_.has_current = false;
+}
+
+void SplitWriter::finish() {
+  if (info_.has_current) close_shard();
+}
+
+Json to_json(const TokenizerInfo& tokenizer) {
+  return {{"kind", tokenizer.kind},
+          {"fingerprint", tokenizer.fingerprint},
+          {"vocabulary_size", tokenizer.vocabulary_size},
+          {"bos", tokenizer.bos},
+          {"eos", tokenizer.eos}};
+}
+
+Json to_json(const ShardInfo& shard) {
+  return {{"tokens", shard.tokens},
+          {"documents", shard.documents},
+          {"bytes", shard.bytes},
+          {"tokens_crc32", shard.tokens_crc},
+          {"documents_crc32", shard.documents_crc}};
+}
+
+ShardInfo shard_from_json(const Json& json) {
+  return {json.at("tokens"), json.at("documents"), json.at("bytes"), json.at("tokens_crc32"),
+          json.at("documents_crc32")};
+}
+
+Json to_json(const SplitInfo& info, Split split) {
+  const ShardInfo total = info.total();
+  Json json = {{"tokens", total.tokens}, {"documents", total.documents}, {"bytes", total.bytes}};
+  json["shards"] = Json::array();
+  for (const ShardInfo& shard : info.shards) {
+    const auto index = static_cast<int64_t>(json["shards"].size());
+    Json row = {{"tokens_file", tokens_file(split, index)}, {"documents_file", documents_file(split, index)}};
+    row.update(to_json(shard));
+    json["shards"].push_back(row);
+  }
+  return json;
+}
+
+Json read_json(const std::string& path) {
+  Json json = Json::parse(read_whole_file(path), nullptr, false);
+  require(!json.is_discarded(), "\"{}\" is damaged: not JSON", path);
+  return json;
+}
+
+Manifest read_manifest(const std::string& folder) {
+  namespace fs = std::filesystem;
+  require(fs::exists(folder), "data \"{}\" does not exist", folder);
+  const std::string path = folder + "/manifest.json";
+  if (!fs::exists(path)) {
+    require(!fs::exists(folder + "/plan.json"), "data \"{}\" is unfinished; run the same `furious tokenize` again",
+            folder);
+    fail("\"{}\" is no tokenized corpus: it has no manifest.json; make one with `furious tokenize`", folder);
+  }
+  const Json json = read_json(path);
+  try {
+    require(json.at("format") == "furious-tokens" && json.at("version") == 1,
+            "\"{}\" has another format or version than furious-tokens 1", path);
+    const Json& tokenizer = json.at("tokenizer");
+    Manifest manifest;
+    manifest.tokenizer = {tokenizer.at("kind"), tokenizer.at("fingerprint"), tokenizer.at("vocabulary_size"),
+                          tokenizer.at("bos"), tokenizer.at("eos")};
+    manifest.token_bytes = json.at("token_bytes");
+    manifest.replaced = json.at("replaced_utf8");
+    for (const Split split : kSplits)
+      manifest.splits[static_cast<size_t>(split)] = split_from_json(json.at(name_of(split)));
+    return manifest;
+  } catch (const nlohmann::json::exception& error) {
+    fail("\"{}\" is damaged: {}", path, error.what());
+  }
+}
+
+}  // namespace furious

@@ -1,0 +1,108 @@
+// Token shards: what a tokenized corpus is on disk.
+//
+//   DIR/manifest.json          what is here: tokenizer, options, counts, every shard with its size and CRC-32
+//   DIR/tokenizer.model        a copy of the tokenizer's model, where it has one
+//   DIR/train-00000.tokens     a ShardHeader, then the token ids: little-endian u16, or u32 for large vocabularies
+//   DIR/train-00000.documents  a ShardHeader, then for each document the index after its last token: little-endian u64
+//   DIR/test-00000.…           the held-out part, the same way
+//
+// A document lies in one shard, whole. The manifest is written last: a folder without one is unfinished.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "data/files.h"
+
+namespace furious {
+
+enum class Split { train, test };
+inline constexpr std::array<Split, 2> kSplits = {Split::train, Split::test};
+
+std::string name_of(Split split);  // "train", "test"
+
+struct ShardHeader {
+  std::array<char, 8> magic;
+  uint32_t version = 1;
+  uint32_t item_bytes = 0;
+  uint64_t tokens = 0;
+  uint64_t documents = 0;
+  std::array<char, 32> zero = {};
+};
+static_assert(sizeof(ShardHeader) == 64);
+inline constexpr std::array<char, 8> kTokensMagic = {'F', 'U', 'R', 'T', 'O', 'K', 'E', 'N'};
+inline constexpr std::array<char, 8> kDocumentsMagic = {'F', 'U', 'R', 'D', 'O', 'C', 'U', 'M'};
+
+struct ShardInfo {
+  int64_t tokens = 0;
+  int64_t documents = 0;
+  int64_t bytes = 0;  // of text
+  uint32_t tokens_crc = 0;
+  uint32_t documents_crc = 0;
+};
+
+std::string tokens_file(Split split, int64_t shard);     // "train-00000.tokens"
+std::string documents_file(Split split, int64_t shard);  // "train-00000.documents"
+
+int token_bytes_for(int32_t vocabulary_size);
+
+// What a split holds, and where writing stands.
+struct SplitInfo {
+  std::vector<ShardInfo> shards;  // finished
+  ShardInfo current;              // being written
+  bool has_current = false;
+  int64_t document_tokens = 0;  // of the document that is open, in the current shard
+
+  ShardInfo total() const;  // of the finished ones; no CRC
+};
+
+// Writes the shards of one split. What was written up to a checkpoint can be continued after the process has died.
+class SplitWriter {
+ public:
+  SplitWriter(std::string folder, Split split, int token_bytes, int64_t shard_tokens, SplitInfo start);
+
+  void append(std::span<const int32_t> tokens, int64_t text_bytes);  // to the open document
+  void end_document();  // one without tokens leaves no trace; a shard that is full is finished
+  void checkpoint();    // everything in info() is on the disk after it
+  void finish();
+  const SplitInfo& info() const { return info_; }
+
+ private:
+  void open_shard();
+  void close_shard();
+  void update_crcs();
+
+  std::string folder_;
+  Split split_;
+  int token_bytes_;
+  int64_t shard_tokens_;
+  SplitInfo info_;
+  AppendFile tokens_;
+  AppendFile documents_;
+};
+
+struct TokenizerInfo {
+  std::string kind;
+  std::string fingerprint;
+  int32_t vocabulary_size = 0;
+  int32_t bos = -1;
+  int32_t eos = -1;
+};
+
+struct Manifest {
+  TokenizerInfo tokenizer;
+  int token_bytes = 2;
+  int64_t replaced = 0;  // broken UTF-8 sequences that became U+FFFD
+  std::array<SplitInfo, 2> splits;
+
+  const SplitInfo& operator[](Split split) const { return splits[static_cast<size_t>(split)]; }
+};
+
+// Throws if DIR has no manifest (unfinished, or no tokenized corpus), or one that makes no sense.
+Manifest read_manifest(const std::string& folder);
+
+}  // namespace furious

@@ -1,0 +1,441 @@
+#include "data/tokenize.h"
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <chrono>
+#include <condition_variable>
+#include <cstring>
+#include <filesystem>
+#include <map>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "base/random.h"
+#include "data/shards_json.h"
+#include "data/tokenizer.h"
+
+namespace furious {
+namespace {
+
+namespace fs = std::filesystem;
+using Json = nlohmann::ordered_json;
+using Clock = std::chrono::steady_clock;
+
+constexpr uint64_t kHeldOutStream = 0x68656c646f7574;  // "heldout"
+constexpr auto kCheckpointInterval = std::chrono::seconds(10);
+
+// A stretch of tokens of one document.
+struct Run {
+  size_t tokens = 0;
+  int64_t text_bytes = 0;
+  bool first = true;
+  bool last = true;
+  Split split = Split::train;  // known where the document begins
+};
+
+struct EncodedBlock {
+  std::vector<int32_t> tokens;
+  std::vector<Run> runs;
+  int64_t replaced = 0;
+  CorpusPosition end;
+  int64_t disk_bytes = 0;
+  std::exception_ptr error;
+};
+
+class BlockEncoder {
+ public:
+  BlockEncoder(const Tokenizer& tokenizer, const TokenizeOptions& options) : tokenizer_(tokenizer), options_(options) {}
+
+  EncodedBlock encode(Block& block) const {
+    EncodedBlock result;
+    result.replaced = for_each_piece(block, options_.reader, [&](const Piece& piece) { add(piece, result); });
+    result.end = block.end;
+    result.disk_bytes = block.consumed;
+    return result;
+  }
+
+ private:
+  void add(const Piece& piece, EncodedBlock& result) const {
+    Run run = {result.tokens.size(), static_cast<int64_t>(piece.text.size()), piece.first, piece.last};
+    if (piece.first && is_held_out(piece.text, options_.seed, options_.test_fraction)) run.split = Split::test;
+    if (piece.first && options_.bos) result.tokens.push_back(tokenizer_.bos());
+    const std::vector<int32_t> ids =
+        piece.first ? tokenizer_.encode(piece.text) : tokenizer_.encode_continuation(piece.text);
+    result.tokens.insert(result.tokens.end(), ids.begin(), ids.end());
+    if (piece.last && tokenizer_.eos() >= 0) result.tokens.push_back(tokenizer_.eos());
+    run.tokens = result.tokens.size() - run.tokens;
+    result.runs.push_back(run);
+  }
+
+  const Tokenizer& tokenizer_;
+  const TokenizeOptions& options_;
+};
+
+// Reads and encodes blocks on several threads; gives them out in the order of the corpus. An error takes the place of
+// its block, so it comes after everything before it, whatever the threads did.
+class EncodingPool {
+ public:
+  EncodingPool(BlockReader& reader, const BlockEncoder& encoder, int threads)
+      : reader_(reader), encoder_(encoder), most_in_flight_(2 * threads + 2) {
+    for (int i = 0; i < threads; ++i) threads_.emplace_back([this] { work(); });
+  }
+  ~EncodingPool() {
+    {
+      const std::lock_guard lock(mutex_);
+      stopped_ = true;
+    }
+    changed_.notify_all();
+    for (std::thread& thread : threads_) thread.join();
+  }
+  EncodingPool(const EncodingPool&) = delete;
+  EncodingPool& operator=(const EncodingPool&) = delete;
+
+  // False at the end of the corpus.
+  bool next(EncodedBlock& block) {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return ready_.contains(given_) || given_ == end_; });
+    if (given_ == end_) return false;
+    block = std::move(ready_.extract(given_++).mapped());
+    lock.unlock();
+    changed_.notify_all();
+    if (block.error) std::rethrow_exception(block.error);
+    return true;
+  }
+
+ private:
+  void work() {
+    Block block;
+    int64_t number = 0;
+    while (take(block, number)) {
+      EncodedBlock result;
+      try {
+        result = encoder_.encode(block);
+      } catch (...) {
+        result.error = std::current_exception();
+      }
+      put(number, std::move(result));
+    }
+  }
+
+  bool take(Block& block, int64_t& number) {
+    const std::lock_guard reading(reading_);
+    {
+      std::unique_lock lock(mutex_);
+      changed_.wait(lock, [&] { return stopped_ || taken_ - given_ < most_in_flight_; });
+      if (stopped_ || end_ >= 0) return false;
+      number = taken_++;
+    }
+    EncodedBlock failed;
+    try {
+      if (reader_.next(block)) return true;
+    } catch (...) {
+      failed.error = std::current_exception();
+    }
+    const bool error = failed.error != nullptr;
+    if (error) put(number, std::move(failed));
+    const std::lock_guard lock(mutex_);
+    end_ = error ? number + 1 : number;
+    changed_.notify_all();
+    return false;
+  }
+
+  void put(int64_t number, EncodedBlock result) {
+    {
+      const std::lock_guard lock(mutex_);
+      ready_.emplace(number, std::move(result));
+    }
+    changed_.notify_all();
+  }
+
+  BlockReader& reader_;
+  const BlockEncoder& encoder_;
+  const int64_t most_in_flight_;
+  std::mutex reading_;
+  std::mutex mutex_;  // guards what follows
+  std::condition_variable changed_;
+  std::map<int64_t, EncodedBlock> ready_;
+  int64_t taken_ = 0;
+  int64_t given_ = 0;
+  int64_t end_ = -1;  // number of blocks, once it is known
+  bool stopped_ = false;
+  std::vector<std::thread> threads_;
+};
+
+// Keeps a second process away from a folder that one is writing.
+class FolderLock {
+ public:
+  explicit FolderLock(const std::string& folder) : handle_(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC)) {
+    require(handle_ >= 0, "cannot open \"{}\": {}", folder, std::strerror(errno));
+    if (::flock(handle_, LOCK_EX | LOCK_NB) != 0) {
+      ::close(handle_);
+      fail("\"{}\" is being written by another process", folder);
+    }
+  }
+  ~FolderLock() { ::close(handle_); }
+  FolderLock(const FolderLock&) = delete;
+  FolderLock& operator=(const FolderLock&) = delete;
+
+ private:
+  int handle_;
+};
+
+// What is being written: the shards of both splits, and how far the corpus has been read for them.
+class Corpus {
+ public:
+  Corpus(const TokenizeOptions& options, int token_bytes) : folder_(options.out) {
+    const Json saved = fs::exists(progress_path()) ? read_json(progress_path()) : Json();
+    try {
+      if (!saved.is_null()) restore(saved);
+    } catch (const nlohmann::json::exception& error) {
+      fail("\"{}\" is damaged ({}); delete the folder and begin anew", progress_path(), error.what());
+    }
+    for (const Split split : kSplits)
+      writers_.emplace_back(folder_, split, token_bytes, options.shard_tokens, infos_[static_cast<size_t>(split)]);
+    last_checkpoint_ = Clock::now();
+  }
+
+  void write(const EncodedBlock& block) {
+    std::span<const int32_t> tokens = block.tokens;
+    for (const Run& run : block.runs) {
+      if (run.first) split_ = run.split;
+      SplitWriter& writer = writers_[static_cast<size_t>(split_)];
+      writer.append(tokens.first(run.tokens), run.text_bytes);
+      if (run.last) writer.end_document();
+      tokens = tokens.subspan(run.tokens);
+    }
+    position_ = block.end;
+    replaced_ += block.replaced;
+    if (finished_shards() > checkpointed_shards_ || Clock::now() - last_checkpoint_ > kCheckpointInterval) checkpoint();
+  }
+
+  void checkpoint() {
+    Json json = {{"position",
+                  {{"file", position_.file},
+                   {"offset", position_.offset},
+                   {"line", position_.line},
+                   {"inside", position_.inside}}},
+                 {"open_split", static_cast<int>(split_)},
+                 {"replaced_utf8", replaced_}};
+    for (const Split split : kSplits) {
+      SplitWriter& writer = writers_[static_cast<size_t>(split)];
+      writer.checkpoint();
+      Json shards = Json::array();
+      for (const ShardInfo& shard : writer.info().shards) shards.push_back(to_json(shard));
+      json[name_of(split)] = {{"shards", shards},
+                              {"has_current", writer.info().has_current},
+                              {"current", to_json(writer.info().current)},
+                              {"document_tokens", writer.info().document_tokens}};
+    }
+    write_whole_file(progress_path(), json.dump(1) + "\n");
+    last_checkpoint_ = Clock::now();
+    checkpointed_shards_ = finished_shards();
+  }
+
+  void finish() {
+    for (SplitWriter& writer : writers_) writer.finish();
+  }
+
+  const CorpusPosition& position() const { return position_; }
+  int64_t replaced() const { return replaced_; }
+  const SplitInfo& info(Split split) const { return writers_[static_cast<size_t>(split)].info(); }
+
+ private:
+  std::string progress_path() const { return folder_ + "/progress.json"; }
+  size_t finished_shards() const { return info(Split::train).shards.size() + info(Split::test).shards.size(); }
+
+  void restore(const Json& saved) {
+    const Json& position = saved.at("position");
+    position_ = {position.at("file"), position.at("offset"), position.at("line"), position.at("inside")};
+    split_ = saved.at("open_split") == 0 ? Split::train : Split::test;
+    replaced_ = saved.at("replaced_utf8");
+    for (const Split split : kSplits) {
+      const Json& json = saved.at(name_of(split));
+      SplitInfo& info = infos_[static_cast<size_t>(split)];
+      for (const Json& shard : json.at("shards")) info.shards.push_back(shard_from_json(shard));
+      info.has_current = json.at("has_current");
+      info.current = shard_from_json(json.at("current"));
+      info.document_tokens = json.at("document_tokens");
+    }
+  }
+
+  std::string folder_;
+  CorpusPosition position_;
+  Split split_ = Split::train;  // of the document that is open
+  int64_t replaced_ = 0;
+  std::array<SplitInfo, 2> infos_;
+  std::vector<SplitWriter> writers_;
+  size_t checkpointed_shards_ = 0;
+  Clock::time_point last_checkpoint_;
+};
+
+TokenizerInfo describe(const Tokenizer& tokenizer) {
+  return {tokenizer.kind(), tokenizer.fingerprint(), tokenizer.vocabulary_size(), tokenizer.bos(), tokenizer.eos()};
+}
+
+// Everything that decides what the shards will be, under the names of the options.
+Json plan_of(const TokenizeOptions& options, const Tokenizer& tokenizer, const std::vector<InputFile>& files) {
+  Json inputs = Json::array();
+  for (const InputFile& file : files)
+    inputs.push_back({{"path", file.path}, {"size", file.size}, {"modified", file.modified}});
+  return {{"tokenizer", to_json(describe(tokenizer))},
+          {"options",
+           {{"field", options.reader.field},
+            {"split-on-blank-line", options.reader.split_on_blank_line},
+            {"test-fraction", options.test_fraction},
+            {"seed", options.seed},
+            {"shard-tokens", options.shard_tokens},
+            {"bos", options.bos}}},
+          {"inputs", inputs}};
+}
+
+Json without_times(Json inputs) {
+  for (Json& input : inputs) input.erase("modified");
+  return inputs;
+}
+
+std::string input_difference(const Json& before, const Json& now) {
+  if (before.size() != now.size()) return fmt::format("{} input files were given, now {}", before.size(), now.size());
+  for (size_t i = 0; i < now.size(); ++i) {
+    if (before[i] == now[i]) continue;
+    if (before[i].at("path") == now[i].at("path")) return fmt::format("input {} has changed", now[i].at("path").dump());
+    return fmt::format("input {} was {}, now {}", i + 1, before[i].at("path").dump(), now[i].at("path").dump());
+  }
+  return {};
+}
+
+// Why `now` is another piece of work than `before`; empty if it is the same.
+std::string difference(const Json& before, const Json& now) {
+  const std::string old_tokenizer = before.at("tokenizer").at("fingerprint");
+  const std::string new_tokenizer = now.at("tokenizer").at("fingerprint");
+  if (old_tokenizer != new_tokenizer) return fmt::format("--tokenizer was {}, now {}", old_tokenizer, new_tokenizer);
+  for (const auto& [name, value] : now.at("options").items()) {
+    const Json& old = before.at("options").at(name);
+    if (old != value) return fmt::format("--{} was {}, now {}", name, old.dump(), value.dump());
+  }
+  const Json& old_inputs = before.at("inputs");
+  const bool timed = !old_inputs.empty() && old_inputs[0].contains("modified");
+  return input_difference(old_inputs, timed ? now.at("inputs") : without_times(now.at("inputs")));
+}
+
+void require_same(const std::string& path, const Json& now, const std::string& folder, std::string_view state) {
+  const Json before = read_json(path);
+  std::string reason;
+  try {
+    reason = difference(before, now);
+  } catch (const nlohmann::json::exception& error) {
+    fail("\"{}\" is damaged ({}); delete the folder and begin anew", path, error.what());
+  }
+  require(reason.empty(), "\"{}\" holds {} of another command: {}; use the same options, another --out, or delete it",
+          folder, state, reason);
+}
+
+Json manifest_of(const Json& plan, const Corpus& corpus, int token_bytes) {
+  Json json = {{"format", "furious-tokens"},
+               {"version", 1},
+               {"tokenizer", plan.at("tokenizer")},
+               {"token_bytes", token_bytes},
+               {"replaced_utf8", corpus.replaced()}};
+  for (const Split split : kSplits) json[name_of(split)] = to_json(corpus.info(split), split);
+  json["options"] = plan.at("options");
+  json["inputs"] = without_times(plan.at("inputs"));
+  return json;
+}
+
+void check(const TokenizeOptions& options, const Tokenizer& tokenizer) {
+  require(options.test_fraction >= 0 && options.test_fraction < 1,
+          "tokenize: --test-fraction {}, expected at least 0 and less than 1", options.test_fraction);
+  require(options.shard_tokens >= 1, "tokenize: --shard-tokens {}, expected 1 or more", options.shard_tokens);
+  require(!options.bos || tokenizer.bos() >= 0, "tokenize: --bos, but the tokenizer has no bos");
+}
+
+void remove_state(const std::string& folder) {
+  fs::remove(folder + "/progress.json");
+  fs::remove(folder + "/plan.json");
+}
+
+// Nothing was checkpointed, so nothing is lost: the next command on this folder may be another one.
+void forget_attempt(const std::string& folder) {
+  remove_state(folder);
+  fs::remove(folder + "/tokenizer.model");
+  for (const Split split : kSplits)
+    for (int64_t shard = 0; fs::remove(folder + "/" + tokens_file(split, shard)); ++shard)
+      fs::remove(folder + "/" + documents_file(split, shard));
+}
+
+void write_corpus(const TokenizeOptions& options, const Tokenizer& tokenizer, const std::vector<InputFile>& files,
+                  Corpus& corpus, const TokenizeHooks& hooks, TokenizeProgress& progress) {
+  BlockReader reader(files, options.reader, corpus.position());
+  const BlockEncoder encoder(tokenizer, options);
+  const int cores = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+  EncodingPool pool(reader, encoder, options.threads > 0 ? options.threads : cores);
+  EncodedBlock block;
+  bool continued = corpus.position() != CorpusPosition();
+  while (pool.next(block)) {
+    corpus.write(block);
+    if (std::exchange(continued, false)) progress.disk_bytes_start = block.disk_bytes;
+    progress.disk_bytes = block.disk_bytes;
+    progress.tokens += static_cast<int64_t>(block.tokens.size());
+    for (const Run& run : block.runs) progress.text_bytes += run.text_bytes;
+    if (hooks.progress) hooks.progress(progress);
+    if (hooks.stop && hooks.stop()) {
+      corpus.checkpoint();
+      throw Stopped(fmt::format("stopped; the same command goes on with \"{}\" from here", options.out));
+    }
+  }
+}
+
+}  // namespace
+
+bool is_held_out(std::string_view text, uint64_t seed, double fraction) {
+  const RandomBits bits = random_bits(seed, kHeldOutStream, hash_of(text.substr(0, 64 << 10)));
+  const uint64_t number = uint64_t{bits.word[0]} << 21 ^ bits.word[1] >> 11;  // 53 bits
+  return static_cast<double>(number) * 0x1p-53 < fraction;
+}
+
+TokenizeResult tokenize_corpus(const TokenizeOptions& options, const TokenizeHooks& hooks) {
+  const auto tokenizer = load_tokenizer(options.tokenizer);
+  check(options, *tokenizer);
+  const std::vector<InputFile> files = find_inputs(options.inputs);
+  const Json plan = plan_of(options, *tokenizer, files);
+  const std::string& folder = options.out;
+  std::error_code failed;
+  fs::create_directories(folder, failed);
+  require(!failed, "cannot create folder \"{}\": {}", folder, failed.message());
+  const FolderLock lock(folder);
+
+  TokenizeResult result;
+  for (const InputFile& file : files) result.progress.disk_bytes_total += file.size;
+  if (fs::exists(folder + "/manifest.json")) {
+    require_same(folder + "/manifest.json", plan, folder, "the result");
+    remove_state(folder);
+    return {read_manifest(folder), result.progress, true};
+  }
+  if (fs::exists(folder + "/plan.json")) {
+    require_same(folder + "/plan.json", plan, folder, "unfinished work");
+  } else {
+    fs::remove(folder + "/progress.json");
+    write_whole_file(folder + "/plan.json", plan.dump(1) + "\n");
+  }
+  try {
+    if (!tokenizer->model().empty()) write_whole_file(folder + "/tokenizer.model", tokenizer->model());
+    const int token_bytes = token_bytes_for(tokenizer->vocabulary_size());
+    Corpus corpus(options, token_bytes);
+    write_corpus(options, *tokenizer, files, corpus, hooks, result.progress);
+    corpus.finish();
+    require(!corpus.info(Split::train).shards.empty() || !corpus.info(Split::test).shards.empty(),
+            "tokenize: the input holds no text ({} files, {} bytes)", files.size(), result.progress.disk_bytes_total);
+    write_whole_file(folder + "/manifest.json", manifest_of(plan, corpus, token_bytes).dump(1) + "\n");
+  } catch (...) {
+    if (!fs::exists(folder + "/progress.json")) forget_attempt(folder);
+    throw;
+  }
+  remove_state(folder);
+  result.manifest = read_manifest(folder);
+  return result;
+}
+
+}  // namespace furious

@@ -1,0 +1,63 @@
+// A corpus to token shards: `furious tokenize`.
+//
+// Blocks of text are encoded in parallel and written in the order of the input, so the shards do not depend on the
+// number of threads. What is written is checkpointed with the place in the corpus; after an interruption of any kind
+// the same call goes on from there and ends with the same bytes.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/error.h"
+#include "data/reader.h"
+#include "data/shards.h"
+
+namespace furious {
+
+struct TokenizeOptions {
+  std::vector<std::string> inputs;
+  std::string tokenizer;  // as load_tokenizer takes it
+  std::string out;
+  ReaderOptions reader;
+  double test_fraction = 0.001;
+  uint64_t seed = 123;
+  int64_t shard_tokens = 100'000'000;
+  bool bos = false;  // begin documents with bos; they end with eos in any case
+  int threads = 0;   // 0: one per core
+};
+
+struct TokenizeProgress {
+  int64_t disk_bytes = 0;        // of the input files, done
+  int64_t disk_bytes_start = 0;  // of them done by an earlier, interrupted run
+  int64_t disk_bytes_total = 0;
+  int64_t text_bytes = 0;  // by this run
+  int64_t tokens = 0;      // by this run
+};
+
+struct TokenizeHooks {
+  std::function<bool()> stop;  // asked after each block; true: checkpoint and throw Stopped
+  std::function<void(const TokenizeProgress&)> progress;
+};
+
+// The work was stopped from outside; the same call continues it.
+class Stopped : public Error {
+ public:
+  using Error::Error;
+};
+
+struct TokenizeResult {
+  Manifest manifest;
+  TokenizeProgress progress;
+  bool was_complete = false;  // nothing was left to do
+};
+
+TokenizeResult tokenize_corpus(const TokenizeOptions& options, const TokenizeHooks& hooks = {});
+
+// Whether a document belongs to the test part: a pure function of the seed and its text (the first 64 KiB of it), so
+// the order and the number of other documents do not matter, and equal documents stay together.
+bool is_held_out(std::string_view text, uint64_t seed, double fraction);
+
+}  // namespace furious

@@ -1,0 +1,263 @@
+#include "data/tokenizer.h"
+
+#include <sentencepiece_processor.h>
+#include <sentencepiece_trainer.h>
+
+#include <atomic>
+#include <filesystem>
+#include <unordered_map>
+
+#include "base/error.h"
+#include "base/names.h"
+#include "data/files.h"
+#include "data/sentencepiece_model.h"
+
+namespace furious {
+namespace {
+
+constexpr std::string_view kSpaceMark = "\xE2\x96\x81";  // ▁, SentencePiece's space
+
+void check_id(const Tokenizer& tokenizer, int32_t id) {
+  require(id >= 0 && id < tokenizer.vocabulary_size(), "tokenizer: id {} is outside the vocabulary 0..{}", id,
+          tokenizer.vocabulary_size() - 1);
+}
+
+// The library's words without the source line and the condition it puts before them.
+std::string reason_of(const sentencepiece::util::Status& status) {
+  const std::string message = status.message();
+  const size_t bracket = message.rfind("] ");
+  return bracket == std::string::npos || bracket + 2 == message.size() ? message : message.substr(bracket + 2);
+}
+
+class ByteTokenizer final : public Tokenizer {
+ public:
+  std::vector<int32_t> encode(std::string_view text) const override {
+    std::vector<int32_t> ids(text.size());
+    for (size_t i = 0; i < text.size(); ++i) ids[i] = static_cast<unsigned char>(text[i]);
+    return ids;
+  }
+  std::vector<int32_t> encode_continuation(std::string_view text) const override { return encode(text); }
+
+  std::string decode(std::span<const int32_t> ids) const override {
+    std::string text;
+    for (const int32_t id : ids) text += piece(id);
+    return text;
+  }
+  std::string piece(int32_t id) const override {
+    check_id(*this, id);
+    return id < 256 ? std::string(1, static_cast<char>(id)) : std::string();
+  }
+
+  int32_t vocabulary_size() const override { return 258; }
+  int32_t bos() const override { return 256; }
+  int32_t eos() const override { return 257; }
+  std::string kind() const override { return "byte"; }
+  std::string fingerprint() const override { return "byte"; }
+  std::string model() const override { return {}; }
+};
+
+class SentencePieceTokenizer final : public Tokenizer {
+ public:
+  SentencePieceTokenizer(std::string model, const std::string& origin) : model_(std::move(model)) {
+    require(!model_.empty(), "tokenizer \"{}\" is an empty file, expected a SentencePiece model", origin);
+    const auto status = processor_.LoadFromSerializedProto(model_);
+    require(status.ok() && processor_.GetPieceSize() > 0, "tokenizer \"{}\" is not a SentencePiece model", origin);
+    const std::vector<std::string> probe = processor_.EncodeAsPieces("a");
+    adds_space_ = !probe.empty() && probe[0].starts_with(kSpaceMark);
+    const std::vector<std::string> line_break = processor_.EncodeAsPieces("\n");
+    word_by_word_ = encodes_word_by_word(model_) && line_break.size() == 2 && line_break[0] == kSpaceMark;
+  }
+
+  std::vector<int32_t> encode(std::string_view text) const override {
+    if (!word_by_word_ || text.find(kSpaceMark) != std::string_view::npos) return encode_whole(text);
+    std::vector<int32_t> ids;
+    for (size_t begin = 0; begin < text.size();) {
+      const size_t end = word_end(text, begin);
+      const std::string_view word = text.substr(begin, end - begin);
+      // The model puts a space before what it is given: at the start of the text it belongs there, it stands for the
+      // first space of a word, and before a line break it is one too many.
+      const bool own_space = begin > 0 && word[0] == ' ';
+      const std::span<const int32_t> part = encode_word(own_space ? word.substr(1) : word);
+      ids.insert(ids.end(), part.begin() + (begin > 0 && !own_space ? 1 : 0), part.end());
+      begin = end;
+    }
+    return ids;
+  }
+
+  // The space that the model puts before a text takes the place of the one the continuation begins with; before
+  // anything else it is dropped where it is a token of its own.
+  std::vector<int32_t> encode_continuation(std::string_view text) const override {
+    if (!adds_space_) return encode(text);
+    if (text.starts_with(' ')) return encode(text.substr(1));
+    std::vector<int32_t> ids = encode(text);
+    if (!ids.empty() && processor_.IdToPiece(ids[0]) == kSpaceMark) ids.erase(ids.begin());
+    return ids;
+  }
+
+  std::string decode(std::span<const int32_t> ids) const override {
+    for (const int32_t id : ids) check_id(*this, id);
+    std::string text;
+    const auto status = processor_.Decode(std::vector<int>(ids.begin(), ids.end()), &text);
+    require(status.ok(), "tokenizer: decoding failed: {}", reason_of(status));
+    return text;
+  }
+
+  std::string piece(int32_t id) const override {
+    check_id(*this, id);
+    if (processor_.IsControl(id)) return {};
+    if (processor_.IsUnknown(id)) return decode(std::span(&id, 1));
+    const std::string& piece = processor_.IdToPiece(id);
+    if (processor_.IsByte(id)) return std::string(1, static_cast<char>(std::stoi(piece.substr(3, 2), nullptr, 16)));
+    std::string text;
+    for (size_t at = 0; at < piece.size();) {
+      const bool space = piece.compare(at, kSpaceMark.size(), kSpaceMark) == 0;
+      text += space ? ' ' : piece[at];
+      at += space ? kSpaceMark.size() : 1;
+    }
+    return text;
+  }
+
+  int32_t vocabulary_size() const override { return processor_.GetPieceSize(); }
+  int32_t bos() const override { return processor_.bos_id(); }
+  int32_t eos() const override { return processor_.eos_id(); }
+  std::string kind() const override { return "sentencepiece"; }
+  std::string fingerprint() const override { return fmt::format("fnv1a64:{:016x}", hash_of(model_)); }
+  std::string model() const override { return model_; }
+
+ private:
+  // Words repeat, so each thread remembers those of the tokenizer it used last; up to a few megabytes.
+  struct WordCache {
+    static constexpr size_t kMostWords = 1 << 16;
+    static constexpr size_t kLongestWord = 32;
+    uint64_t owner = 0;
+    std::unordered_map<std::string, std::vector<int32_t>> words;
+    std::string key;
+    std::vector<int32_t> other;  // the last word that was not kept
+  };
+
+  static uint64_t next_number() {
+    static std::atomic<uint64_t> last = 0;
+    return ++last;
+  }
+
+  // A word ends before a space or a line break that no space precedes; a single space at the end of the text stays with
+  // the word before it.
+  static size_t word_end(std::string_view text, size_t begin) {
+    for (size_t i = begin + 1; i < text.size(); ++i) {
+      if (text[i - 1] == ' ') continue;
+      if (text[i] == '\n' || (text[i] == ' ' && i + 1 < text.size())) return i;
+    }
+    return text.size();
+  }
+
+  std::vector<int32_t> encode_whole(std::string_view text) const {
+    std::vector<int> ids;
+    const auto status = processor_.Encode(text, &ids);
+    require(status.ok(), "tokenizer: encoding failed: {}", reason_of(status));
+    return ids;
+  }
+
+  // Valid until the next call on this thread.
+  std::span<const int32_t> encode_word(std::string_view word) const {
+    thread_local WordCache cache;
+    if (cache.owner != number_) {
+      cache.words.clear();
+      cache.owner = number_;
+    }
+    if (word.size() > WordCache::kLongestWord) return cache.other = encode_whole(word);
+    cache.key.assign(word);
+    const auto known = cache.words.find(cache.key);
+    if (known != cache.words.end()) return known->second;
+    if (cache.words.size() >= WordCache::kMostWords) return cache.other = encode_whole(word);
+    return cache.words[cache.key] = encode_whole(word);
+  }
+
+  std::string model_;
+  sentencepiece::SentencePieceProcessor processor_;
+  uint64_t number_ = next_number();
+  bool adds_space_ = false;
+  bool word_by_word_ = false;
+};
+
+// Hands our lines to the trainer; an exception waits until the trainer, which knows none, has returned.
+class TrainerLines final : public sentencepiece::SentenceIterator {
+ public:
+  explicit TrainerLines(LineSource& lines) : lines_(lines) { Next(); }
+  bool done() const override { return done_; }
+  void Next() override {
+    try {
+      done_ = !lines_.next(line_);
+      count_ += done_ ? 0 : 1;
+    } catch (...) {
+      exception_ = std::current_exception();
+      done_ = true;
+    }
+  }
+  const std::string& value() const override { return line_; }
+  sentencepiece::util::Status status() const override { return {}; }
+
+  int64_t count() const { return count_; }
+  void rethrow() const {
+    if (exception_) std::rethrow_exception(exception_);
+  }
+
+ private:
+  LineSource& lines_;
+  std::string line_;
+  std::exception_ptr exception_;
+  int64_t count_ = 0;
+  bool done_ = false;
+};
+
+}  // namespace
+
+std::shared_ptr<const Tokenizer> make_sentencepiece(std::string model, const std::string& origin) {
+  return std::make_shared<SentencePieceTokenizer>(std::move(model), origin);
+}
+
+std::shared_ptr<const Tokenizer> load_tokenizer(const std::string& name_or_path) {
+  if (name_or_path == "byte") return std::make_shared<ByteTokenizer>();
+  namespace fs = std::filesystem;
+  const fs::path path =
+      fs::is_directory(name_or_path) ? fs::path(name_or_path) / "tokenizer.model" : fs::path(name_or_path);
+  if (!fs::exists(path)) {
+    const std::vector<std::string> built_in = {"byte"};
+    const std::string near = nearest_name(name_or_path, built_in);
+    fail("tokenizer \"{}\" does not exist{}; give a SentencePiece model file, or \"byte\"", path.string(),
+         near.empty() ? "" : fmt::format(" (did you mean \"{}\"?)", near));
+  }
+  return make_sentencepiece(read_whole_file(path.string()), path.string());
+}
+
+std::string train_sentencepiece(LineSource& lines, const TokenizerTraining& training) {
+  constexpr int32_t kLeast = 3 + 256;  // unknown, bos, eos and the bytes
+  require(training.vocabulary_size > kLeast,
+          "tokenizer train: --vocab {}, expected more than the {} ids of bytes and marks", training.vocabulary_size,
+          kLeast);
+  const std::unordered_map<std::string, std::string> options = {
+      {"model_type", "bpe"},
+      {"vocab_size", std::to_string(training.vocabulary_size)},
+      {"byte_fallback", "true"},
+      {"split_digits", "true"},
+      {"normalization_rule_name", "identity"},
+      {"remove_extra_whitespaces", "false"},
+      {"allow_whitespace_only_pieces", "true"},
+      {"character_coverage", "0.9999"},
+      {"input_sentence_size", std::to_string(training.sentences)},
+      {"max_sentence_length", "65536"},
+      {"num_threads", std::to_string(training.threads)},
+      {"minloglevel", "2"},
+  };
+  sentencepiece::SetRandomGeneratorSeed(1);
+  TrainerLines iterator(lines);
+  iterator.rethrow();
+  require(!iterator.done(), "tokenizer train: the input has no text");
+  std::string model;
+  const auto status = sentencepiece::SentencePieceTrainer::Train(options, &iterator, &model);
+  iterator.rethrow();
+  require(status.ok(), "tokenizer train: {} ids from {} lines: {}", training.vocabulary_size, iterator.count(),
+          reason_of(status));
+  return model;
+}
+
+}  // namespace furious

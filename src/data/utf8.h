@@ -1,0 +1,27 @@
+// UTF-8 that may be broken: every maximal run of bytes that cannot be part of a character becomes one U+FFFD, as the
+// Unicode standard recommends.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+namespace furious {
+
+// The bytes at the start of `text` that are complete, valid characters.
+size_t valid_utf8_prefix(std::string_view text);
+
+// `text` with every broken sequence replaced; adds their number to `replaced`.
+std::string replace_invalid_utf8(std::string_view text, int64_t& replaced);
+
+// Joins pieces of text that may end inside a character: what comes out is always whole characters.
+class Utf8Streamer {
+ public:
+  std::string push(std::string_view bytes);  // all that is complete by now; the beginning of a character waits
+  std::string flush();                       // the end of the text: what still waits is broken
+
+ private:
+  std::string waiting_;
+};
+
+}  // namespace furious
