@@ -48,10 +48,10 @@ std::string cpu_name() {
 }
 
 std::string simd_target() {
-  std::string others;
+  std::string built;
   for (int64_t rest = HWY_TARGETS; rest != 0; rest &= rest - 1)
-    others += (others.empty() ? "" : ", ") + std::string(hwy::TargetName(rest & -rest));
-  return fmt::format("{} (built for {})", hwy::TargetName(HWY_DYNAMIC_DISPATCH(running_target)()), others);
+    built += (built.empty() ? "" : ", ") + std::string(hwy::TargetName(rest & -rest));
+  return fmt::format("{} (built for {})", hwy::TargetName(HWY_DYNAMIC_DISPATCH(running_target)()), built);
 }
 
 }  // namespace furious

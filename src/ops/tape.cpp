@@ -19,6 +19,7 @@ const Tensor& Variable::value() const {
 
 GradientTarget Variable::gradient_target() const {
   require(needs_gradient(), "tape: a gradient for a variable that needs none");
+  if (node_->whole) place_in_whole();
   const bool holds_sum = node_->gradient.defined();
   if (!holds_sum) node_->gradient = Tensor::empty(node_->value.shape(), DType::f32, node_->value.device());
   return {node_->gradient, holds_sum};

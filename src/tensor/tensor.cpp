@@ -41,7 +41,9 @@ Shape::Shape(std::span<const int64_t> sizes) {
 
 int64_t Shape::elements() const {
   int64_t product = 1;
-  for (int64_t size : *this) product *= size;
+  for (int64_t size : *this)
+    require(!__builtin_mul_overflow(product, size, &product), "shape: {} has more elements than can be counted",
+            to_string(*this));
   return product;
 }
 

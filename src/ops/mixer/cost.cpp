@@ -24,7 +24,6 @@ constexpr double kStateOverhead = 1.12;
 // everything before. Counted per token block, without looking inside.
 double live_pairs(const Tensor& log_decay, const Segment& segment, int64_t head) {
   constexpr int64_t kStep = 64;
-  constexpr double kErased = -87.0;
   const float* a = log_decay.data<float>() + segment.batch * log_decay.stride(0) + head * log_decay.stride(2);
   std::vector<double> sums;  // A at the end of each step
   double sum = 0;

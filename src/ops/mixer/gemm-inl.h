@@ -105,30 +105,26 @@ struct StripProduct {
   size_t rows, depth;
   float* c;
   size_t ldc;
-  bool accumulate;
 
   template <size_t kWidth>
   HWY_INLINE void operator()() const {
     for (size_t r = 0; r < rows; r += kRows) {
       FloatVector sums[kRows][kWidth];
-      if (accumulate)
-        load_strip(c + r * ldc, ldc, sums);
-      else
-        clear_strip(sums);
+      load_strip(c + r * ldc, ldc, sums);
       multiply_strip<kTransposed>(kTransposed ? a + r : a + r * lda, lda, b, ldb, depth, sums);
       store_strip(sums, c + r * ldc, ldc);
     }
   }
 };
 
-// c (+)= a·b, or aᵀ·b with a transposed left operand [depth, rows]. `rows` and `columns` are rounded up to whole strips
+// c += a·b, or aᵀ·b with a transposed left operand [depth, rows]. `rows` and `columns` are rounded up to whole strips
 // and vectors, which the padding of the operands covers.
 template <bool kTransposed>
 HWY_NOINLINE void gemm(size_t rows, size_t columns, size_t depth, const float* a, size_t lda, const float* b,
-                       size_t ldb, float* c, size_t ldc, bool accumulate) {
+                       size_t ldb, float* c, size_t ldc) {
   for (size_t n = 0; n < columns; n += kPanel) {
     const size_t vectors = (std::min(columns - n, kPanel) + kLanes - 1) / kLanes;
-    with_width(vectors, StripProduct<kTransposed>{a, lda, b + n, ldb, rows, depth, c + n, ldc, accumulate});
+    with_width(vectors, StripProduct<kTransposed>{a, lda, b + n, ldb, rows, depth, c + n, ldc});
   }
 }
 

@@ -39,7 +39,8 @@ void check_decay_sign(const ArgumentCheck& check, const Tensor& log_decay) {
       for (int64_t t = 0; t < log_decay.size(1); ++t)
         for (int64_t h = 0; h < log_decay.size(2); ++h) {
           const T value = data[b * log_decay.stride(0) + t * log_decay.stride(1) + h * log_decay.stride(2)];
-          require(!(value > 0), "{}: argument \"log_decay\" holds {} at [{}, {}, {}], expected values of at most 0",
+          require(value <= 0 && std::isfinite(value),
+                  "{}: argument \"log_decay\" holds {} at [{}, {}, {}], expected finite values of at most 0",
                   check.operation(), value, b, t, h);
         }
   };
@@ -47,6 +48,10 @@ void check_decay_sign(const ArgumentCheck& check, const Tensor& log_decay) {
     scan(double{});
   else
     scan(float{});
+}
+
+void check_chunk(std::string_view operation, int64_t chunk) {
+  require(chunk >= 0, "{}: argument \"chunk\" is {}, expected 0 or more", operation, chunk);
 }
 
 std::vector<DType> input_dtypes(Form form) {
@@ -172,7 +177,7 @@ MixerResult mixer_forward(const MixerSpec& spec, const MixerInputs& inputs, cons
   constexpr std::string_view kOperation = "mixer_forward";
   const MixerShape shape = check_mixer(kOperation, spec, inputs, options.form);
   const std::vector<Segment> segments = segments_of(kOperation, inputs.boundaries, shape.batch, shape.length);
-  require(options.chunk >= 0, "{}: argument \"chunk\" is {}, expected 0 or more", kOperation, options.chunk);
+  check_chunk(kOperation, options.chunk);
   require(!options.final_state || spec.has_state(),
           "{}: argument \"final_state\" was asked for, but an exponential score has no state of constant size",
           kOperation);
@@ -200,11 +205,14 @@ MixerGradients mixer_backward(const MixerSpec& spec, const MixerInputs& inputs, 
   constexpr std::string_view kOperation = "mixer_backward";
   const ArgumentCheck check(kOperation);
   const Form form = options.form == Form::automatic ? result.form : options.form;
+  check_chunk(kOperation, options.chunk);
   const MixerShape shape = check_mixer(kOperation, spec, inputs, form);
   const std::vector<Segment> segments = segments_of(kOperation, inputs.boundaries, shape.batch, shape.length);
   const std::vector<int64_t> out_shape{shape.batch, shape.length, shape.heads, shape.v_dim};
   const DType accumulator = accumulator_of(inputs.q);
   check.shape("result.out", result.out, out_shape);
+  check.dtype("result.out", result.out, {inputs.v.dtype()});
+  check.unit_inner_stride("result.out", result.out);
   check.shape("out_gradient", out_gradient, out_shape);
   check.dtype("out_gradient", out_gradient, {inputs.v.dtype()});
   check.device("out_gradient", out_gradient, inputs.v.device());

@@ -12,6 +12,8 @@
 // `chunked` does so inside chunks and carries the state between them (linear time; linear and squared scores); both
 // need memory linear in length. `reference` is the double-precision oracle. `recurrent.h` is the form for one token.
 //
+// A decay factor below the smallest normal f32 (exp(−87)) may count as zero: what lies behind it is forgotten.
+//
 // An exponential score without normalizer saturates: f(x) = exp(min(x, kLargestExponent)), so finite stays finite.
 #pragma once
 

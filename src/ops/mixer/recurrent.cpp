@@ -28,6 +28,7 @@ MixerCache::MixerCache(const MixerSpec& spec, const Sizes& sizes) : spec_(spec) 
   for (int64_t own : {sizes.q_heads, sizes.k_heads, sizes.v_heads})
     require(own >= 1 && heads % own == 0, "mixer_cache: {} heads, expected a divisor of {}", own, heads);
   require(sizes.batch >= 1, "mixer_cache: batch {}, expected 1 or more", sizes.batch);
+  require(spec.scale >= 0 && std::isfinite(spec.scale), "mixer_cache: scale {}, expected 0 or more", spec.scale);
   shape_.batch = sizes.batch;
   shape_.length = 1;
   shape_.heads = heads;
@@ -72,10 +73,17 @@ void MixerCache::append(const Tensor& k, const Tensor& v, const Tensor& log_deca
   ++tokens_;
 }
 
+Tensor MixerCache::new_state() const {
+  return Tensor::zeros({shape_.batch, shape_.heads, cpu::head_state_numbers(shape_)}, DType::f32);
+}
+
 void MixerCache::fold() {
-  if (pending_ == 0) return;
-  if (!state_) state_ = Tensor::zeros({shape_.batch, shape_.heads, cpu::head_state_numbers(shape_)}, DType::f32);
+  if (!state_) state_ = new_state();
   cpu::cache_fold(spec_, shape_, pages_, pending_, state_);
+  drop_window();
+}
+
+void MixerCache::drop_window() {
   pending_ = 0;
   // The pages of a window are used again; those of the long first window go back.
   pages_.resize(std::min<size_t>(pages_.size(), pages_for(window_)));
@@ -97,8 +105,8 @@ Tensor MixerCache::step(const Tensor& q, const Tensor& k, const Tensor& v, const
   if (spec_.decay) {
     check.dense("log_decay", log_decay, DType::f32, {shape_.batch, shape_.heads});
     for (int64_t i = 0; i < log_decay.elements(); ++i)
-      require(!(log_decay.data<float>()[i] > 0),
-              "mixer_cache.step: argument \"log_decay\" holds {}, expected values of at most 0",
+      require(log_decay.data<float>()[i] <= 0 && std::isfinite(log_decay.data<float>()[i]),
+              "mixer_cache.step: argument \"log_decay\" holds {}, expected finite values of at most 0",
               log_decay.data<float>()[i]);
   }
   if (first_fold_ > 0 && pending_ >= (state_ ? window_ : first_fold_)) fold();
@@ -129,12 +137,14 @@ Tensor MixerCache::prefill(const MixerInputs& inputs, const MixerOptions& option
   }
   MixerInputs with_state = inputs;
   MixerOptions forward = options;
-  forward.final_state = spec_.has_state() && (tokens_ > 0 || given.length >= first_fold_);
+  // Tokens that still fit into the first window stay plain, also when earlier ones were read through a state.
+  forward.final_state = spec_.has_state() && (state_ || pending_ + given.length >= first_fold_);
   if (tokens_ > 0) with_state.initial_state = state();
   const MixerResult result = mixer_forward(spec_, with_state, forward);
   if (forward.final_state) {
-    if (!state_) state_ = Tensor::zeros({shape_.batch, shape_.heads, cpu::head_state_numbers(shape_)}, DType::f32);
+    if (!state_) state_ = new_state();
     cpu::cache_load(spec_, shape_, result.final_state, state_);
+    drop_window();
     tokens_ += given.length;
   } else {
     for (int64_t t = 0; t < given.length; ++t)
@@ -143,11 +153,12 @@ Tensor MixerCache::prefill(const MixerInputs& inputs, const MixerOptions& option
   return result.out;
 }
 
-Tensor MixerCache::state() {
+Tensor MixerCache::state() const {
   require(spec_.has_state(), "mixer_cache.state: an exponential score has no state of constant size");
-  fold();
-  const Tensor out = Tensor::zeros({shape_.batch, shape_.heads, shape_.state_rows, shape_.state_columns}, DType::f32);
-  if (state_) cpu::cache_store(spec_, shape_, state_, out);
+  const Tensor packed = state_ ? to_dtype(state_, DType::f32) : new_state();
+  if (pending_ > 0) cpu::cache_fold(spec_, shape_, pages_, pending_, packed);
+  const Tensor out = Tensor::empty({shape_.batch, shape_.heads, shape_.state_rows, shape_.state_columns}, DType::f32);
+  cpu::cache_store(spec_, shape_, packed, out);
   return out;
 }
 

@@ -44,12 +44,14 @@ class MixerCache {
   int64_t first_fold() const { return first_fold_; }
   int64_t window() const { return window_; }
 
-  // Folds what is pending and returns the state as mixer_forward takes it: [batch, heads, D, columns].
-  Tensor state();
+  // All tokens so far as one state, as mixer_forward takes it: [batch, heads, D, columns]. The cache stays as it is.
+  Tensor state() const;
 
  private:
   void append(const Tensor& k, const Tensor& v, const Tensor& log_decay);
   void fold();
+  void drop_window();
+  Tensor new_state() const;
 
   MixerSpec spec_;
   MixerShape shape_;        // of one token

@@ -157,11 +157,9 @@ class Output {
   explicit Output(const Tensor& out) : out_(out) {
     if (out) values_ = Tensor::zeros(out.shape(), DType::f64);
   }
-  ~Output() {
+  void write() const {
     if (out_) copy(out_, values_);
   }
-  Output(const Output&) = delete;
-  Output& operator=(const Output&) = delete;
   explicit operator bool() const { return out_.defined(); }
   int64_t heads() const { return values_.size(2); }
   double& operator()(int64_t i, int64_t j, int64_t k, int64_t l) const {
@@ -199,6 +197,7 @@ void mixer_forward(const MixerSpec& spec, const MixerShape& shape, const MixerIn
           final_state(segment.batch, h, static_cast<int64_t>(f), static_cast<int64_t>(c)) = state[f][c];
     }
   }
+  for (const Output* output : {&out, &normalizer, &maximum, &final_state}) output->write();
 }
 
 namespace {
@@ -315,6 +314,7 @@ void mixer_backward(const MixerSpec& spec, const MixerShape& shape, const MixerI
           d_initial(segment.batch, h, static_cast<int64_t>(f), static_cast<int64_t>(c)) = d.d_initial[f][c];
     }
   }
+  for (const Output* output : {&dq, &dk, &dv, &da, &d_initial}) output->write();
 }
 
 }  // namespace furious::reference

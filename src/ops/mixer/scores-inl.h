@@ -28,7 +28,6 @@ namespace HWY_NAMESPACE {
 enum class Kind { kLinear, kSquared, kSoftmax, kExponential };
 
 constexpr size_t kBlock = 192;     // queries, and in the backward pass keys, that are handled together
-constexpr double kErased = -87.0;  // exp of less is no normal f32: such a weight is zero
 static_assert(kBlock % kTile == 0 && kBlock % kRows == 0);
 
 // One span of one head. Matrices are packed (gemm-inl.h); arrays reach to the end of the last strip.
@@ -78,7 +77,7 @@ HWY_INLINE void decay_factors(const double* decay, size_t count, double sign, do
 }
 
 // A vector of scores of row `row` against keys from `key` on (both counted in the span): what multiplies f(S), or for
-// softmax is added to the exponent. On the diagonal later keys give 0, or −∞.
+// softmax is added to the exponent.
 template <Kind kKind, bool kDecay, bool kDiagonal>
 struct DecayOf {
   TileDecay tile;     // off the diagonal
@@ -86,28 +85,26 @@ struct DecayOf {
   const double* decay;
   size_t first_row;
 
+  // Which of these keys the row sees. Weights of the others are dropped after the product, not multiplied by zero: a
+  // later key may have made them infinite.
+  HWY_INLINE auto sees(size_t row, size_t key) const {
+    return hn::Iota(kTag, static_cast<float>(static_cast<int64_t>(key) - static_cast<int64_t>(row))) <= hn::Zero(kTag);
+  }
+
   // `tile_row`: row within the tile's row array; `tile_key`: key within its column array.
-  HWY_INLINE FloatVector operator()(size_t row, size_t key, size_t tile_row, size_t tile_key) const {
+  HWY_INLINE FloatVector operator()(size_t row, size_t tile_row, size_t tile_key) const {
+    static_assert(kDecay);
     constexpr bool kExponent = kKind == Kind::kSoftmax;
     if constexpr (!kDiagonal) {
-      if constexpr (!kDecay) return hn::Set(kTag, kExponent ? 0.0f : 1.0f);
       const FloatVector column = hn::LoadU(kTag, tile.column + tile_key);
       const FloatVector of_row = hn::Set(kTag, tile.row[tile_row]);
       return kExponent ? hn::Add(column, of_row) : hn::Mul(column, of_row);
     } else {
-      const auto earlier =
-          hn::Iota(kTag, static_cast<float>(static_cast<int64_t>(key) - static_cast<int64_t>(row))) <= hn::Zero(kTag);
-      FloatVector factor = hn::Set(kTag, kExponent ? 0.0f : 1.0f);
-      if constexpr (kDecay) {
-        const float within = static_cast<float>(decay[row] - decay[first_row]);
-        factor = hn::Add(hn::LoadU(kTag, from + tile_key), hn::Set(kTag, within));
-        if constexpr (!kExponent) {
-          const auto alive = factor >= hn::Set(kTag, static_cast<float>(kErased));
-          factor = hn::IfThenElseZero(alive, hn::Exp(kTag, hn::Min(factor, hn::Zero(kTag))));
-        }
-      }
-      const FloatVector none = kExponent ? hn::Set(kTag, -std::numeric_limits<float>::infinity()) : hn::Zero(kTag);
-      return hn::IfThenElse(earlier, factor, none);
+      const float within = static_cast<float>(decay[row] - decay[first_row]);
+      const FloatVector exponent = hn::Add(hn::LoadU(kTag, from + tile_key), hn::Set(kTag, within));
+      if constexpr (kExponent) return exponent;
+      const auto alive = exponent >= hn::Set(kTag, static_cast<float>(kErased));
+      return hn::IfThenElseZero(alive, hn::Exp(kTag, hn::Min(exponent, hn::Zero(kTag))));
     }
   }
 };
@@ -145,11 +142,15 @@ struct ForwardScores {
         const size_t key = panel + n * kLanes;
         FloatVector w = sums[r][n];
         if constexpr (kKind == Kind::kSoftmax) {
-          if constexpr (kDecay || kDiagonal) w = hn::Add(w, decay(first_row + r, first_key + key, block_row + r, key));
+          if constexpr (kDecay) w = hn::Add(w, decay(first_row + r, block_row + r, key));
+          if constexpr (kDiagonal)
+            w = hn::IfThenElse(decay.sees(first_row + r, first_key + key), w,
+                               hn::Set(kTag, -std::numeric_limits<float>::infinity()));
           gathered = hn::Max(gathered, w);
         } else {
           w = score<kKind>(w);
-          if constexpr (kDecay || kDiagonal) w = hn::Mul(w, decay(first_row + r, first_key + key, block_row + r, key));
+          if constexpr (kDecay) w = hn::Mul(w, decay(first_row + r, block_row + r, key));
+          if constexpr (kDiagonal) w = hn::IfThenElseZero(decay.sees(first_row + r, first_key + key), w);
           gathered = hn::Add(gathered, w);
         }
         hn::StoreU(w, kTag, weights + r * kTile + key);
@@ -324,31 +325,27 @@ struct BackwardScores {
         const FloatVector dw = hn::Sub(sums[r][n], delta);
         FloatVector weight, gradient;
         if constexpr (kKind == Kind::kSoftmax) {
-          const FloatVector shift = hn::Set(kTag, span.maximum[first_row + r]);
-          FloatVector exponent = hn::Sub(s, shift);
-          if constexpr (kDecay || kDiagonal)
-            exponent =
-                hn::Sub(hn::Add(s, decay(first_row + r, first_key + key, block_row + r, block_key + key)), shift);
+          FloatVector exponent = s;
+          if constexpr (kDecay) exponent = hn::Add(exponent, decay(first_row + r, block_row + r, block_key + key));
+          exponent = hn::Sub(exponent, hn::Set(kTag, span.maximum[first_row + r]));
           weight = hn::Mul(hn::Exp(kTag, exponent), reciprocal);
           gradient = hn::Mul(weight, dw);
+        } else if constexpr (kKind == Kind::kExponential) {
+          weight = score<kKind>(s);
+          if constexpr (kDecay) weight = hn::Mul(weight, decay(first_row + r, block_row + r, block_key + key));
+          gradient = hn::Mul(weight, dw);
         } else {
-          FloatVector factor = reciprocal;
-          if constexpr (kDecay || kDiagonal)
-            factor = decay(first_row + r, first_key + key, block_row + r, block_key + key);
-          if constexpr (kKind == Kind::kExponential) {
-            if constexpr (!(kDecay || kDiagonal)) factor = hn::Set(kTag, 1.0f);
-            weight = hn::Mul(score<kKind>(s), factor);
-            gradient = hn::Mul(weight, dw);
-          } else {
-            // (S·decay)/n first: neither S/n nor dw/n alone is sure to be finite.
-            if constexpr (kDecay || kDiagonal) {
-              factor = kKind == Kind::kSquared ? hn::Mul(hn::Mul(s, factor), reciprocal) : hn::Mul(factor, reciprocal);
-            } else {
-              factor = kKind == Kind::kSquared ? hn::Mul(s, reciprocal) : reciprocal;
-            }
-            weight = hn::Mul(s, factor);
-            gradient = hn::Mul(kKind == Kind::kSquared ? hn::Add(factor, factor) : factor, dw);
-          }
+          // (S·decay)/n first: neither S/n nor dw/n alone is sure to be finite.
+          FloatVector factor = kKind == Kind::kSquared ? s : hn::Set(kTag, 1.0f);
+          if constexpr (kDecay) factor = hn::Mul(factor, decay(first_row + r, block_row + r, block_key + key));
+          factor = hn::Mul(factor, reciprocal);
+          weight = hn::Mul(s, factor);
+          gradient = hn::Mul(kKind == Kind::kSquared ? hn::Add(factor, factor) : factor, dw);
+        }
+        if constexpr (kDiagonal) {
+          const auto seen = decay.sees(first_row + r, first_key + key);
+          weight = hn::IfThenElseZero(seen, weight);
+          gradient = hn::IfThenElseZero(seen, gradient);
         }
         if constexpr (kKind == Kind::kSoftmax || kKind == Kind::kExponential) {
           float* column_term = span.column_term + first_key + key;
@@ -389,7 +386,7 @@ HWY_INLINE void backward_strip(const Span& span, size_t row, size_t keys_begin, 
     });
   }
   gemm<false>(kRows, span.qk_ld, keys, ds + block_row * kBlock, kBlock, span.k + keys_begin * span.qk_ld, span.qk_ld,
-              span.dq + row * span.qk_ld, span.qk_ld, true);
+              span.dq + row * span.qk_ld, span.qk_ld);
 }
 
 // Adds what the queries of one block and the keys of one block give to each other's gradients.
@@ -430,10 +427,9 @@ HWY_NOINLINE void backward_pair(const Span& span, size_t query_block, size_t key
     const size_t keys = std::min(strip, key_end - key_begin - key);
     gemm<true>(keys, span.qk_ld, rows - first, ds + first * kBlock + key, kBlock,
                span.q + (row_begin + first) * span.qk_ld, span.qk_ld, span.dk + (key_begin + key) * span.qk_ld,
-               span.qk_ld, true);
+               span.qk_ld);
     gemm<true>(keys, span.v_ld, rows - first, p + first * kBlock + key, kBlock,
-               span.g + (row_begin + first) * span.v_ld, span.v_ld, span.dv + (key_begin + key) * span.v_ld, span.v_ld,
-               true);
+               span.g + (row_begin + first) * span.v_ld, span.v_ld, span.dv + (key_begin + key) * span.v_ld, span.v_ld);
   }
 }
 

@@ -6,6 +6,9 @@
 
 namespace furious {
 
+// Below this log-decay a factor is no normal f32 and counts as zero.
+inline constexpr double kErased = -87.0;
+
 struct MixerShape {
   int64_t batch = 0, length = 0, heads = 0;
   int64_t q_heads = 0, k_heads = 0, v_heads = 0;

@@ -162,7 +162,7 @@ inline HWY_ATTR void state_read(const HeadState& state, const float* x, size_t l
       const size_t f1 = std::min(f0 + kFeatureBlock, state.features);
       expand(state, x + t0 * ld, ld, count, f0, f1, phi);
       gemm<false>(count, state.v_ld, f1 - f0, phi, kFeatureLd, state.s + f0 * state.v_ld, state.v_ld,
-                  y + t0 * state.v_ld, state.v_ld, true);
+                  y + t0 * state.v_ld, state.v_ld);
       if (sum != nullptr) dot_rows(phi, count, state.z + f0, f1 - f0, partial);
     }
     for (size_t t = 0; sum != nullptr && t < count; ++t)
@@ -188,7 +188,7 @@ inline HWY_ATTR void state_update(const HeadState& state, float decay, const flo
     for (size_t t0 = 0; t0 < tokens; t0 += kTokenBlock) {
       const size_t count = std::min(kTokenBlock, tokens - t0);
       expand(state, x + t0 * ld, ld, count, f0, f1, phi);
-      gemm<true>(f1 - f0, state.v_ld, count, phi, kFeatureLd, value + t0 * state.v_ld, state.v_ld, s, state.v_ld, true);
+      gemm<true>(f1 - f0, state.v_ld, count, phi, kFeatureLd, value + t0 * state.v_ld, state.v_ld, s, state.v_ld);
       if (one != nullptr) add_rows(phi, count, one + t0, f1 - f0, state.z + f0);
     }
   });
@@ -252,8 +252,7 @@ inline HWY_ATTR void state_chain(const HeadState& state, const float* x, size_t 
         for (size_t n = 0; n < kTile; n += kLanes)
           hn::StoreU(hn::Mul(z, hn::Load(kTag, ones + n)), kTag, dphi + f * kTile + n);
       }
-      gemm<false>(f1 - f0, kTile, state.v_dim, state.s + f0 * state.v_ld, state.v_ld, value_tile, kTile, dphi, kTile,
-                  true);
+      gemm<false>(f1 - f0, kTile, state.v_dim, state.s + f0 * state.v_ld, state.v_ld, value_tile, kTile, dphi, kTile);
       contract(state, f0, f1, dphi, x_tile, dx_tile);
     }
     for (size_t t = 0; t < count; ++t)
