@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <fstream>
 #include <memory>
 #include <nlohmann/json.hpp>
 
@@ -12,6 +11,7 @@
 #include "base/names.h"
 #include "base/parallel.h"
 #include "cli/commands.h"
+#include "cli/json_file.h"
 #include "ops/elementwise.h"
 #include "ops/matmul.h"
 #include "ops/mixer/cost.h"
@@ -131,6 +131,7 @@ nlohmann::json MixerBench::measure(const MixerSpec& spec, int64_t length, Form f
 }
 
 void MixerBench::run() const {
+  JsonFile file(json);
   const MixerSpec mixer = spec();
   require(device_from_name(device).is_cpu(), "bench mixer: device \"{}\" has no mixers yet; use --device cpu", device);
   for (int64_t length : lengths) require(length >= 1, "bench mixer: --length {}, expected 1 or more", length);
@@ -157,10 +158,7 @@ void MixerBench::run() const {
       }
     }
   }
-  if (json.empty()) return;
-  std::ofstream file(json);
-  file << rows.dump(2) << '\n';
-  require(file.good(), "bench mixer: cannot write \"{}\"", json);
+  file.write(rows);
 }
 
 // Whether the automatic choice of form is a good one: both forms are timed around the length where they cross.
@@ -195,7 +193,8 @@ void AutoBench::run() const {
   for (int64_t length : {1024, 3072, 4096, 5120, 6144, 8192}) measure("2mamba", 64, length);
   for (int64_t length : {512, 1024, 1536, 2048}) measure("2mamba", 32, length);
   for (int64_t length : {128, 256, 512, 1024}) measure("mamba2", 64, length);
-  fmt::print("\nworst loss of the automatic choice: {:.1f}% (at most {:.0f}% is asked)\n", 100 * worst, 100 * tolerance);
+  fmt::print("\nworst loss of the automatic choice: {:.1f}% (at most {:.0f}% is asked)\n", 100 * worst,
+             100 * tolerance);
   require(worst <= tolerance, "bench auto: the automatic choice lost {:.1f}%", 100 * worst);
 }
 

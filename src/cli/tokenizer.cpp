@@ -4,11 +4,10 @@
 #include <chrono>
 #include <deque>
 #include <memory>
-#include <thread>
 
-#include "base/error.h"
+#include "base/file.h"
+#include "base/parallel.h"
 #include "cli/commands.h"
-#include "data/files.h"
 #include "data/reader.h"
 #include "data/tokenizer.h"
 
@@ -59,11 +58,11 @@ struct TrainCommand {
   void run() const {
     const auto start = std::chrono::steady_clock::now();
     TokenizerTraining settings = training;
-    settings.threads = threads > 0 ? threads : std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+    settings.threads = threads > 0 ? threads : furious::threads();
     CorpusLines lines(inputs, reader);
     const std::string model = train_sentencepiece(lines, settings);
     const auto tokenizer = make_sentencepiece(model, out);
-    write_whole_file(out, model);
+    write_text(out, model);
     const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     fmt::print("{}: {} ids from {:.1f} MB of text in {:.1f} s\n", out, tokenizer->vocabulary_size(),
                static_cast<double>(lines.bytes()) / 1e6, seconds);

@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 
 #include "base/error.h"
+#include "base/file.h"
 #include "data/files.h"
 
 namespace furious {
@@ -14,13 +16,13 @@ class ShardFile {
  public:
   ShardFile(std::string path, const std::array<char, 8>& magic, int item_bytes, int64_t items, const ShardInfo& info,
             uint32_t crc)
-      : path_(std::move(path)), crc_(crc), file_(path_) {
+      : path_(std::move(path)), crc_(crc), file_(std::make_unique<MappedFile>(path_)) {
     const size_t expected = sizeof(ShardHeader) + static_cast<size_t>(items) * static_cast<size_t>(item_bytes);
-    const size_t size = file_.bytes().size();
+    const size_t size = file_->size();
     require(size >= expected, "shard \"{}\" is truncated: {} bytes, expected {}", path_, size, expected);
     require(size == expected, "shard \"{}\" is damaged: {} bytes, expected {}", path_, size, expected);
     ShardHeader header = {};
-    std::memcpy(&header, file_.bytes().data(), sizeof(header));
+    std::memcpy(&header, file_->bytes().data(), sizeof(header));
     require(header.magic == magic && header.version == 1, "shard \"{}\" is damaged: its header is not one of ours",
             path_);
     require(header.item_bytes == static_cast<uint32_t>(item_bytes) &&
@@ -29,17 +31,17 @@ class ShardFile {
             "shard \"{}\" is damaged, or of another corpus: its header differs from the manifest", path_);
   }
 
-  const std::byte* items() const { return file_.bytes().data() + sizeof(ShardHeader); }
+  const std::byte* items() const { return file_->bytes().data() + sizeof(ShardHeader); }
   const std::string& path() const { return path_; }
   void verify() const {
-    const uint32_t found = crc32_of(file_.bytes().subspan(sizeof(ShardHeader)));
+    const uint32_t found = crc32_of(file_->bytes().subspan(sizeof(ShardHeader)));
     require(found == crc_, "shard \"{}\" is damaged: CRC-32 {:08x}, expected {:08x}", path_, found, crc_);
   }
 
  private:
   std::string path_;
   uint32_t crc_;
-  MappedShard file_;
+  std::unique_ptr<const MappedFile> file_;
 };
 
 struct Shard {

@@ -1,33 +1,12 @@
-// Files as the data code needs them: read-only mappings, whole-file reads, atomic replacement, checked appending.
+// Files that grow: appending that is checked and can be continued.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <string>
-#include <string_view>
 
 namespace furious {
-
-// A file mapped read-only for as long as the object lives.
-class MappedShard {
- public:
-  MappedShard() = default;
-  explicit MappedShard(const std::string& path);
-  ~MappedShard();
-  MappedShard(MappedShard&& other) noexcept;
-  MappedShard& operator=(MappedShard&& other) noexcept;
-
-  std::span<const std::byte> bytes() const { return {static_cast<const std::byte*>(data_), size_}; }
-
- private:
-  void* data_ = nullptr;
-  size_t size_ = 0;
-};
-
-std::string read_whole_file(const std::string& path);
-
-// Replaces `path` by `content`: written beside it, synced, renamed. Whatever fails, the old file stays.
-void write_whole_file(const std::string& path, std::string_view content);
 
 // A file that only grows at its end, with the CRC-32 of what follows the first `skip` bytes. Every failed write is an
 // error that names the file.
@@ -50,6 +29,7 @@ class AppendFile {
   uint32_t crc() const { return crc_; }  // of all appended bytes after the skipped ones
 
  private:
+  AppendFile(int flags, const std::string& path, size_t skip);
   void flush();
 
   std::string path_;
@@ -59,9 +39,6 @@ class AppendFile {
   uint32_t crc_ = 0;
   int handle_ = -1;
 };
-
-// 64-bit FNV-1a: for fingerprints and for choosing by content, not against an attacker.
-uint64_t hash_of(std::string_view bytes);
 
 uint32_t crc32_of(std::span<const std::byte> bytes);
 

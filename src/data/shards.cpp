@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/file.h"
 #include "data/shards_json.h"
 
 namespace furious {
@@ -175,7 +176,7 @@ Json to_json(const SplitInfo& info, Split split) {
 }
 
 Json read_json(const std::string& path) {
-  Json json = Json::parse(read_whole_file(path), nullptr, false);
+  Json json = Json::parse(read_text(path), nullptr, false);
   require(!json.is_discarded(), "\"{}\" is damaged: not JSON", path);
   return json;
 }

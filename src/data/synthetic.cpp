@@ -42,7 +42,7 @@ class RowRandom {
 
 }  // namespace
 
-RecallTask::RecallTask(const RecallOptions& options) : options_(options) {
+RecallTask::RecallTask(const RecallOptions& options) : SyntheticTask(options) {
   require(options.batch >= 1 && options.pairs >= 1, "recall: batch {}, {} pairs; expected 1 or more", options.batch,
           options.pairs);
   require(options.length >= 4 * options.pairs, "recall: {} pairs and their queries need length {}, not {}",
@@ -73,7 +73,7 @@ Batch RecallTask::at(int64_t step, RowRange range) const {
   return rows.finish();
 }
 
-PasskeyTask::PasskeyTask(const PasskeyOptions& options) : options_(options) {
+PasskeyTask::PasskeyTask(const PasskeyOptions& options) : SyntheticTask(options) {
   require(options.batch >= 1 && options.digits >= 1, "passkey: batch {}, {} digits; expected 1 or more", options.batch,
           options.digits);
   require(options.length >= 2 * options.digits + 1,

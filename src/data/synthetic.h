@@ -8,6 +8,19 @@
 
 namespace furious {
 
+// What the tasks share: their options say how large the batches are.
+template <class Options>
+class SyntheticTask : public BatchSource {
+ public:
+  int64_t batch() const override { return options_.batch; }
+  int64_t length() const override { return options_.length; }
+  int32_t vocabulary_size() const override { return options_.vocabulary_size; }
+
+ protected:
+  explicit SyntheticTask(const Options& options) : options_(options) {}
+  Options options_;
+};
+
 // Multi-query associative recall (Arora et al., 2023, "Zoology"). A row begins with `pairs` key-value pairs; later each
 // key comes again, at a random place, and its value is expected after it.
 //
@@ -22,16 +35,10 @@ struct RecallOptions {
   uint64_t seed = 123;
 };
 
-class RecallTask final : public BatchSource {
+class RecallTask final : public SyntheticTask<RecallOptions> {
  public:
   explicit RecallTask(const RecallOptions& options);
-  int64_t batch() const override { return options_.batch; }
-  int64_t length() const override { return options_.length; }
-  int32_t vocabulary_size() const override { return options_.vocabulary_size; }
   Batch at(int64_t step, RowRange rows = {}) const override;
-
- private:
-  RecallOptions options_;
 };
 
 // Pass-key retrieval (Mohtashami and Jaggi, 2023). Somewhere in random filler a marked key of decimal digits stands;
@@ -49,16 +56,10 @@ struct PasskeyOptions {
   uint64_t seed = 123;
 };
 
-class PasskeyTask final : public BatchSource {
+class PasskeyTask final : public SyntheticTask<PasskeyOptions> {
  public:
   explicit PasskeyTask(const PasskeyOptions& options);
-  int64_t batch() const override { return options_.batch; }
-  int64_t length() const override { return options_.length; }
-  int32_t vocabulary_size() const override { return options_.vocabulary_size; }
   Batch at(int64_t step, RowRange rows = {}) const override;
-
- private:
-  PasskeyOptions options_;
 };
 
 }  // namespace furious

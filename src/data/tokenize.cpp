@@ -14,6 +14,9 @@
 #include <thread>
 #include <utility>
 
+#include "base/file.h"
+#include "base/hash.h"
+#include "base/parallel.h"
 #include "base/random.h"
 #include "data/shards_json.h"
 #include "data/tokenizer.h"
@@ -230,7 +233,7 @@ class Corpus {
                               {"current", to_json(writer.info().current)},
                               {"document_tokens", writer.info().document_tokens}};
     }
-    write_whole_file(progress_path(), json.dump(1) + "\n");
+    write_text(progress_path(), json.dump(1) + "\n");
     last_checkpoint_ = Clock::now();
     checkpointed_shards_ = finished_shards();
   }
@@ -370,8 +373,7 @@ void write_corpus(const TokenizeOptions& options, const Tokenizer& tokenizer, co
                   Corpus& corpus, const TokenizeHooks& hooks, TokenizeProgress& progress) {
   BlockReader reader(files, options.reader, corpus.position());
   const BlockEncoder encoder(tokenizer, options);
-  const int cores = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
-  EncodingPool pool(reader, encoder, options.threads > 0 ? options.threads : cores);
+  EncodingPool pool(reader, encoder, options.threads > 0 ? options.threads : threads());
   EncodedBlock block;
   bool continued = corpus.position() != CorpusPosition();
   while (pool.next(block)) {
@@ -418,17 +420,17 @@ TokenizeResult tokenize_corpus(const TokenizeOptions& options, const TokenizeHoo
     require_same(folder + "/plan.json", plan, folder, "unfinished work");
   } else {
     fs::remove(folder + "/progress.json");
-    write_whole_file(folder + "/plan.json", plan.dump(1) + "\n");
+    write_text(folder + "/plan.json", plan.dump(1) + "\n");
   }
   try {
-    if (!tokenizer->model().empty()) write_whole_file(folder + "/tokenizer.model", tokenizer->model());
+    if (!tokenizer->model().empty()) write_text(folder + "/tokenizer.model", tokenizer->model());
     const int token_bytes = token_bytes_for(tokenizer->vocabulary_size());
     Corpus corpus(options, token_bytes);
     write_corpus(options, *tokenizer, files, corpus, hooks, result.progress);
     corpus.finish();
     require(!corpus.info(Split::train).shards.empty() || !corpus.info(Split::test).shards.empty(),
             "tokenize: the input holds no text ({} files, {} bytes)", files.size(), result.progress.disk_bytes_total);
-    write_whole_file(folder + "/manifest.json", manifest_of(plan, corpus, token_bytes).dump(1) + "\n");
+    write_text(folder + "/manifest.json", manifest_of(plan, corpus, token_bytes).dump(1) + "\n");
   } catch (...) {
     if (!fs::exists(folder + "/progress.json")) forget_attempt(folder);
     throw;

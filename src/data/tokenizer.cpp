@@ -8,8 +8,9 @@
 #include <unordered_map>
 
 #include "base/error.h"
+#include "base/file.h"
+#include "base/hash.h"
 #include "base/names.h"
-#include "data/files.h"
 #include "data/sentencepiece_model.h"
 
 namespace furious {
@@ -226,7 +227,7 @@ std::shared_ptr<const Tokenizer> load_tokenizer(const std::string& name_or_path)
     fail("tokenizer \"{}\" does not exist{}; give a SentencePiece model file, or \"byte\"", path.string(),
          near.empty() ? "" : fmt::format(" (did you mean \"{}\"?)", near));
   }
-  return make_sentencepiece(read_whole_file(path.string()), path.string());
+  return make_sentencepiece(read_text(path), path.string());
 }
 
 std::string train_sentencepiece(LineSource& lines, const TokenizerTraining& training) {

@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "base/error.h"
+#include "base/hash.h"
 #include "ops/conv.h"
 #include "ops/cross_entropy.h"
 #include "ops/decay.h"
@@ -53,16 +54,10 @@ class Initializer {
   template <class Fill>
   Variable add(const std::string& name, const Shape& shape, Fill&& fill_values) {
     const Tensor value = Tensor::empty(shape, DType::f32);
-    fill_values(value, stream_of(name));
+    fill_values(value, hash_of(name));
     Variable variable(value, true);
     parameters_.push_back({name, variable});
     return variable;
-  }
-  // FNV-1a of the name.
-  static uint64_t stream_of(const std::string& name) {
-    uint64_t hash = 0xcbf29ce484222325u;
-    for (unsigned char c : name) hash = (hash ^ c) * 0x100000001b3u;
-    return hash;
   }
 
   std::vector<Parameter>& parameters_;

@@ -3,12 +3,12 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <array>
 #include <chrono>
 #include <cstdio>
 #include <filesystem>
 #include <thread>
 
+#include "cli/run.h"
 #include "data/corpus.h"
 #include "data/dataset.h"
 
@@ -16,36 +16,16 @@ namespace furious {
 namespace {
 
 namespace fs = std::filesystem;
+using testing::expect_run;
 using testing::json_lines;
 using testing::Random;
 using testing::random_documents;
 using testing::read_folder;
+using testing::run;
+using testing::RunResult;
 using testing::small_model;
 using testing::TemporaryFolder;
 using testing::zstd_of;
-
-struct RunResult {
-  int code = -1;
-  std::string output;  // both streams
-};
-
-RunResult run(const std::string& arguments, const std::string& before = "") {
-  const std::string command = fmt::format("{} '{}' {} 2>&1", before, FURIOUS_BINARY, arguments);
-  std::FILE* pipe = ::popen(command.c_str(), "r");
-  RunResult result;
-  std::array<char, 4096> buffer;
-  while (const size_t got = std::fread(buffer.data(), 1, buffer.size(), pipe)) result.output.append(buffer.data(), got);
-  const int status = ::pclose(pipe);
-  result.code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-  return result;
-}
-
-void expect_run(const std::string& arguments, int code, const std::vector<std::string>& parts) {
-  const RunResult result = run(arguments);
-  EXPECT_EQ(result.code, code) << result.output;
-  for (const std::string& part : parts)
-    EXPECT_NE(result.output.find(part), std::string::npos) << "\"" << part << "\" is missing in: " << result.output;
-}
 
 class DataCommands : public ::testing::Test {
  protected:

@@ -73,9 +73,14 @@ TEST_F(DatasetTest, TruncatedShard) {
   expect_error([&] { Dataset dataset(data()); }, {"train-00001.tokens", "truncated", "100 bytes"});
 }
 
+TEST_F(DatasetTest, EmptyShard) {
+  fs::resize_file(folder.path("data/train-00001.tokens"), 0);
+  expect_error([&] { Dataset dataset(data()); }, {"train-00001.tokens", "is empty", "not written completely"});
+}
+
 TEST_F(DatasetTest, MissingShard) {
   fs::remove(folder.path("data/train-00000.documents"));
-  expect_error([&] { Dataset dataset(data()); }, {"train-00000.documents", "No such file"});
+  expect_error([&] { Dataset dataset(data()); }, {"train-00000.documents", "no such file"});
 }
 
 TEST_F(DatasetTest, DamagedTokensAreFoundByTheirChecksum) {

@@ -1,0 +1,135 @@
+// `furious presets`: the architectures and ablation rows by name, with their parameters and memory.
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/error.h"
+#include "base/names.h"
+#include "cli/commands.h"
+#include "cli/json_file.h"
+#include "model/config.h"
+
+namespace furious::cli {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+constexpr std::array<int64_t, 3> kLengths = {1 << 10, 8 << 10, 64 << 10};
+
+struct PresetsCommand {
+  std::string size = "small";
+  int64_t vocabulary = 32000;
+  std::string json;
+
+  void run() const;
+};
+
+struct Row {
+  const Preset& preset;
+  std::vector<int64_t> parameters;  // by size
+  std::vector<int64_t> bytes;       // of one sequence, by length
+};
+
+Row row_of(const Preset& preset, const PresetsCommand& options) {
+  Row row{preset, {}, {}};
+  for (const Size& size : sizes())
+    row.parameters.push_back(parameter_count(model_config(preset.name, size.name, options.vocabulary)));
+  const ModelConfig config = model_config(preset.name, options.size, options.vocabulary);
+  for (const int64_t length : kLengths)
+    row.bytes.push_back(cache_numbers(config, length) * static_cast<int64_t>(sizeof(float)));
+  return row;
+}
+
+// Four digits or fewer and a unit: 275.3M.
+std::string count_text(int64_t count) {
+  if (count < 1000) return fmt::format("{}", count);
+  std::string_view units = "kMBT";
+  double value = static_cast<double>(count) / 1000;
+  for (; value >= 999.95 && units.size() > 1; units.remove_prefix(1)) value /= 1000;
+  return fmt::format("{:.1f}{}", value, units.front());
+}
+
+void print(const std::vector<Row>& rows, const PresetsCommand& options) {
+  size_t width = 0;
+  for (const Row& row : rows) width = std::max(width, row.preset.name.size());
+  for (const Row& row : rows) fmt::print("{:<{}}  {}\n", row.preset.name, width, row.preset.description);
+  fmt::print("\nParameters with {} ids; MB that a sequence needs in memory (f32) at size {}, by its tokens\n\n",
+             options.vocabulary, options.size);
+  fmt::print("{:<{}}", "", width);
+  for (const Size& size : sizes()) fmt::print("  {:>8}", size.name);
+  for (const int64_t length : kLengths) fmt::print("  {:>10}", fmt::format("MB at {}k", length >> 10));
+  fmt::print("\n");
+  for (const Row& row : rows) {
+    fmt::print("{:<{}}", row.preset.name, width);
+    for (const int64_t count : row.parameters) fmt::print("  {:>8}", count_text(count));
+    for (const int64_t bytes : row.bytes) fmt::print("  {:>10.2f}", static_cast<double>(bytes) / 1e6);
+    fmt::print("\n");
+  }
+}
+
+Json to_json(const std::vector<Row>& rows, const PresetsCommand& options) {
+  Json presets = Json::array();
+  for (const Row& row : rows) {
+    Json parameters, bytes;
+    for (size_t i = 0; i < row.parameters.size(); ++i) parameters[sizes()[i].name] = row.parameters[i];
+    for (size_t i = 0; i < row.bytes.size(); ++i) bytes[std::to_string(kLengths[i])] = row.bytes[i];
+    presets.push_back({{"name", row.preset.name},
+                       {"description", row.preset.description},
+                       {"parameters", parameters},
+                       {"sequence_bytes", bytes}});
+  }
+  return {{"vocabulary", options.vocabulary}, {"size", options.size}, {"presets", presets}};
+}
+
+void PresetsCommand::run() const {
+  JsonFile file(json);
+  std::vector<Row> rows;
+  for (const Preset& preset : presets()) rows.push_back(row_of(preset, *this));
+  print(rows, *this);
+  file.write(to_json(rows, *this));
+}
+
+std::vector<std::string> size_names() {
+  std::vector<std::string> names;
+  for (const Size& size : sizes()) names.push_back(size.name);
+  return names;
+}
+
+// Why `name` is no size; empty if it is one.
+std::string check_size(const std::string& name) {
+  const std::vector<std::string> known = size_names();
+  if (std::find(known.begin(), known.end(), name) != known.end()) return {};
+  try {
+    unknown_name("size", name, known);
+  } catch (const Error& error) {
+    return error.what();
+  }
+}
+
+}  // namespace
+
+void add_presets(CLI::App& app) {
+  auto options = std::make_shared<PresetsCommand>();
+  CLI::App* command = app.add_subcommand("presets", "List the architectures, with their parameters and memory");
+  command
+      ->add_option("--size", options->size,
+                   fmt::format("The size whose memory is shown: {}", fmt::join(size_names(), ", ")))
+      ->check(check_size)
+      ->capture_default_str();
+  command->add_option("--vocab", options->vocabulary, "Number of ids")
+      ->check(CLI::Range(int64_t{1}, int64_t{std::numeric_limits<int32_t>::max()}))
+      ->capture_default_str();
+  command->add_option("--json", options->json, "Write the same to this file");
+  command->footer("Example: furious presets --size medium --vocab 8192 --json presets.json");
+  command->callback([options] { options->run(); });
+}
+
+}  // namespace furious::cli
