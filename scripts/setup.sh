@@ -4,7 +4,7 @@ set -euo pipefail
 
 packages=(
   g++ cmake ninja-build make pkg-config
-  libdnnl-dev libhwy-dev libfmt-dev libcli11-dev nlohmann-json3-dev
+  libdnnl-dev ocl-icd-opencl-dev libhwy-dev libfmt-dev libcli11-dev nlohmann-json3-dev
   libsentencepiece-dev libzstd-dev zlib1g-dev
   libgtest-dev
 )

@@ -1,5 +1,7 @@
 #include "ops/tape.h"
 
+#include "ops/linear.h"
+
 #include "support.h"
 
 namespace furious {
@@ -46,6 +48,18 @@ TEST(Tape, GradientTargetOfAConstantIsRefused) {
 TEST(Tape, AnAbsentVariableHasNoValue) {
   EXPECT_FALSE(Variable().value().defined());
   EXPECT_FALSE(Variable().needs_gradient());
+}
+
+// linear adds into gradient_target(), which for a part is no memory of its own.
+TEST(Tape, PartsOfALinearLayersInputReachTheWhole) {
+  Tape tape;
+  const Variable x(tensor_of({1, 2, 3, 4}, {4}), true);
+  const std::vector<Variable> parts = tape.parts(
+      x, {[](const Tensor& t) { return t.slice(0, 0, 2); }, [](const Tensor& t) { return t.slice(0, 2, 2); }});
+  const Variable weight(tensor_of({10, 20}, {1, 2}));
+  tape.backward(linear(tape, parts[1], weight));
+  ASSERT_TRUE(x.gradient());
+  EXPECT_EQ(testing::to_doubles(x.gradient()), (std::vector<double>{0, 0, 10, 20}));
 }
 
 }  // namespace
