@@ -34,9 +34,11 @@ bench: build
 	build/release/furious bench mixer --preset 2mamba --length 512,2048 --backward
 
 format:
+	@scripts/setup.sh clang-format
 	git ls-files '*.cpp' '*.h' '*.cu' '*.cuh' | xargs clang-format -i
 
 tidy: build
+	@scripts/setup.sh clang-tidy
 	git ls-files 'src/*.cpp' | xargs -P $(JOBS) -n 1 clang-tidy -p build/release --quiet
 
 clean:

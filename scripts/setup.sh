@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Installs the Debian packages the build needs and this machine lacks. Asks nothing; does nothing when all are there.
+# Installs the Debian packages the build needs and this machine lacks, and those named as arguments. Asks nothing; does
+# nothing when all are there.
 set -euo pipefail
 
 packages=(
@@ -7,6 +8,7 @@ packages=(
   libdnnl-dev ocl-icd-opencl-dev libhwy-dev libfmt-dev libcli11-dev nlohmann-json3-dev
   libsentencepiece-dev libzstd-dev zlib1g-dev
   libgtest-dev
+  "$@"
 )
 
 missing=()

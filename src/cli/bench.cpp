@@ -8,7 +8,6 @@
 #include <nlohmann/json.hpp>
 
 #include "base/error.h"
-#include "base/names.h"
 #include "base/parallel.h"
 #include "cli/commands.h"
 #include "cli/json_file.h"
@@ -54,6 +53,26 @@ double matrix_rate() {
   return 2.0 * kSize * kSize * kSize / best;
 }
 
+// In the order of their enumerations.
+const std::vector<std::string> kScoreNames{"linear", "squared", "exponential"};
+const std::vector<std::string> kNormNames{"none", "sum"};
+const std::vector<std::string> kDecayNames{"off", "on"};
+
+// Refuses an option that `read` refuses, with its message.
+template <class Read>
+CLI::Validator readable_by(Read read) {
+  return CLI::Validator(
+      [read](std::string& text) {
+        try {
+          read(text);
+          return std::string();
+        } catch (const Error& error) {
+          return std::string(error.what());
+        }
+      },
+      "");
+}
+
 struct MixerBench {
   std::string preset = "2mamba";
   std::vector<std::string> forms{"auto"};
@@ -64,6 +83,7 @@ struct MixerBench {
   double mean_decay = 0.001;  // weak: no tile is left out below 87,000 tokens
   bool backward = false;
   int threads = 0;
+  double least_seconds = 1.0;  // per row
   std::string json;
 
   MixerSpec spec() const;
@@ -73,14 +93,12 @@ struct MixerBench {
 
 MixerSpec MixerBench::spec() const {
   MixerSpec spec = mixer_spec(preset);
-  const auto choose = [](std::string_view kind, const std::string& name, const std::vector<std::string>& known) {
-    const auto found = std::find(known.begin(), known.end(), name);
-    if (found == known.end()) unknown_name(kind, name, known);
-    return found - known.begin();
+  const auto index_of = [](const std::string& name, const std::vector<std::string>& known) {
+    return std::find(known.begin(), known.end(), name) - known.begin();
   };
-  if (!score.empty()) spec.score = static_cast<Score>(choose("score", score, {"linear", "squared", "exponential"}));
-  if (!norm.empty()) spec.norm = static_cast<Norm>(choose("norm", norm, {"none", "sum"}));
-  if (!decay.empty()) spec.decay = choose("decay", decay, {"off", "on"}) == 1;
+  if (!score.empty()) spec.score = static_cast<Score>(index_of(score, kScoreNames));
+  if (!norm.empty()) spec.norm = static_cast<Norm>(index_of(norm, kNormNames));
+  if (!decay.empty()) spec.decay = index_of(decay, kDecayNames) == 1;
   return spec;
 }
 
@@ -103,7 +121,7 @@ nlohmann::json MixerBench::measure(const MixerSpec& spec, int64_t length, Form f
         result = mixer_forward(spec, inputs, options);
         if (with_backward) mixer_backward(spec, inputs, result, gradient, {}, options);
       },
-      3, 1.0);
+      3, least_seconds);
 
   const MixerShape shape = check_mixer("bench", spec, inputs, result.form);
   const std::vector<Segment> segments = segments_of("bench", {}, batch, length);
@@ -115,6 +133,7 @@ nlohmann::json MixerBench::measure(const MixerSpec& spec, int64_t length, Form f
   const double flops = flops_of(Pass::forward) + (with_backward ? flops_of(Pass::backward) : 0);
   const double floor_ms = flops / rate * 1e3;
   return {{"preset", preset},
+          {"spec", to_string(spec)},
           {"form", name_of(form)},
           {"ran", name_of(result.form)},
           {"length", length},
@@ -123,9 +142,11 @@ nlohmann::json MixerBench::measure(const MixerSpec& spec, int64_t length, Form f
           {"dim", dim},
           {"dtype", dtype},
           {"device", device},
+          {"threads", furious::threads()},
           {"pass", with_backward ? "forward+backward" : "forward"},
           {"ms", seconds * 1e3},
           {"gflops", flops / seconds / 1e9},
+          {"matrix_gflops", rate / 1e9},
           {"floor_ms", floor_ms},
           {"ratio", seconds * 1e3 / floor_ms}};
 }
@@ -134,9 +155,12 @@ void MixerBench::run() const {
   JsonFile file(json);
   const MixerSpec mixer = spec();
   require(device_from_name(device).is_cpu(), "bench mixer: device \"{}\" has no mixers yet; use --device cpu", device);
-  for (int64_t length : lengths) require(length >= 1, "bench mixer: --length {}, expected 1 or more", length);
   std::vector<Form> wanted;
-  for (const std::string& form : forms) wanted.push_back(form_from_name(form));
+  for (const std::string& form : forms) {
+    wanted.push_back(form_from_name(form));
+    require(wanted.back() != Form::chunked || mixer.has_state(),
+            "bench mixer: an exponential score has no chunked form; use --form parallel");
+  }
   if (threads > 0) set_threads(threads);
   const double rate = matrix_rate();
   fmt::print("mixer {} ({}), batch {}, {} heads of {}, {}, {} threads; floor at {:.0f} GFLOP/s ({})\n\n", preset,
@@ -172,6 +196,7 @@ struct AutoBench {
 void AutoBench::run() const {
   MixerBench bench;
   bench.heads = heads;
+  bench.least_seconds = 0.3;
   fmt::print("{:<9} {:>4} {:>7} {:<17} {:>12} {:>12}   {:<9} {:>6}\n", "preset", "dim", "length", "pass", "parallel ms",
              "chunked ms", "chosen", "loss");
   double worst = 0;
@@ -205,35 +230,41 @@ void add_bench(CLI::App& app) {
   bench->require_subcommand(1);
   auto automatic = std::make_shared<AutoBench>();
   CLI::App* auto_command = bench->add_subcommand("auto", "Is the automatic choice between forms a good one here?");
-  auto_command->add_option("--heads", automatic->heads, "Heads")->check(CLI::PositiveNumber)->capture_default_str();
+  auto_command->add_option("--heads", automatic->heads, "Heads")->check(CLI::Range(1, 4096))->capture_default_str();
   auto_command->footer("Example: furious bench auto");
   auto_command->callback([automatic] { automatic->run(); });
   auto options = std::make_shared<MixerBench>();
   CLI::App* command = bench->add_subcommand("mixer", "One mixer, forward and backward");
   command->add_option("--preset", options->preset, fmt::format("{}", fmt::join(mixer_names(), ", ")))
+      ->check(readable_by(mixer_spec))
       ->capture_default_str();
-  command->add_option("--score", options->score, "Instead of the preset's: linear, squared, exponential");
-  command->add_option("--decay", options->decay, "Instead of the preset's: on, off");
-  command->add_option("--norm", options->norm, "Instead of the preset's: none, sum");
+  command->add_option("--score", options->score, "Instead of the preset's: linear, squared, exponential")
+      ->check(CLI::IsMember(kScoreNames));
+  command->add_option("--decay", options->decay, "Instead of the preset's: on, off")->check(CLI::IsMember(kDecayNames));
+  command->add_option("--norm", options->norm, "Instead of the preset's: none, sum")->check(CLI::IsMember(kNormNames));
   command->add_option("--form", options->forms, "auto, parallel, chunked, reference; several with commas")
       ->delimiter(',')
+      ->check(readable_by(form_from_name))
       ->capture_default_str();
   command->add_option("--length", options->lengths, "Tokens; several with commas")
       ->delimiter(',')
+      ->check(CLI::Range(1, 1 << 24))
       ->capture_default_str();
-  command->add_option("--batch", options->batch, "Sequences")->check(CLI::PositiveNumber)->capture_default_str();
-  command->add_option("--heads", options->heads, "Heads")->check(CLI::PositiveNumber)->capture_default_str();
+  command->add_option("--batch", options->batch, "Sequences")->check(CLI::Range(1, 1 << 20))->capture_default_str();
+  command->add_option("--heads", options->heads, "Heads")->check(CLI::Range(1, 4096))->capture_default_str();
   command->add_option("--dim", options->dim, "Dimension of a head")->check(CLI::Range(8, 256))->capture_default_str();
   command->add_option("--chunk", options->chunk, "Tokens in a chunk; 0: by dimension")
       ->check(CLI::NonNegativeNumber)
       ->capture_default_str();
-  command->add_option("--dtype", options->dtype, "f32, bf16, f16")->capture_default_str();
-  command->add_option("--device", options->device, "cpu")->capture_default_str();
+  command->add_option("--dtype", options->dtype, "f32, bf16, f16")
+      ->check(CLI::IsMember({"f32", "bf16", "f16"}))
+      ->capture_default_str();
+  command->add_option("--device", options->device, "cpu")->check(readable_by(device_from_name))->capture_default_str();
   command->add_option("--mean-decay", options->mean_decay, "Log-decays are uniform in [-2x, 0]")
       ->check(CLI::NonNegativeNumber)
       ->capture_default_str();
   command->add_flag("--backward", options->backward, "Also forward and backward together");
-  command->add_option("--threads", options->threads, "0: all")->check(CLI::NonNegativeNumber)->capture_default_str();
+  command->add_option("--threads", options->threads, "0: all")->check(CLI::Range(0, 1024))->capture_default_str();
   command->add_option("--json", options->json, "Write the rows to this file");
   command->footer("Example: furious bench mixer --preset 2mamba --length 512,2048 --form auto,parallel --backward");
   command->callback([options] { options->run(); });
