@@ -16,9 +16,10 @@ double pairs_of(double length) {
   return length * (length + 1) / 2;
 }
 
-// How much slower a pass over the state runs than its flops at the rate of the parallel form: φ is made and contracted
-// beside the products. `furious bench mixer --form parallel,chunked` shows both rates.
+// What the chunked form costs beside its flops, in flops at the rate of the parallel form: φ is made and contracted
+// beside the products, and every token is packed once more. `furious bench auto` shows whether these fit a machine.
 constexpr double kStateOverhead = 1.12;
+constexpr double kTokenOverhead = 12000;
 
 // The pairs of one head that the parallel form really visits: a block of queries stops where decay has erased
 // everything before. Counted per token block, without looking inside.
@@ -73,7 +74,9 @@ int64_t default_chunk(const MixerSpec& spec, int64_t qk_dim, int64_t v_dim) {
 Form choose_form(const MixerSpec& spec, const MixerShape& shape, const MixerInputs& inputs,
                  const std::vector<Segment>& segments, int64_t chunk) {
   if (!spec.has_state()) return Form::parallel;
-  const double chunked = chunked_flops(shape, segments, chunk, Pass::forward) * kStateOverhead;
+  double chunked = chunked_flops(shape, segments, chunk, Pass::forward) * kStateOverhead;
+  for (const Segment& segment : segments)
+    if (segment.length() > chunk) chunked += static_cast<double>(shape.heads * segment.length()) * kTokenOverhead;
   double parallel = parallel_flops(shape, segments, Pass::forward);
   if (parallel > chunked && spec.decay) {
     parallel = 0;
