@@ -15,6 +15,7 @@
 #include "ops/matmul.h"
 #include "ops/mixer/cost.h"
 #include "ops/mixer/mixer.h"
+#include "ops/mixer/recurrent.h"
 #include "ops/random.h"
 
 namespace furious::cli {
@@ -185,6 +186,61 @@ void MixerBench::run() const {
   file.write(rows);
 }
 
+// Bytes per second that all threads together copy, reading and writing counted: what bounds the recurrent form.
+double copy_rate() {
+  constexpr int64_t kFloats = 64 << 20;
+  const Tensor from = Tensor::empty({kFloats}, DType::f32);
+  const Tensor to = Tensor::empty({kFloats}, DType::f32);
+  fill(from, 1);
+  fill(to, 0);
+  double best = 1e30;
+  for (int i = 0; i < 5; ++i) best = std::min(best, seconds_of([&] { copy(to, from); }));
+  return 2.0 * static_cast<double>(from.bytes()) / best;
+}
+
+// One token after a context: the time of a step, folds included, beside reading the cache once.
+struct RecurrentBench {
+  std::string preset = "2mamba";
+  std::vector<int64_t> lengths{512, 2048, 16384};
+  int64_t batch = 1, heads = 16, dim = 64;
+
+  void run() const;
+};
+
+void RecurrentBench::run() const {
+  const MixerSpec spec = mixer_spec(preset);
+  const double rate = copy_rate();
+  fmt::print("recurrent {} ({}), batch {}, {} heads of {}, f32, {} threads; floor at {:.1f} GB/s copied\n\n", preset,
+             to_string(spec), batch, heads, dim, furious::threads(), rate / 1e9);
+  fmt::print("{:>9} {:>12} {:>12} {:>10} {:>12} {:>7}\n", "context", "cache MB", "us/token", "GB/s", "floor us",
+             "ratio");
+  for (int64_t length : lengths) {
+    const auto tokens = [&](int64_t count, uint64_t stream) {
+      return random_tensor({batch, count, heads, dim}, 1, DType::f32, stream);
+    };
+    MixerInputs context{tokens(length, 1), tokens(length, 2), tokens(length, 3), {}, {}, {}};
+    Tensor decay;
+    if (spec.decay) {
+      context.log_decay = Tensor::empty({batch, length, heads}, DType::f32);
+      fill_uniform(context.log_decay, -0.002f, 0, 1, 4);
+      decay = Tensor::empty({batch, heads}, DType::f32);
+      fill(decay, -0.001f);
+    }
+    MixerCache cache(spec, {batch, heads, heads, heads, dim, dim});
+    cache.prefill(context);
+    const Tensor token = random_tensor({batch, heads, dim}, 1, DType::f32, 5);
+    constexpr int kSteps = 256;
+    for (int i = 0; i < kSteps; ++i) cache.step(token, token, token, decay);
+    const double seconds = seconds_of([&] {
+      for (int i = 0; i < kSteps; ++i) cache.step(token, token, token, decay);
+    });
+    const auto bytes = static_cast<double>(cache.bytes());
+    const double per_token = seconds / kSteps;
+    fmt::print("{:>9} {:>12.2f} {:>12.1f} {:>10.1f} {:>12.1f} {:>7.2f}\n", length, bytes / 1e6, per_token * 1e6,
+               bytes / per_token / 1e9, bytes / rate * 1e6, per_token * rate / bytes);
+  }
+}
+
 // Whether the automatic choice of form is a good one: both forms are timed around the length where they cross.
 struct AutoBench {
   int64_t heads = 8;
@@ -233,6 +289,20 @@ void add_bench(CLI::App& app) {
   auto_command->add_option("--heads", automatic->heads, "Heads")->check(CLI::Range(1, 4096))->capture_default_str();
   auto_command->footer("Example: furious bench auto");
   auto_command->callback([automatic] { automatic->run(); });
+  auto recurrent = std::make_shared<RecurrentBench>();
+  CLI::App* step = bench->add_subcommand("recurrent", "One token of a mixer after a context, from its cache");
+  step->add_option("--preset", recurrent->preset, fmt::format("{}", fmt::join(mixer_names(), ", ")))
+      ->check(readable_by(mixer_spec))
+      ->capture_default_str();
+  step->add_option("--length", recurrent->lengths, "Tokens of context; several with commas")
+      ->delimiter(',')
+      ->check(CLI::Range(1, 1 << 24))
+      ->capture_default_str();
+  step->add_option("--batch", recurrent->batch, "Sequences")->check(CLI::Range(1, 1 << 20))->capture_default_str();
+  step->add_option("--heads", recurrent->heads, "Heads")->check(CLI::Range(1, 4096))->capture_default_str();
+  step->add_option("--dim", recurrent->dim, "Dimension of a head")->check(CLI::Range(8, 256))->capture_default_str();
+  step->footer("Example: furious bench recurrent --preset softmax --length 1024,8192");
+  step->callback([recurrent] { recurrent->run(); });
   auto options = std::make_shared<MixerBench>();
   CLI::App* command = bench->add_subcommand("mixer", "One mixer, forward and backward");
   command->add_option("--preset", options->preset, fmt::format("{}", fmt::join(mixer_names(), ", ")))

@@ -37,6 +37,11 @@ TEST(BenchCommand, WritesTheFieldsOfARow) {
   }
 }
 
+TEST(BenchCommand, TimesTheRecurrentForm) {
+  expect_run("bench recurrent --preset mamba2 --length 3,300 --heads 2 --dim 8", 0, {"us/token", "      300 "});
+  expect_run("bench recurrent --preset mamba3", 2, {"did you mean \"mamba2\""});
+}
+
 TEST(BenchCommand, BadOptionsAreUsageErrors) {
   expect_run("bench mixer --preset 2mama", 2, {"did you mean \"2mamba\""});
   expect_run("bench mixer --form paralel", 2, {"did you mean \"parallel\""});
