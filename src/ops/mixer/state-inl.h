@@ -35,10 +35,11 @@ struct HeadState {
   bool squared = false;
   cpu::Scratch<float> memory;
   float* s = nullptr;  // [features, v_ld], rows padded to whole strips
-  float* z = nullptr;  // [features], padded to whole groups of vectors
+  float* z = nullptr;  // [features], padded to whole strips and groups of vectors
 
   static size_t numbers(size_t features, size_t v_dim) {
-    return round_up(features, kRows) * round_up(v_dim, kPad) + round_up(features, kGroup * kPad);
+    const size_t rows = round_up(features, kRows);
+    return rows * round_up(v_dim, kPad) + round_up(rows, kGroup * kPad);
   }
 
   HeadState(const MixerShape& shape, bool squared_score, float* numbers_of_cache = nullptr)
