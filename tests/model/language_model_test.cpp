@@ -81,8 +81,8 @@ TEST_P(EveryPreset, GradientsAreFiniteDifferences) {
         x.data<float>()[i] = before.data<float>()[i] + static_cast<float>(distance * gradient[i] / norm);
       return loss();
     };
-    // Short steps meet the rounding of an f32 loss, long ones the kinks of ReLU and of norms of nearly nothing: the best
-    // of several must fit.
+    // Short steps meet the rounding of an f32 loss, long ones the kinks of ReLU and of norms of nearly nothing: the
+    // best of several must fit.
     double slope = 0;
     for (const double size : {5e-3, 2e-3, 1e-3, 5e-4, 2e-4}) {
       const double step = size / std::max(1.0, norm);

@@ -27,7 +27,7 @@ namespace HWY_NAMESPACE {
 // What the inner loops tell apart. Softmax is the exponential score with sum norm, which needs a running maximum.
 enum class Kind { kLinear, kSquared, kSoftmax, kExponential };
 
-constexpr size_t kBlock = 192;     // queries, and in the backward pass keys, that are handled together
+constexpr size_t kBlock = 192;  // queries, and in the backward pass keys, that are handled together
 static_assert(kBlock % kTile == 0 && kBlock % kRows == 0);
 
 // One span of one head. Matrices are packed (gemm-inl.h); arrays reach to the end of the last strip.

@@ -265,8 +265,12 @@ TEST(Mixer, SameBitsForEveryNumberOfThreadsInsideAHead) {
   for (const Form form : {Form::parallel, Form::chunked}) {
     MixerCase c;
     c.spec = mixer_spec("2mamba");
-    c.inputs = {random.normal_tensor({1, 1500, 1, 64}), random.normal_tensor({1, 1500, 1, 64}),
-                random.normal_tensor({1, 1500, 1, 64}), random.uniform_tensor({1, 1500, 1}, -0.01, 0), {}, {}};
+    c.inputs = {random.normal_tensor({1, 1500, 1, 64}),
+                random.normal_tensor({1, 1500, 1, 64}),
+                random.normal_tensor({1, 1500, 1, 64}),
+                random.uniform_tensor({1, 1500, 1}, -0.01, 0),
+                {},
+                {}};
     c.out_gradient = random.normal_tensor({1, 1500, 1, 64});
     set_threads(1);
     const MixerRun alone = run(c, {form, 512});

@@ -115,8 +115,12 @@ TEST(Recurrent, ReadInPiecesStaysAKeyValueCache) {
   const MixerSpec spec = mixer_spec("2mamba");
   MixerCache cache(spec, {1, 4, 4, 4, 64, 64});
   const auto piece = [&] {
-    return MixerInputs{random.normal_tensor({1, 8, 4, 64}), random.normal_tensor({1, 8, 4, 64}),
-                       random.normal_tensor({1, 8, 4, 64}), random.uniform_tensor({1, 8, 4}, -1, 0), {}, {}};
+    return MixerInputs{random.normal_tensor({1, 8, 4, 64}),
+                       random.normal_tensor({1, 8, 4, 64}),
+                       random.normal_tensor({1, 8, 4, 64}),
+                       random.uniform_tensor({1, 8, 4}, -1, 0),
+                       {},
+                       {}};
   };
   cache.prefill(piece());
   const int64_t page = cache.bytes();
