@@ -160,8 +160,8 @@ void check_config(const ModelConfig& config) {
   positive("layers", config.layers);
   for (int64_t own : {config.q_heads, config.k_heads, config.v_heads})
     require(own >= 1 && config.heads() % own == 0, "model: {} heads, expected a divisor of {}", own, config.heads());
-  require(config.head_dim >= 8 && config.head_dim <= 256, "model: head dimension {}, expected 8 to 256",
-          config.head_dim);
+  require(config.head_dim >= kSmallestDim && config.head_dim <= kLargestDim,
+          "model: head dimension {}, expected {} to {}", config.head_dim, kSmallestDim, kLargestDim);
   require(block.conv_window == 0 || (block.conv_window >= 2 && block.conv_window <= 4),
           "model: conv window {}, expected 0 (none), 2, 3 or 4", block.conv_window);
   require(!block.conv_silu || block.conv_window > 0, "model: SiLU after a convolution, but there is no convolution");

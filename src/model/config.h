@@ -70,8 +70,8 @@ ModelConfig model_config(std::string_view arch, std::string_view size, int64_t v
 // Throws an Error with the reason when the switches or dimensions cannot work together.
 void check_config(const ModelConfig& config);
 
-// Numbers a sequence needs in memory while it is generated: after `length` tokens, all layers.
 int64_t parameter_count(const ModelConfig& config);
+// Numbers that one sequence needs in memory while it is generated, after `length` tokens, in all layers.
 int64_t cache_numbers(const ModelConfig& config, int64_t length);
 
 }  // namespace furious

@@ -90,8 +90,8 @@ int run_and_signal(const std::vector<std::string>& arguments, const std::string&
     std::vector<char*> words;
     for (const std::string& argument : arguments) words.push_back(const_cast<char*>(argument.c_str()));
     words.push_back(nullptr);
-    std::freopen("/dev/null", "w", stdout);
-    std::freopen("/dev/null", "w", stderr);
+    if (std::freopen("/dev/null", "w", stdout) == nullptr) _exit(126);
+    if (std::freopen("/dev/null", "w", stderr) == nullptr) _exit(126);
     ::execv(FURIOUS_BINARY, words.data());
     ::_exit(127);
   }

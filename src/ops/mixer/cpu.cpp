@@ -1,13 +1,10 @@
 #include "ops/mixer/cpu.h"
 
 namespace furious::cpu {
-namespace {
 
 float* state_of(const Tensor& state, int64_t batch, int64_t head) {
   return state ? state.data<float>() + batch * state.stride(0) + head * state.stride(1) : nullptr;
 }
-
-}  // namespace
 
 HeadJob MixerCall::forward_job(int64_t index) const {
   const Segment& segment = segments[index / shape.heads];

@@ -42,6 +42,9 @@ struct Rows {
   }
 };
 
+// The numbers of one sequence and head in a tensor [batch, heads, ...]; null for a tensor that is not there.
+float* state_of(const Tensor& state, int64_t batch, int64_t head);
+
 // All there is to know about one document of one head. What is optional and not there is null.
 struct HeadJob {
   size_t length = 0, chunk = 0;

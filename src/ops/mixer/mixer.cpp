@@ -28,9 +28,6 @@ constexpr NamedSpec kNamed[] = {
 
 constexpr std::string_view kFormNames[] = {"auto", "parallel", "chunked", "reference"};
 
-constexpr int64_t kSmallestDim = 8;
-constexpr int64_t kLargestDim = 256;
-
 void check_decay_sign(const ArgumentCheck& check, const Tensor& log_decay) {
   const auto scan = [&](auto zero) {
     using T = decltype(zero);

@@ -31,6 +31,8 @@ enum class Score : uint8_t { linear, squared, exponential };
 enum class Norm : uint8_t { none, sum };
 enum class Form : uint8_t { automatic, parallel, chunked, reference };
 
+inline constexpr int64_t kSmallestDim = 8;  // of a head's queries, keys and values
+inline constexpr int64_t kLargestDim = 256;
 inline constexpr float kSmallestNormalizer = 1e-30f;
 inline constexpr float kLargestExponent = 60.0f;
 

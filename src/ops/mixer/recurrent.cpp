@@ -21,9 +21,9 @@ int64_t pages_for(int64_t tokens) {
 }  // namespace
 
 MixerCache::MixerCache(const MixerSpec& spec, const Sizes& sizes) : spec_(spec) {
-  const auto in_range = [](int64_t dim) { return dim >= 8 && dim <= 256; };
-  require(in_range(sizes.qk_dim) && in_range(sizes.v_dim), "mixer_cache: dimensions {} and {}, expected 8 to 256",
-          sizes.qk_dim, sizes.v_dim);
+  const auto in_range = [](int64_t dim) { return dim >= kSmallestDim && dim <= kLargestDim; };
+  require(in_range(sizes.qk_dim) && in_range(sizes.v_dim), "mixer_cache: dimensions {} and {}, expected {} to {}",
+          sizes.qk_dim, sizes.v_dim, kSmallestDim, kLargestDim);
   const int64_t heads = std::max({sizes.q_heads, sizes.k_heads, sizes.v_heads});
   for (int64_t own : {sizes.q_heads, sizes.k_heads, sizes.v_heads})
     require(own >= 1 && heads % own == 0, "mixer_cache: {} heads, expected a divisor of {}", own, heads);

@@ -127,8 +127,8 @@ template <Kind kKind>
 void read_head(const MixerSpec& spec, const CachedHead& cached, float* state_numbers, const float* q_in, float* out) {
   const MixerShape& shape = cached.shape;
   const auto v_dim = static_cast<size_t>(shape.v_dim);
-  alignas(64) float q[256 + 2 * kPad] = {};
-  alignas(64) float y[256 + kPad] = {};
+  alignas(64) float q[kLargestDim + 2 * kPad] = {};
+  alignas(64) float y[kLargestDim + kPad] = {};
   for (int64_t c = 0; c < shape.qk_dim; ++c) q[c] = q_in[c] * shape.scale;
   std::vector<float> weights(cached.pending);
   const double since_fold = cached.decay_until_now(weights);
@@ -146,10 +146,6 @@ void read_head(const MixerSpec& spec, const CachedHead& cached, float* state_num
   for (size_t c = 0; c < v_dim; ++c) out[c] = y[c] * factor;
 }
 
-float* numbers_of(const Tensor& state, int64_t batch, int64_t head) {
-  return state ? state.data<float>() + batch * state.stride(0) + head * state.stride(1) : nullptr;
-}
-
 void read_cache(const MixerSpec& spec, const MixerShape& shape, const std::vector<CachePage>& pages, int64_t pending,
                 const Tensor& state, const Tensor& q, const Tensor& out) {
   const int64_t per_head = pending * (shape.qk_dim + shape.v_dim) + (state ? shape.state_rows * shape.v_dim : 0);
@@ -159,8 +155,8 @@ void read_cache(const MixerSpec& spec, const MixerShape& shape, const std::vecto
       const int64_t batch = i / shape.heads;
       const int64_t head = i % shape.heads;
       const int64_t q_head = head / (shape.heads / shape.q_heads);
-      read_head<kKind>(spec, {pages, static_cast<size_t>(pending), batch, head, shape}, numbers_of(state, batch, head),
-                       q.data<float>() + batch * q.stride(0) + q_head * q.stride(1),
+      read_head<kKind>(spec, {pages, static_cast<size_t>(pending), batch, head, shape},
+                       cpu::state_of(state, batch, head), q.data<float>() + batch * q.stride(0) + q_head * q.stride(1),
                        out.data<float>() + i * shape.v_dim);
     });
   });
@@ -191,7 +187,7 @@ void fold_cache(const MixerSpec& spec, const MixerShape& shape, const std::vecto
   parallel_for_if(static_cast<size_t>(work) > kWorthThreads, shape.batch * shape.heads, [&](int64_t i) {
     const int64_t batch = i / shape.heads;
     const int64_t head = i % shape.heads;
-    fold_head(spec, {pages, static_cast<size_t>(pending), batch, head, shape}, numbers_of(state, batch, head));
+    fold_head(spec, {pages, static_cast<size_t>(pending), batch, head, shape}, cpu::state_of(state, batch, head));
   });
 }
 
