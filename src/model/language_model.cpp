@@ -5,6 +5,7 @@
 
 #include "base/error.h"
 #include "base/hash.h"
+#include "ops/adamw.h"
 #include "ops/conv.h"
 #include "ops/cross_entropy.h"
 #include "ops/decay.h"
@@ -26,11 +27,19 @@ MixerCache::Sizes cache_sizes(const ModelConfig& config, int64_t batch) {
   return {batch, config.q_heads, config.k_heads, config.v_heads, config.head_dim, config.head_dim};
 }
 
-// Makes parameters in order; each draws from a random stream of its own, so that one switch does not move the others'
-// numbers.
-class Initializer {
+double dt_bias_of(double log_dt) {
+  const double dt = std::exp(log_dt);
+  return dt + std::log(-std::expm1(-dt));  // softplus⁻¹
+}
+
+}  // namespace
+
+// Makes parameters in order: new ones, each of which draws from a random stream of its own, so that one switch does not
+// move the others' numbers, or ones that `fill` gives.
+class LanguageModel::Maker {
  public:
-  Initializer(std::vector<Parameter>& parameters, uint64_t seed) : parameters_(parameters), seed_(seed) {}
+  Maker(std::vector<Parameter>& parameters, uint64_t seed, Fill fill)
+      : parameters_(parameters), seed_(seed), fill_(std::move(fill)) {}
 
   Variable normal(const std::string& name, const Shape& shape) {
     return add(name, shape, [&](const Tensor& x, uint64_t stream) { fill_normal(x, 0, 0.02f, seed_, stream); });
@@ -39,7 +48,7 @@ class Initializer {
     return add(name, shape, [&](const Tensor& x, uint64_t stream) { fill_uniform(x, low, high, seed_, stream); });
   }
   Variable constant(const std::string& name, const Shape& shape, float value) {
-    return add(name, shape, [&](const Tensor& x, uint64_t) { fill(x, value); });
+    return add(name, shape, [&](const Tensor& x, uint64_t) { furious::fill(x, value); });
   }
   // f(u) of numbers u that are uniform in [low, high).
   Variable mapped(const std::string& name, const Shape& shape, float low, float high, double (*f)(double)) {
@@ -51,10 +60,13 @@ class Initializer {
   }
 
  private:
-  template <class Fill>
-  Variable add(const std::string& name, const Shape& shape, Fill&& fill_values) {
+  template <class New>
+  Variable add(const std::string& name, const Shape& shape, New&& new_values) {
     const Tensor value = Tensor::empty(shape, DType::f32);
-    fill_values(value, hash_of(name));
+    if (fill_)
+      fill_(name, value);
+    else
+      new_values(value, hash_of(name));
     Variable variable(value, true);
     parameters_.push_back({name, variable});
     return variable;
@@ -62,14 +74,8 @@ class Initializer {
 
   std::vector<Parameter>& parameters_;
   uint64_t seed_;
+  Fill fill_;
 };
-
-double dt_bias_of(double log_dt) {
-  const double dt = std::exp(log_dt);
-  return dt + std::log(-std::expm1(-dt));  // softplus⁻¹
-}
-
-}  // namespace
 
 ModelCache::ModelCache(const ModelConfig& config, int64_t batch) : batch_(batch) {
   for (int64_t i = 0; i < config.layers; ++i) {
@@ -88,45 +94,55 @@ int64_t ModelCache::bytes() const {
 }
 
 LanguageModel::LanguageModel(const ModelConfig& config, uint64_t seed) : config_(config) {
+  Maker maker(parameters_, seed, {});
+  make(maker);
+}
+
+LanguageModel::LanguageModel(const ModelConfig& config, const Fill& fill) : config_(config) {
+  Maker maker(parameters_, 0, fill);
+  make(maker);
+}
+
+void LanguageModel::make(Maker& maker) {
+  const ModelConfig& config = config_;
   check_config(config);
   const BlockConfig& block = config.block;
   const int64_t heads = config.heads();
   const int64_t out_width = heads * config.head_dim;
-  Initializer make(parameters_, seed);
-  embedding_ = make.normal("model.embed_tokens.weight", {config.vocabulary, config.hidden});
+  embedding_ = maker.normal("model.embed_tokens.weight", {config.vocabulary, config.hidden});
   for (int64_t i = 0; i < config.layers; ++i) {
     const std::string layer_name = fmt::format("model.layers.{}.", i);
     const std::string mixing = layer_name + "self_attn.";
     Layer layer;
-    layer.input_norm = make.constant(layer_name + "input_layernorm.weight", {config.hidden}, 1);
-    layer.qkv = make.normal(mixing + "qkv_proj.weight", {config.qkv_width(), config.hidden});
+    layer.input_norm = maker.constant(layer_name + "input_layernorm.weight", {config.hidden}, 1);
+    layer.qkv = maker.normal(mixing + "qkv_proj.weight", {config.qkv_width(), config.hidden});
     if (block.conv_window > 0) {
       const float bound = 1 / std::sqrt(static_cast<float>(block.conv_window));
       layer.conv_weight =
-          make.uniform(mixing + "conv1d.weight", {config.qkv_width(), block.conv_window}, -bound, bound);
-      layer.conv_bias = make.uniform(mixing + "conv1d.bias", {config.qkv_width()}, -bound, bound);
+          maker.uniform(mixing + "conv1d.weight", {config.qkv_width(), block.conv_window}, -bound, bound);
+      layer.conv_bias = maker.uniform(mixing + "conv1d.bias", {config.qkv_width()}, -bound, bound);
     }
-    if (block.has_dt()) layer.dt = make.normal(mixing + "dt_proj.weight", {heads, config.hidden});
+    if (block.has_dt()) layer.dt = maker.normal(mixing + "dt_proj.weight", {heads, config.hidden});
     if (block.dt_bias)
-      layer.dt_bias = make.mapped(mixing + "dt_proj.bias", {heads}, std::log(0.001f), std::log(0.1f), dt_bias_of);
+      layer.dt_bias = maker.mapped(mixing + "dt_proj.bias", {heads}, std::log(0.001f), std::log(0.1f), dt_bias_of);
     if (block.decay == DecayKind::softplus)
-      layer.a_mask = make.normal(mixing + "A_mask_proj.weight", {heads, config.hidden});
-    if (block.decay == DecayKind::original) layer.a_log = make.mapped(mixing + "A_log", {heads}, 1, 16, std::log);
-    if (block.d_residual) layer.d = make.constant(mixing + "D", {heads, config.head_dim}, 1);
+      layer.a_mask = maker.normal(mixing + "A_mask_proj.weight", {heads, config.hidden});
+    if (block.decay == DecayKind::original) layer.a_log = maker.mapped(mixing + "A_log", {heads}, 1, 16, std::log);
+    if (block.d_residual) layer.d = maker.constant(mixing + "D", {heads, config.head_dim}, 1);
     if (block.z_gate) {
-      layer.z_gate = make.normal(mixing + "z_gate_proj.weight", {out_width, config.hidden});
-      layer.z_gate_bias = make.constant(mixing + "z_gate_proj.bias", {out_width}, 0);
+      layer.z_gate = maker.normal(mixing + "z_gate_proj.weight", {out_width, config.hidden});
+      layer.z_gate_bias = maker.constant(mixing + "z_gate_proj.bias", {out_width}, 0);
     }
-    if (block.norm == Norm::none) layer.out_norm = make.constant(mixing + "out_norm.weight", {out_width}, 1);
-    layer.out = make.normal(mixing + "o_proj.weight", {config.hidden, out_width});
-    layer.mlp_norm = make.constant(layer_name + "post_attention_layernorm.weight", {config.hidden}, 1);
-    layer.gate = make.normal(layer_name + "mlp.gate_proj.weight", {config.intermediate, config.hidden});
-    layer.up = make.normal(layer_name + "mlp.up_proj.weight", {config.intermediate, config.hidden});
-    layer.down = make.normal(layer_name + "mlp.down_proj.weight", {config.hidden, config.intermediate});
+    if (block.norm == Norm::none) layer.out_norm = maker.constant(mixing + "out_norm.weight", {out_width}, 1);
+    layer.out = maker.normal(mixing + "o_proj.weight", {config.hidden, out_width});
+    layer.mlp_norm = maker.constant(layer_name + "post_attention_layernorm.weight", {config.hidden}, 1);
+    layer.gate = maker.normal(layer_name + "mlp.gate_proj.weight", {config.intermediate, config.hidden});
+    layer.up = maker.normal(layer_name + "mlp.up_proj.weight", {config.intermediate, config.hidden});
+    layer.down = maker.normal(layer_name + "mlp.down_proj.weight", {config.hidden, config.intermediate});
     layers_.push_back(layer);
   }
-  norm_ = make.constant("model.norm.weight", {config.hidden}, 1);
-  if (!config.tie_embeddings) head_ = make.normal("lm_head.weight", {config.vocabulary, config.hidden});
+  norm_ = maker.constant("model.norm.weight", {config.hidden}, 1);
+  if (!config.tie_embeddings) head_ = maker.normal("lm_head.weight", {config.vocabulary, config.hidden});
 }
 
 Variable LanguageModel::mix(Tape& tape, const Variable& q, const Variable& k, const Variable& v,
@@ -145,7 +161,7 @@ Variable LanguageModel::block(Tape& tape, const Layer& layer, const Variable& h,
                               ModelCache::Layer* cache) const {
   const BlockConfig& block = config_.block;
   const int64_t seen = cache ? cache->mixer.tokens() : 0;
-  Variable qkv = linear(tape, h, layer.qkv);
+  Variable qkv = project(tape, h, layer.qkv);
   if (block.conv_window > 0) {
     const Activation after = block.conv_silu ? Activation::silu : Activation::none;
     if (cache == nullptr) {
@@ -168,8 +184,8 @@ Variable LanguageModel::block(Tape& tape, const Layer& layer, const Variable& h,
     k = rope(tape, k, positions, boundaries);
   }
   Variable dt, log_decay;
-  if (block.has_dt()) dt = time_step(tape, linear(tape, h, layer.dt), layer.dt_bias);
-  if (block.decay == DecayKind::softplus) log_decay = softplus_decay(tape, linear(tape, h, layer.a_mask));
+  if (block.has_dt()) dt = time_step(tape, project(tape, h, layer.dt), layer.dt_bias);
+  if (block.decay == DecayKind::softplus) log_decay = softplus_decay(tape, project(tape, h, layer.a_mask));
   if (block.decay == DecayKind::original) log_decay = original_decay(tape, dt, layer.a_log);
 
   Variable o = mix(tape, q, k, block.discretize ? discretize(tape, v, dt) : v, log_decay, boundaries, cache);
@@ -177,31 +193,52 @@ Variable LanguageModel::block(Tape& tape, const Layer& layer, const Variable& h,
   const Shape& shape = h.value().shape();
   o = reshape(tape, o, {shape[0], shape[1], config_.heads() * config_.head_dim});
   Variable z;
-  if (block.z_gate) z = linear(tape, h, layer.z_gate, layer.z_gate_bias);
+  if (block.z_gate) z = project(tape, h, layer.z_gate, layer.z_gate_bias);
   if (block.norm == Norm::none)
     o = rms_norm(tape, o, layer.out_norm, kOutNormEps, z);
   else if (z)
     o = swiglu(tape, z, o);  // silu(z) ⊙ o
-  return linear(tape, o, layer.out);
+  return project(tape, o, layer.out);
 }
 
-Variable LanguageModel::hidden(Tape& tape, const Tensor& tokens, const Tensor& boundaries, ModelCache* cache) const {
+Variable LanguageModel::project(Tape& tape, const Variable& x, const Variable& weight, const Variable& bias) const {
+  return linear(tape, x, weight, bias, compute_.precision);
+}
+
+Variable LanguageModel::mlp(Tape& tape, const Layer& layer, const Variable& x) const {
+  const Variable m = rms_norm(tape, x, layer.mlp_norm, config_.norm_eps);
+  return project(tape, swiglu(tape, project(tape, m, layer.gate), project(tape, m, layer.up)), layer.down);
+}
+
+Variable LanguageModel::hidden(Tape& tape, const Tensor& tokens, const Tensor& boundaries, ModelCache* cache,
+                               const Observer& observe) const {
   ArgumentCheck("language_model").rank("tokens", tokens, 2);
+  const auto seen = [observe](const std::string& place, const Variable& out) {
+    if (observe) observe(place, out.value());
+  };
   Variable x = embedding(tape, embedding_, tokens);
+  seen("model.embed_tokens", x);
   for (size_t i = 0; i < layers_.size(); ++i) {
-    const Layer& layer = layers_[i];
-    const Variable h = rms_norm(tape, x, layer.input_norm, config_.norm_eps);
-    x = add(tape, x, block(tape, layer, h, boundaries, cache ? &cache->layers_[i] : nullptr));
-    const Variable m = rms_norm(tape, x, layer.mlp_norm, config_.norm_eps);
-    const Variable inner = swiglu(tape, linear(tape, m, layer.gate), linear(tape, m, layer.up));
-    x = add(tape, x, linear(tape, inner, layer.down));
+    // Holds what it needs by value: recomputed() runs it again when this function has returned.
+    const auto layer = [this, i, boundaries, cache, seen](Tape& t, const Variable& input) {
+      const Variable h = rms_norm(t, input, layers_[i].input_norm, config_.norm_eps);
+      const Variable mixed = add(t, input, block(t, layers_[i], h, boundaries, cache ? &cache->layers_[i] : nullptr));
+      seen(fmt::format("model.layers.{}.self_attn", i), mixed);
+      const Variable out = add(t, mixed, mlp(t, layers_[i], mixed));
+      seen(fmt::format("model.layers.{}.mlp", i), out);
+      return out;
+    };
+    x = compute_.recompute ? recomputed(tape, x, layer) : layer(tape, x);
   }
-  return rms_norm(tape, x, norm_, config_.norm_eps);
+  x = rms_norm(tape, x, norm_, config_.norm_eps);
+  seen("model.norm", x);
+  return x;
 }
 
 Variable LanguageModel::loss(Tape& tape, const Tensor& tokens, const Tensor& targets, const Tensor& boundaries,
                              const Tensor& row_losses) const {
-  return cross_entropy(tape, hidden(tape, tokens, boundaries, nullptr), output_weight(), targets, row_losses);
+  return cross_entropy(tape, hidden(tape, tokens, boundaries, nullptr), output_weight(), targets, row_losses,
+                       compute_.precision);
 }
 
 Tensor LanguageModel::logits(const Tensor& tokens, const Tensor& boundaries) const {
@@ -213,6 +250,20 @@ Tensor LanguageModel::read(ModelCache& cache, const Tensor& tokens) const {
   const Tensor h = hidden(Tape::off(), tokens, {}, &cache).value();
   const Tensor last = to_dtype(h.select(1, h.size(1) - 1), DType::f32);
   return linear_forward(last, output_weight().value());
+}
+
+std::string LanguageModel::first_not_finite(const Tensor& tokens, const Tensor& boundaries) const {
+  std::string first;
+  int64_t layers_done = 0;
+  try {
+    hidden(Tape::off(), tokens, boundaries, nullptr, [&](const std::string& place, const Tensor& out) {
+      if (first.empty() && !std::isfinite(gradient_norm(std::span(&out, 1)))) first = place;
+      if (place.ends_with(".mlp")) ++layers_done;
+    });
+  } catch (const Error&) {  // the mixer refuses decays that are not finite
+    if (first.empty()) first = fmt::format("model.layers.{}.self_attn", layers_done);
+  }
+  return first;
 }
 
 }  // namespace furious

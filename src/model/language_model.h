@@ -5,11 +5,13 @@
 // Forward code only: run on a tape it can be differentiated, run with a cache it continues a sequence.
 #pragma once
 
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "model/config.h"
+#include "ops/matmul.h"
 #include "ops/mixer/recurrent.h"
 #include "ops/tape.h"
 
@@ -39,13 +41,23 @@ struct Parameter {
   Variable value;
 };
 
+// How a model computes; what it computes stays the same but for rounding.
+struct Compute {
+  MatmulPrecision precision = MatmulPrecision::f32;
+  bool recompute = false;  // keep only the input of each layer for the backward pass, and run the layer again there
+};
+
 class LanguageModel {
  public:
   // New weights: normal(0, 0.02), convolution uniform ±1/√window, decay and dt as Mamba-2 starts them.
   LanguageModel(const ModelConfig& config, uint64_t seed);
+  // Weights from elsewhere: `fill` is called once for each parameter, with its name and the f32 tensor to write.
+  using Fill = std::function<void(const std::string& name, const Tensor& out)>;
+  LanguageModel(const ModelConfig& config, const Fill& fill);
 
   const ModelConfig& config() const { return config_; }
   const std::vector<Parameter>& parameters() const { return parameters_; }
+  void set_compute(const Compute& compute) { compute_ = compute; }
 
   // Mean cross-entropy of targets (i32 [batch, length], −1 ignored) after tokens of the same shape. Documents of a
   // packed batch are kept apart by boundaries (ops/boundaries.h).
@@ -57,13 +69,26 @@ class LanguageModel {
   // Reads more tokens [batch, length] of every sequence of the cache; logits [batch, vocabulary] after the last.
   Tensor read(ModelCache& cache, const Tensor& tokens) const;
 
+  // Where a full pass first meets a number that is not finite, as the checkpoint names the place
+  // ("model.layers.3.self_attn"); empty if nowhere.
+  std::string first_not_finite(const Tensor& tokens, const Tensor& boundaries = {}) const;
+
  private:
   struct Layer {
     Variable input_norm, qkv, conv_weight, conv_bias, dt, dt_bias, a_mask, a_log, d, z_gate, z_gate_bias, out_norm, out;
     Variable mlp_norm, gate, up, down;
   };
 
-  Variable hidden(Tape& tape, const Tensor& tokens, const Tensor& boundaries, ModelCache* cache) const;
+  // Makes the parameters, in order.
+  class Maker;
+  void make(Maker& maker);
+
+  // Called with the place and what came out of it.
+  using Observer = std::function<void(const std::string& place, const Tensor& out)>;
+  Variable hidden(Tape& tape, const Tensor& tokens, const Tensor& boundaries, ModelCache* cache,
+                  const Observer& observe = {}) const;
+  Variable project(Tape& tape, const Variable& x, const Variable& weight, const Variable& bias = {}) const;
+  Variable mlp(Tape& tape, const Layer& layer, const Variable& x) const;
   Variable block(Tape& tape, const Layer& layer, const Variable& h, const Tensor& boundaries,
                  ModelCache::Layer* cache) const;
   Variable mix(Tape& tape, const Variable& q, const Variable& k, const Variable& v, const Variable& log_decay,
@@ -71,6 +96,7 @@ class LanguageModel {
   Variable output_weight() const { return config_.tie_embeddings ? embedding_ : head_; }
 
   ModelConfig config_;
+  Compute compute_;
   std::vector<Parameter> parameters_;
   std::vector<Layer> layers_;
   Variable embedding_, norm_, head_;

@@ -115,6 +115,16 @@ void Tape::run_backward() {
   }
 }
 
+Variable recomputed(Tape& tape, const Variable& x, const std::function<Variable(Tape&, const Variable&)>& f) {
+  if (!tape.recording()) return f(tape, x);
+  return tape.record(f(Tape::off(), x).value(), {x}, [x, f](const Tensor& gradient) {
+    Tape inner;
+    const Variable input(x.value(), true);
+    inner.backward(f(inner, input), gradient);
+    if (input.gradient()) x.add_gradient(input.gradient());
+  });
+}
+
 Tape& Tape::off() {
   static Tape tape = [] {
     Tape silent;

@@ -104,4 +104,8 @@ class Tape {
   bool recording_ = true;
 };
 
+// f(tape, x) without keeping what lies between x and the result: the backward pass runs f once more. `f` must give the
+// same result each time; the variables it captures receive their gradients as always.
+Variable recomputed(Tape& tape, const Variable& x, const std::function<Variable(Tape&, const Variable&)>& f);
+
 }  // namespace furious

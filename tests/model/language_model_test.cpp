@@ -114,6 +114,27 @@ TEST_P(EveryPreset, CacheGivesTheLogitsOfTheFullPass) {
   EXPECT_GT(cache.bytes(), 0);
 }
 
+TEST_P(EveryPreset, RecomputationChangesNoBit) {
+  Random random(4);
+  const ModelConfig config = little(GetParam());
+  const Tensor tokens = random_tokens(random, {2, 9}, config.vocabulary);
+  const Tensor targets = random_tokens(random, {2, 9}, config.vocabulary);
+  const Tensor boundaries = int_tensor_of({4, 13}, {2});
+  LanguageModel plain(config, 7), again(config, 7);
+  again.set_compute({.recompute = true});
+  std::vector<Tensor> losses;
+  for (const LanguageModel* model : {&plain, &again}) {
+    Tape tape;
+    const Variable loss = model->loss(tape, tokens, targets, boundaries);
+    tape.backward(loss);
+    losses.push_back(loss.value());
+  }
+  EXPECT_TRUE(same_bits(losses[0], losses[1]));
+  for (size_t i = 0; i < plain.parameters().size(); ++i)
+    EXPECT_TRUE(same_bits(plain.parameters()[i].value.gradient(), again.parameters()[i].value.gradient()))
+        << plain.parameters()[i].name;
+}
+
 TEST_P(EveryPreset, LearnsToRepeat) {
   Random random(3);
   const ModelConfig config = little(GetParam());
@@ -169,6 +190,34 @@ TEST(LanguageModel, CountsItsParameters) {
       EXPECT_EQ(numbers, parameter_count(config)) << preset.name;
     }
   }
+}
+
+TEST(LanguageModel, TakesWeightsFromElsewhere) {
+  const LanguageModel a(little(preset("mamba2")), 5);
+  size_t next = 0;
+  const LanguageModel b(a.config(), [&](const std::string& name, const Tensor& out) {
+    EXPECT_EQ(name, a.parameters()[next].name);
+    copy(out, a.parameters()[next++].value.value());
+  });
+  Random random(5);
+  const Tensor tokens = random_tokens(random, {1, 7}, 23);
+  EXPECT_TRUE(same_bits(a.logits(tokens), b.logits(tokens)));
+}
+
+TEST(LanguageModel, FindsTheFirstPlaceThatIsNotFinite) {
+  Random random(6);
+  const Tensor tokens = random_tokens(random, {1, 7}, 23);
+  const auto broken_at = [&](const std::string& parameter) {
+    const LanguageModel model(little(preset("2mamba")), 5);
+    for (const Parameter& p : model.parameters())
+      if (p.name == parameter) fill(p.value.value(), std::nanf(""));
+    return model.first_not_finite(tokens);
+  };
+  EXPECT_EQ(broken_at(""), "");
+  EXPECT_EQ(broken_at("model.embed_tokens.weight"), "model.embed_tokens");
+  EXPECT_EQ(broken_at("model.layers.1.self_attn.A_mask_proj.weight"), "model.layers.1.self_attn");
+  EXPECT_EQ(broken_at("model.layers.0.self_attn.o_proj.weight"), "model.layers.0.self_attn");
+  EXPECT_EQ(broken_at("model.layers.1.mlp.up_proj.weight"), "model.layers.1.mlp");
 }
 
 TEST(LanguageModel, SameSeedSameWeights) {
