@@ -1,17 +1,13 @@
-// What went wrong, said to the user: where, what came, what was expected, what to do.
+// Throwing an Error with a formatted message.
 #pragma once
 
 #include <fmt/format.h>
 
-#include <stdexcept>
 #include <string>
 
-namespace furious {
+#include "furious/error.h"
 
-class Error : public std::runtime_error {
- public:
-  using std::runtime_error::runtime_error;
-};
+namespace furious {
 
 template <class... Args>
 [[noreturn]] void fail(fmt::format_string<Args...> format, Args&&... args) {

@@ -1,0 +1,13 @@
+// What went wrong, said to the user: where, what came, what was expected, what to do.
+#pragma once
+
+#include <stdexcept>
+
+namespace furious {
+
+class Error : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+}  // namespace furious
