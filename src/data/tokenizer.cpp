@@ -12,10 +12,16 @@
 #include "base/hash.h"
 #include "base/names.h"
 #include "data/sentencepiece_model.h"
+#include "data/shards_json.h"
 
 namespace furious {
 namespace {
 
+namespace fs = std::filesystem;
+
+constexpr const char* kModelFile = "tokenizer.model";
+constexpr const char* kConfigFile = "tokenizer_config.json";
+constexpr const char* kKindKey = "tokenizer_class";
 constexpr std::string_view kSpaceMark = "\xE2\x96\x81";  // ▁, SentencePiece's space
 
 void check_id(const Tokenizer& tokenizer, int32_t id) {
@@ -180,6 +186,15 @@ class SentencePieceTokenizer final : public Tokenizer {
   bool word_by_word_ = false;
 };
 
+// What a folder's tokenizer_config.json says; empty where it says nothing.
+std::string saved_kind(const fs::path& folder) {
+  const fs::path path = folder / kConfigFile;
+  if (!fs::exists(path)) return {};
+  const nlohmann::ordered_json json = read_json(path.string());
+  const auto kind = json.find(kKindKey);
+  return kind != json.end() && kind->is_string() ? kind->get<std::string>() : std::string();
+}
+
 // Hands our lines to the trainer; an exception waits until the trainer, which knows none, has returned.
 class TrainerLines final : public sentencepiece::SentenceIterator {
  public:
@@ -223,10 +238,10 @@ std::shared_ptr<const Tokenizer> make_sentencepiece(std::string model, const std
 }
 
 std::shared_ptr<const Tokenizer> load_tokenizer(const std::string& name_or_path) {
-  if (name_or_path == "byte") return std::make_shared<ByteTokenizer>();
-  namespace fs = std::filesystem;
-  const fs::path path =
-      fs::is_directory(name_or_path) ? fs::path(name_or_path) / "tokenizer.model" : fs::path(name_or_path);
+  const bool is_folder = fs::is_directory(name_or_path);
+  if (name_or_path == "byte" || (is_folder && saved_kind(name_or_path) == "byte"))
+    return std::make_shared<ByteTokenizer>();
+  const fs::path path = is_folder ? fs::path(name_or_path) / kModelFile : fs::path(name_or_path);
   if (!fs::exists(path)) {
     const std::vector<std::string> built_in = {"byte"};
     const std::string near = nearest_name(name_or_path, built_in);
@@ -234,6 +249,11 @@ std::shared_ptr<const Tokenizer> load_tokenizer(const std::string& name_or_path)
          near.empty() ? "" : fmt::format(" (did you mean \"{}\"?)", near));
   }
   return make_sentencepiece(read_text(path), path.string());
+}
+
+void save_tokenizer(const fs::path& directory, const Tokenizer& tokenizer) {
+  if (const std::string model = tokenizer.model(); !model.empty()) write_text(directory / kModelFile, model);
+  write_text(directory / kConfigFile, nlohmann::ordered_json{{kKindKey, tokenizer.kind()}}.dump(2) + "\n");
 }
 
 std::string train_sentencepiece(LineSource& lines, const TokenizerTraining& training) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <filesystem>
 #include <memory>
 #include <span>
 #include <string>
@@ -36,8 +37,12 @@ class Tokenizer {
 };
 
 // "byte": 0..255 are the bytes, 256 is bos, 257 is eos. Otherwise the path of a SentencePiece model, or of a folder
-// with a tokenizer.model in it.
+// that save_tokenizer wrote or that has a tokenizer.model in it.
 std::shared_ptr<const Tokenizer> load_tokenizer(const std::string& name_or_path);
+
+// Writes tokenizer_config.json, which says the kind, and tokenizer.model where the tokenizer has one, into an existing
+// directory.
+void save_tokenizer(const std::filesystem::path& directory, const Tokenizer& tokenizer);
 
 // From the content of a model file; errors name `origin`.
 std::shared_ptr<const Tokenizer> make_sentencepiece(std::string model, const std::string& origin);

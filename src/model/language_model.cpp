@@ -35,11 +35,12 @@ double dt_bias_of(double log_dt) {
 }  // namespace
 
 // Makes parameters in order: new ones, each of which draws from a random stream of its own, so that one switch does not
-// move the others' numbers, or ones that `fill` gives.
+// move the others' numbers, or ones that `fill` gives. With a `visit`, it tells of them and makes none.
 class LanguageModel::Maker {
  public:
   Maker(std::vector<Parameter>& parameters, uint64_t seed, Fill fill)
       : parameters_(parameters), seed_(seed), fill_(std::move(fill)) {}
+  Maker(std::vector<Parameter>& parameters, Visit visit) : parameters_(parameters), visit_(std::move(visit)) {}
 
   Variable normal(const std::string& name, const Shape& shape) {
     return add(name, shape, [&](const Tensor& x, uint64_t stream) { fill_normal(x, 0, 0.02f, seed_, stream); });
@@ -62,6 +63,10 @@ class LanguageModel::Maker {
  private:
   template <class New>
   Variable add(const std::string& name, const Shape& shape, New&& new_values) {
+    if (visit_) {
+      visit_(name, shape);
+      return {};
+    }
     const Tensor value = Tensor::empty(shape, DType::f32);
     if (fill_)
       fill_(name, value);
@@ -73,8 +78,9 @@ class LanguageModel::Maker {
   }
 
   std::vector<Parameter>& parameters_;
-  uint64_t seed_;
+  uint64_t seed_ = 0;
   Fill fill_;
+  Visit visit_;
 };
 
 ModelCache::ModelCache(const ModelConfig& config, int64_t batch) : batch_(batch) {
@@ -142,14 +148,20 @@ int64_t ModelCache::bytes() const {
   return sum;
 }
 
-LanguageModel::LanguageModel(const ModelConfig& config, uint64_t seed) : config_(config) {
+LanguageModel::LanguageModel(const ModelConfig& config, uint64_t seed) : LanguageModel(config) {
   Maker maker(parameters_, seed, {});
   make(maker);
 }
 
-LanguageModel::LanguageModel(const ModelConfig& config, const Fill& fill) : config_(config) {
+LanguageModel::LanguageModel(const ModelConfig& config, const Fill& fill) : LanguageModel(config) {
   Maker maker(parameters_, 0, fill);
   make(maker);
+}
+
+void LanguageModel::visit_parameters(const ModelConfig& config, const Visit& visit) {
+  LanguageModel model(config);
+  Maker maker(model.parameters_, visit);
+  model.make(maker);
 }
 
 void LanguageModel::make(Maker& maker) {

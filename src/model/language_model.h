@@ -66,6 +66,10 @@ class LanguageModel {
   using Fill = std::function<void(const std::string& name, const Tensor& out)>;
   LanguageModel(const ModelConfig& config, const Fill& fill);
 
+  // Names and shapes of the parameters of such a model, in order, without making them.
+  using Visit = std::function<void(const std::string& name, const Shape& shape)>;
+  static void visit_parameters(const ModelConfig& config, const Visit& visit);
+
   const ModelConfig& config() const { return config_; }
   const std::vector<Parameter>& parameters() const { return parameters_; }
   void set_compute(const Compute& compute) { compute_ = compute; }
@@ -89,6 +93,8 @@ class LanguageModel {
     Variable input_norm, qkv, conv_weight, conv_bias, dt, dt_bias, a_mask, a_log, d, z_gate, z_gate_bias, out_norm, out;
     Variable mlp_norm, gate, up, down;
   };
+
+  explicit LanguageModel(const ModelConfig& config) : config_(config) {}
 
   // Makes the parameters, in order.
   class Maker;

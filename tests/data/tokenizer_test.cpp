@@ -111,8 +111,33 @@ TEST(LoadTokenizer, FromFileAndFolder) {
   EXPECT_NE(load_tokenizer(path)->fingerprint(), load_tokenizer("byte")->fingerprint());
 }
 
+TEST(LoadTokenizer, ReadsWhatWasSaved) {
+  const TemporaryFolder folder;
+  const std::filesystem::path path = folder.path("");
+  const auto sentencepiece = make_sentencepiece(small_model(), "test");
+  // Each takes the place of the one before.
+  for (const auto& tokenizer : {load_tokenizer("byte"), sentencepiece, load_tokenizer("byte")}) {
+    save_tokenizer(path, *tokenizer);
+    const auto loaded = load_tokenizer(path);
+    EXPECT_EQ(loaded->fingerprint(), tokenizer->fingerprint());
+    EXPECT_EQ(loaded->encode("the snake"), tokenizer->encode("the snake"));
+  }
+}
+
+TEST(LoadTokenizer, ReadsAFolderOfHuggingFace) {
+  const TemporaryFolder folder;
+  folder.write("tokenizer.model", small_model());
+  folder.write("tokenizer_config.json", R"({"tokenizer_class": "LlamaTokenizer", "bos_token": {"content": "<s>"}})");
+  EXPECT_EQ(load_tokenizer(folder.path(""))->model(), small_model());
+}
+
 TEST(LoadTokenizer, SaysWhatIsWrong) {
   const TemporaryFolder folder;
+  expect_error([&] { load_tokenizer(folder.path("")); }, {"tokenizer.model", "does not exist", "\"byte\""});
+  folder.write("odd/tokenizer_config.json", R"({"tokenizer_class": 3})");
+  expect_error([&] { load_tokenizer(folder.path("odd")); }, {"tokenizer.model", "does not exist"});
+  folder.write("odd/tokenizer_config.json", "{");
+  expect_error([&] { load_tokenizer(folder.path("odd")); }, {"tokenizer_config.json", "not JSON"});
   expect_error([&] { load_tokenizer(folder.path("none.model")); }, {"none.model", "does not exist", "\"byte\""});
   expect_error([] { load_tokenizer("bytes"); }, {"\"bytes\"", "did you mean \"byte\""});
   expect_error([&] { load_tokenizer(folder.write("text", "not a model at all")); }, {"not a SentencePiece model"});

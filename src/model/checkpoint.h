@@ -1,0 +1,25 @@
+// A model on disk: a Hugging Face directory with config.json and model.safetensors. Names follow Llama and the authors'
+// release (model.layers.N.self_attn.qkv_proj.weight, …).
+#pragma once
+
+#include <filesystem>
+#include <string>
+
+#include "model/config_json.h"
+#include "model/language_model.h"
+
+namespace furious {
+
+// Reads a model: a directory with config.json and model.safetensors (or shards with their index), or a .safetensors
+// file of the authors' release. `arch` is needed only where nothing on disk says it (the authors' release: dimensions
+// follow from tensor shapes).
+//
+// Every tensor is compared with the configuration before the model is made. One that is missing, of another shape or
+// left over is an Error; only buffers that hold no weights (masks, rotary frequencies) may be left over.
+LanguageModel load_model(const std::filesystem::path& path, const std::string& arch = "");
+ModelConfig load_config(const std::filesystem::path& path, const std::string& arch = "");
+
+// Writes config.json and model.safetensors, with f32 weights, into an existing directory.
+void save_model(const std::filesystem::path& directory, const LanguageModel& model);
+
+}  // namespace furious

@@ -1,0 +1,214 @@
+#include "model/config_json.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <nlohmann/json.hpp>
+
+#include "base/error.h"
+#include "base/names.h"
+
+namespace furious {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+// Far beyond any model; the product of all of them still fits 64 bits.
+constexpr int64_t kMostWidth = 1 << 22;
+constexpr int64_t kMostHeads = 1 << 14;
+constexpr int64_t kMostLayers = 1 << 14;
+
+constexpr std::string_view kOwnType = "furious";
+constexpr std::string_view kLlamaType = "llama";
+
+// In the order of the enumerations.
+template <class Enum>
+const std::vector<std::string> kNames;
+template <>
+const std::vector<std::string> kNames<Score> = {"linear", "squared", "exponential"};
+template <>
+const std::vector<std::string> kNames<Norm> = {"none", "sum"};
+template <>
+const std::vector<std::string> kNames<DecayKind> = {"none", "original", "softplus"};
+template <>
+const std::vector<std::string> kNames<Activation> = {"none", "relu", "silu"};
+template <>
+const std::vector<std::string> kNames<RopePairing> = {"halves", "interleaved"};
+
+template <class Number>
+struct Range {
+  Number low, high;
+};
+
+class Writer {
+ public:
+  template <class Number>
+  void operator()(const char* key, Number value, Range<Number>) {
+    json[key] = value;
+  }
+  // As short as a float needs: 1e-05, not the digits of the double next to it.
+  void operator()(const char* key, float value, Range<float>) {
+    json[key] = std::strtod(fmt::format("{}", value).c_str(), nullptr);
+  }
+  void operator()(const char* key, bool value) { json[key] = value; }
+  void operator()(const char* key, const std::string& value) { json[key] = value; }
+  template <class Enum>
+  void operator()(const char* key, Enum value) requires std::is_enum_v<Enum> {
+    json[key] = kNames<Enum>[static_cast<size_t>(value)];
+  }
+
+  Json json;
+};
+
+class Reader {
+ public:
+  Reader(std::string_view text, const std::string& origin) : origin_(origin) {
+    json_ = Json::parse(text.begin(), text.end(), nullptr, false);
+    require(json_.is_object(), "{}: not a JSON object; expected the configuration of a model", origin);
+  }
+
+  void operator()(const char* key, int64_t& value, Range<int64_t> range) const {
+    const Json& found = at(key);
+    const bool fits = found.is_number_integer() && found >= range.low && found <= range.high;
+    if (!fits) unexpected(key, fmt::format("a whole number from {} to {}", range.low, range.high));
+    value = found.get<int64_t>();
+  }
+  template <class Real>
+  void operator()(const char* key, Real& value, Range<Real> range) const {
+    const Json& found = at(key);
+    const double number = found.is_number() ? found.get<double>() : std::nan("");
+    // Negated, so that NaN is refused.
+    if (!(number >= static_cast<double>(range.low) && number <= static_cast<double>(range.high)))
+      unexpected(key, fmt::format("a number from {} to {}", range.low, range.high));
+    value = static_cast<Real>(number);
+  }
+  void operator()(const char* key, bool& value) const {
+    if (!at(key).is_boolean()) unexpected(key, "true or false");
+    value = at(key).get<bool>();
+  }
+  void operator()(const char* key, std::string& value) const {
+    if (!at(key).is_string()) unexpected(key, "a text");
+    value = at(key).get<std::string>();
+  }
+  template <class Enum>
+  void operator()(const char* key, Enum& value) const requires std::is_enum_v<Enum> {
+    std::string name;
+    (*this)(key, name);
+    const auto found = std::ranges::find(kNames<Enum>, name);
+    if (found == kNames<Enum>.end())
+      unknown_name(fmt::format("\"{}\" in {}:", key, origin_), name.substr(0, kShown), kNames<Enum>);
+    value = static_cast<Enum>(found - kNames<Enum>.begin());
+  }
+
+  bool has(const char* key) const { return json_.contains(key) && !json_[key].is_null(); }
+
+  // For a key that may be left out, or null.
+  template <class Value, class... More>
+  void optional(const char* key, Value& value, More... range) const {
+    if (has(key)) (*this)(key, value, range...);
+  }
+
+  // `key` may be left out; when it is there it must say the same as the rest.
+  template <class Value>
+  void repeats(const char* key, const Value& expected, std::string_view why) const {
+    if (has(key) && at(key) != expected) unexpected(key, fmt::format("{}: {}", Json(expected).dump(), why));
+  }
+
+  [[noreturn]] void unexpected(const char* key, std::string_view expected) const {
+    std::string shown = at(key).dump();
+    if (shown.size() > kShown) shown = shown.substr(0, kShown) + "…";
+    fail("{}: \"{}\" is {}, expected {}", origin_, key, shown, expected);
+  }
+
+ private:
+  static constexpr size_t kShown = 60;
+
+  const Json& at(const char* key) const {
+    const auto found = json_.find(key);
+    if (found != json_.end()) return *found;
+    std::vector<std::string> known;
+    for (const auto& item : json_.items()) known.push_back(item.key());
+    const std::string near = nearest_name(key, known);
+    fail("{}: \"{}\" is missing{}", origin_, key, near.empty() ? "" : fmt::format("; is \"{}\" a misspelling?", near));
+  }
+
+  const std::string& origin_;
+  Json json_;
+};
+
+constexpr Range<int64_t> kWidth{1, kMostWidth}, kHeads{1, kMostHeads}, kLayers{1, kMostLayers};
+constexpr Range<int64_t> kHeadDim{kSmallestDim, kLargestDim};
+constexpr Range<float> kEps{1e-20f, 1};
+constexpr Range<double> kRopeBase{1, 1e15};
+
+// What a Llama has too, under its keys.
+template <class Config, class Keys>
+void each_llama_key(Config& config, Keys& keys) {
+  keys("vocab_size", config.vocabulary, kWidth);
+  keys("hidden_size", config.hidden, kWidth);
+  keys("intermediate_size", config.intermediate, kWidth);
+  keys("num_hidden_layers", config.layers, kLayers);
+}
+
+// Every key of our own, for both directions.
+template <class Config, class Keys>
+void each_key(Config& config, Keys& keys) {
+  auto& block = config.block;
+  keys("arch", config.arch);
+  each_llama_key(config, keys);
+  keys("q_heads", config.q_heads, kHeads);
+  keys("k_heads", config.k_heads, kHeads);
+  keys("v_heads", config.v_heads, kHeads);
+  keys("head_dim", config.head_dim, kHeadDim);
+  keys("rms_norm_eps", config.norm_eps, kEps);
+  keys("tie_word_embeddings", config.tie_embeddings);
+  keys("score", block.score);
+  keys("norm", block.norm);
+  keys("decay", block.decay);
+  keys("conv_window", block.conv_window, Range<int64_t>{0, 4});
+  keys("conv_silu", block.conv_silu);
+  keys("qk_activation", block.qk_activation);
+  keys("discretize", block.discretize);
+  keys("dt_bias", block.dt_bias);
+  keys("d_residual", block.d_residual);
+  keys("z_gate", block.z_gate);
+  keys("rope", block.rope);
+  keys("rope_pairing", block.rope_pairing);
+  keys("rope_theta", block.rope_base, kRopeBase);
+}
+
+ModelConfig own_config(const Reader& reader) {
+  ModelConfig config;
+  each_key(config, reader);
+  reader.repeats("num_attention_heads", config.heads(), "the largest of q_heads, k_heads and v_heads");
+  reader.repeats("num_key_value_heads", config.k_heads, "the same as k_heads");
+  return config;
+}
+
+}  // namespace
+
+std::string config_to_json(const ModelConfig& config) {
+  Writer writer;
+  writer.json = {{"architectures", {"FuriousForCausalLM"}}, {"model_type", kOwnType}};
+  each_key(config, writer);
+  writer.json["num_attention_heads"] = config.heads();
+  writer.json["num_key_value_heads"] = config.k_heads;
+  writer.json["torch_dtype"] = "float32";
+  return writer.json.dump(2) + "\n";
+}
+
+ModelConfig config_from_json(std::string_view text, const std::string& origin) {
+  const Reader reader(text, origin);
+  std::string type;
+  reader("model_type", type);
+  if (type != kOwnType) reader.unexpected("model_type", fmt::format("\"{}\"", kOwnType));
+  ModelConfig config = own_config(reader);
+  try {
+    check_config(config);
+  } catch (const Error& error) {
+    fail("{}: {}", origin, error.what());
+  }
+  return config;
+}
+
+}  // namespace furious

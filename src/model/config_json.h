@@ -1,0 +1,18 @@
+// A model's configuration as the JSON text of a Hugging Face config.json: their keys where they have one, the names of
+// BlockConfig for the rest.
+#pragma once
+
+#include <string>
+#include <string_view>
+
+#include "model/config.h"
+
+namespace furious {
+
+std::string config_to_json(const ModelConfig& config);
+
+// Takes what config_to_json writes, and the config.json of a Llama, which is `softmax`. Errors name `origin` and the
+// key. Numbers are bounded, so that no size computed from them overflows.
+ModelConfig config_from_json(std::string_view text, const std::string& origin);
+
+}  // namespace furious
