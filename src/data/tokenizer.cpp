@@ -227,6 +227,12 @@ class TrainerLines final : public sentencepiece::SentenceIterator {
 
 }  // namespace
 
+std::string Tokenizer::first_piece(int32_t id) const {
+  const std::string inside = piece(id);
+  if (!inside.starts_with(' ')) return inside;  // decoding would also replace a byte that is no character by itself
+  return decode(std::span(&id, 1));
+}
+
 std::shared_ptr<const Tokenizer> make_sentencepiece(std::string model, const std::string& origin) {
   return std::make_shared<SentencePieceTokenizer>(std::move(model), origin);
 }

@@ -25,6 +25,8 @@ class Tokenizer {
   // The bytes that one id adds in the middle of a text, for streaming through a Utf8Streamer. Empty for ids that stand
   // for no text, such as eos.
   virtual std::string piece(int32_t id) const = 0;
+  // The same for the first id of a text: without the space that a tokenizer puts before it.
+  std::string first_piece(int32_t id) const;
 
   virtual int32_t vocabulary_size() const = 0;
   virtual int32_t bos() const = 0;  // -1 where there is none

@@ -92,6 +92,55 @@ ModelCache::ModelCache(const ModelConfig& config, int64_t batch) : batch_(batch)
   }
 }
 
+namespace {
+
+// Calls f(name, tensor) for each tensor of a layer's cache.
+void for_each_tensor(int64_t layer, auto& mixer, auto& conv, auto&& f) {
+  const std::string prefix = fmt::format("layers.{}.", layer);
+  f(prefix + "k", mixer.k);
+  f(prefix + "v", mixer.v);
+  f(prefix + "log_decay", mixer.log_decay);
+  f(prefix + "state", mixer.state);
+  f(prefix + "conv", conv);
+}
+
+}  // namespace
+
+ModelCache::Contents ModelCache::contents() const {
+  Contents contents;
+  for (size_t i = 0; i < layers_.size(); ++i) {
+    const MixerContents mixer = layers_[i].mixer.contents();
+    contents.tokens = mixer.tokens;
+    contents.pending = mixer.pending;
+    for_each_tensor(static_cast<int64_t>(i), mixer, layers_[i].conv, [&](const std::string& name, const Tensor& x) {
+      if (x) contents.tensors[name] = x;
+    });
+  }
+  return contents;
+}
+
+ModelCache::ModelCache(const ModelConfig& config, int64_t batch, const Contents& contents) : batch_(batch) {
+  size_t used = 0;
+  for (int64_t i = 0; i < config.layers; ++i) {
+    MixerContents mixer{contents.tokens, contents.pending, {}, {}, {}, {}};
+    Tensor conv;
+    for_each_tensor(i, mixer, conv, [&](const std::string& name, Tensor& x) {
+      const auto found = contents.tensors.find(name);
+      if (found == contents.tensors.end()) return;
+      x = found->second;
+      ++used;
+    });
+    require(conv.defined() == (config.block.conv_window > 0),
+            "model_cache: the convolution's inputs are in the contents or in the model, but not in both");
+    if (conv)
+      ArgumentCheck("model_cache")
+          .dense("conv", conv, DType::f32, {batch, config.block.conv_window - 1, config.qkv_width()});
+    layers_.push_back({MixerCache(config.block.mixer(), cache_sizes(config, batch), mixer), conv});
+  }
+  require(used == contents.tensors.size(), "model_cache: contents with {} tensors, the model knows {} of them",
+          contents.tensors.size(), used);
+}
+
 int64_t ModelCache::bytes() const {
   int64_t sum = 0;
   for (const Layer& layer : layers_)

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <functional>
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -21,6 +22,16 @@ namespace furious {
 class ModelCache {
  public:
   ModelCache(const ModelConfig& config, int64_t batch);
+
+  // Everything it holds, to keep elsewhere and go on from later, to the bit. Every tensor begins with the batch.
+  struct Contents {
+    int64_t tokens = 0;   // read
+    int64_t pending = 0;  // of them not yet in the state (MixerContents)
+    std::map<std::string, Tensor> tensors;
+  };
+  Contents contents() const;
+  // Goes on from there; what does not fit the model is refused.
+  ModelCache(const ModelConfig& config, int64_t batch, const Contents& contents);
 
   int64_t tokens() const { return layers_.front().mixer.tokens(); }
   int64_t batch() const { return batch_; }

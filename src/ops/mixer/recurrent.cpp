@@ -49,6 +49,67 @@ MixerCache::MixerCache(const MixerSpec& spec, const Sizes& sizes) : spec_(spec) 
   first_fold_ = CachePage::kTokens * ((state + page - 1) / page + pages_for(window_));
 }
 
+MixerCache::MixerCache(const MixerSpec& spec, const Sizes& sizes, const MixerContents& contents)
+    : MixerCache(spec, sizes) {
+  const ArgumentCheck check("mixer_cache");
+  const bool folded = contents.state.defined();
+  require(!folded || spec.has_state(), "mixer_cache: contents with a state, but an exponential score has none");
+  require(spec.decay || !contents.log_decay, "mixer_cache: contents with decays, but the spec has no decay");
+  const int64_t most = folded ? window_ : spec.has_state() ? first_fold_ : contents.tokens;
+  require(contents.pending >= 0 && contents.pending <= most && contents.pending <= contents.tokens &&
+              (folded || contents.pending == contents.tokens),
+          "mixer_cache: {} tokens of {} in the window cannot be", contents.pending, contents.tokens);
+  if (folded) {
+    check.dense("state", contents.state, DType::f32,
+                {shape_.batch, shape_.heads, shape_.state_rows, shape_.state_columns});
+    state_ = new_state();
+    cpu::cache_load(spec_, shape_, contents.state, state_);
+  }
+  tokens_ = contents.tokens;
+  pending_ = contents.pending;
+  const int64_t pages = pages_kept(folded, pending_);
+  if (pages == 0) return;
+  check.dense("k", contents.k, DType::f32, {shape_.batch, pages, shape_.k_heads, CachePage::kTokens, shape_.qk_dim});
+  check.dense("v", contents.v, DType::f32, {shape_.batch, pages, shape_.v_heads, CachePage::kTokens, shape_.v_dim});
+  if (spec_.decay)
+    check.dense("log_decay", contents.log_decay, DType::f32, {shape_.batch, pages, shape_.heads, CachePage::kTokens});
+  for (int64_t p = 0; p < pages; ++p) {
+    pages_.push_back(new_page());
+    copy(pages_[p].k, contents.k.select(1, p));
+    copy(pages_[p].v, contents.v.select(1, p));
+    if (spec_.decay) copy(pages_[p].log_decay, contents.log_decay.select(1, p));
+  }
+}
+
+int64_t MixerCache::pages_kept(bool folded, int64_t pending) const {
+  return pages_for(folded ? window_ : pending);
+}
+
+MixerContents MixerCache::contents() const {
+  MixerContents contents{tokens_, pending_, {}, {}, {}, {}};
+  if (state_) {
+    contents.state = Tensor::empty({shape_.batch, shape_.heads, shape_.state_rows, shape_.state_columns}, DType::f32);
+    cpu::cache_store(spec_, shape_, state_, contents.state);
+  }
+  const int64_t pages = pages_kept(state_.defined(), pending_);
+  if (pages == 0) return contents;
+  const auto gather = [&](Tensor CachePage::*member) {
+    const Tensor page = new_page().*member;
+    std::vector<int64_t> sizes(page.shape().begin(), page.shape().end());
+    sizes.insert(sizes.begin() + 1, pages);
+    const Tensor all = Tensor::zeros(Shape(sizes), DType::f32);
+    for (int64_t p = 0; p < pages_for(pending_); ++p) {
+      const int64_t used = std::min(CachePage::kTokens, pending_ - p * CachePage::kTokens);
+      copy(all.select(1, p).slice(2, 0, used), (pages_[p].*member).slice(2, 0, used));
+    }
+    return all;
+  };
+  contents.k = gather(&CachePage::k);
+  contents.v = gather(&CachePage::v);
+  if (spec_.decay) contents.log_decay = gather(&CachePage::log_decay);
+  return contents;
+}
+
 int64_t MixerCache::bytes() const {
   size_t sum = state_ ? state_.bytes() : 0;
   for (const CachePage& page : pages_)
@@ -56,15 +117,17 @@ int64_t MixerCache::bytes() const {
   return static_cast<int64_t>(sum);
 }
 
+CachePage MixerCache::new_page() const {
+  CachePage page;
+  page.k = Tensor::empty({shape_.batch, shape_.k_heads, CachePage::kTokens, shape_.qk_dim}, DType::f32);
+  page.v = Tensor::empty({shape_.batch, shape_.v_heads, CachePage::kTokens, shape_.v_dim}, DType::f32);
+  if (spec_.decay) page.log_decay = Tensor::empty({shape_.batch, shape_.heads, CachePage::kTokens}, DType::f32);
+  return page;
+}
+
 void MixerCache::append(const Tensor& k, const Tensor& v, const Tensor& log_decay) {
   const int64_t at = pending_ % CachePage::kTokens;
-  if (at == 0 && pending_ / CachePage::kTokens == static_cast<int64_t>(pages_.size())) {
-    CachePage page;
-    page.k = Tensor::empty({shape_.batch, shape_.k_heads, CachePage::kTokens, shape_.qk_dim}, DType::f32);
-    page.v = Tensor::empty({shape_.batch, shape_.v_heads, CachePage::kTokens, shape_.v_dim}, DType::f32);
-    if (spec_.decay) page.log_decay = Tensor::empty({shape_.batch, shape_.heads, CachePage::kTokens}, DType::f32);
-    pages_.push_back(std::move(page));
-  }
+  if (at == 0 && pending_ / CachePage::kTokens == static_cast<int64_t>(pages_.size())) pages_.push_back(new_page());
   const CachePage& page = pages_[pending_ / CachePage::kTokens];
   copy(page.k.select(2, at), k);
   copy(page.v.select(2, at), v);

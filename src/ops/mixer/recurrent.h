@@ -24,6 +24,17 @@ struct CachePage {
   Tensor log_decay;  // [batch, heads, kTokens]; with decay only
 };
 
+// Everything that a MixerCache holds, to keep elsewhere and go on from later. A cache with a state has room for a whole
+// window here, used or not: it takes the same space at any length.
+struct MixerContents {
+  int64_t tokens = 0;   // seen
+  int64_t pending = 0;  // of them in the pages; what lies beyond them there is zero
+  Tensor k;             // [batch, pages, k_heads, CachePage::kTokens, qk_dim]
+  Tensor v;             // [batch, pages, v_heads, CachePage::kTokens, v_dim]
+  Tensor log_decay;     // [batch, pages, heads, CachePage::kTokens]; with decay only
+  Tensor state;         // of the tokens before these: [batch, heads, D, columns]; not there before the first fold
+};
+
 class MixerCache {
  public:
   struct Sizes {
@@ -31,6 +42,9 @@ class MixerCache {
   };
 
   MixerCache(const MixerSpec& spec, const Sizes& sizes);
+  // Goes on from contents(), to the bit; contents that cannot be of such a cache are refused.
+  MixerCache(const MixerSpec& spec, const Sizes& sizes, const MixerContents& contents);
+  MixerContents contents() const;
 
   // The next token of every sequence: q, k, v [batch, their heads, dim] f32 with unit inner stride, log_decay
   // [batch, heads] f32 exactly when the spec has decay. Returns the mixer's output [batch, heads, v_dim].
@@ -52,6 +66,9 @@ class MixerCache {
   void fold();
   void drop_window();
   Tensor new_state() const;
+  CachePage new_page() const;
+  // The pages of contents(): a whole window after the first fold, before it those that hold tokens.
+  int64_t pages_kept(bool folded, int64_t pending) const;
 
   MixerSpec spec_;
   MixerShape shape_;        // of one token

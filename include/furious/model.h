@@ -1,0 +1,105 @@
+// Language models in a program of your own: load one, let it read text and write on, keep its state.
+//
+//   const furious::Model model = furious::Model::load("runs/stories");
+//   furious::Session session(model);
+//   session.read("Once upon a time");
+//   session.write({}, [](std::string_view piece, int) { std::cout << piece << std::flush; return true; });
+//   session.save("story.state");
+//
+// Whatever goes wrong is thrown as furious::Error, with words for the user.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "furious/error.h"
+
+namespace furious {
+
+struct LoadOptions {
+  std::string arch;            // the architecture's name, for weights that come without a config.json
+  std::string tokenizer;       // "byte", a SentencePiece model or a folder with one; empty: the one of the checkpoint
+  std::string device = "cpu";  // where it runs; so far only "cpu"
+  bool bos = false;            // texts begin with bos; otherwise only where the checkpoint is a plain Llama
+};
+
+// A loaded checkpoint and its tokenizer. Copies share the weights; any number of sessions may use them at once.
+class Model {
+ public:
+  // A checkpoint directory, or a .safetensors file.
+  static Model load(const std::filesystem::path& path, const LoadOptions& options = {});
+
+  std::string arch() const;
+  int64_t parameters() const;  // how many numbers
+  int64_t vocabulary() const;
+
+  std::vector<int32_t> encode(std::string_view text) const;
+  std::string decode(const std::vector<int32_t>& ids) const;
+
+  struct Parts;  // of the library
+  explicit Model(std::shared_ptr<const Parts> parts);
+  const Parts& parts() const { return *parts_; }
+
+ private:
+  std::shared_ptr<const Parts> parts_;
+};
+
+// How the next token is chosen. A choice is a function of these, of what came before, and of its place in the text.
+struct Sampling {
+  double temperature = 0.8;       // 0: always the most probable token
+  int64_t top_k = 0;              // only the k most probable tokens; 0: all
+  double top_p = 0.95;            // only the most probable tokens that together have this probability; 1: all
+  double repetition_penalty = 1;  // above 1: tokens among the last 256 become less probable
+  uint64_t seed = 123;            // sequence i draws from seed + i
+};
+
+struct WriteOptions {
+  int64_t tokens = 256;  // at most
+  Sampling sampling;
+  std::vector<std::string> stop;  // the text ends before any of these
+};
+
+enum class Ending { tokens, eos, stop, interrupted };
+
+struct Text {
+  std::string text;
+  int64_t tokens = 0;
+  Ending ending = Ending::tokens;
+};
+
+// One or several texts that a model reads and writes, and what it remembers of them.
+class Session {
+ public:
+  explicit Session(const Model& model, int sequences = 1);
+  ~Session();
+  Session(Session&&) noexcept;
+  Session& operator=(Session&&) noexcept;
+
+  // Goes on reading, in every sequence. The first text is the start of a document.
+  void read(std::string_view text);
+
+  // Goes on writing, in every sequence, until each has come to its end. What it writes is also read: to write again
+  // goes on after it. A sequence that has ended while others go on reads eos in the meantime.
+  // `show` gets every text piece by piece, always whole characters; false ends the writing.
+  using Show = std::function<bool(std::string_view piece, int sequence)>;
+  std::vector<Text> write(const WriteOptions& options, const Show& show = {});
+
+  // All that it remembers, in a file. A session that loads it goes on exactly where this one was, to the bit; several
+  // sequences may also start from the state of one. After an error in load() the session is as it was before.
+  void save(const std::filesystem::path& file) const;
+  void load(const std::filesystem::path& file);
+
+  int64_t tokens() const;  // read and written so far, in each sequence
+  int64_t bytes() const;   // that remembering them takes now
+
+ private:
+  struct Memory;
+  std::unique_ptr<Memory> memory_;
+};
+
+}  // namespace furious

@@ -1,0 +1,32 @@
+// How well a model predicts text: the mean loss of its tokens, and the same per byte of text, which can be compared
+// between tokenizers.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <functional>
+
+#include "data/batches.h"
+#include "data/tokenizer.h"
+#include "model/language_model.h"
+
+namespace furious {
+
+struct TestLoss {
+  double sum = 0;          // of the losses of all predicted tokens, in nats
+  int64_t tokens = 0;      // predicted
+  int64_t text_bytes = 0;  // that these tokens stand for; counted when there is a tokenizer
+
+  double mean() const { return sum / static_cast<double>(tokens); }
+  double perplexity() const { return std::exp(mean()); }
+  double per_byte() const { return sum / static_cast<double>(text_bytes); }
+  double bits_per_byte() const { return per_byte() / std::log(2.0); }
+};
+
+// Over batches 0 to steps - 1. `progress` is called after each with the sum so far, and ends the work by returning
+// false: what was summed by then is returned.
+using TestLossProgress = std::function<bool(int64_t batches, const TestLoss& so_far)>;
+TestLoss test_loss(const LanguageModel& model, const BatchSource& batches, int64_t steps,
+                   const Tokenizer* tokenizer = nullptr, const TestLossProgress& progress = {});
+
+}  // namespace furious
