@@ -6,6 +6,7 @@
 namespace furious::cli {
 
 void add_bench(CLI::App& app);
+void add_bench_step(CLI::App& bench);
 void add_presets(CLI::App& app);
 void add_tokenize(CLI::App& app);
 void add_tokenizer(CLI::App& app);

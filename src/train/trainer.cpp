@@ -5,11 +5,11 @@
 #include <cmath>
 #include <nlohmann/json.hpp>
 
+#include "base/error.h"
 #include "base/hash.h"
 #include "base/memory.h"
 #include "data/synthetic.h"
 #include "eval/test_loss.h"
-#include "infer/generate.h"
 #include "model/checkpoint.h"
 #include "model/cost.h"
 #include "model/safetensors.h"
@@ -125,9 +125,7 @@ TrainData TrainData::open(const TrainOptions& options) {
   return open_dataset(options);
 }
 
-Trainer::Trainer(const TrainOptions& options, TrainData data) : options_(options), data_(std::move(data)) {}
-
-Trainer::Trainer(const TrainOptions& options) : Trainer(options, TrainData::open(options)) {
+Trainer::Trainer(const TrainOptions& options, TrainData data) : options_(options), data_(std::move(data)) {
   const int64_t vocabulary = data_.batches->vocabulary_size();
   ModelConfig config;
   if (options.init.empty()) {
@@ -148,7 +146,7 @@ Trainer::Trainer(const TrainOptions& options) : Trainer(options, TrainData::open
 }
 
 Trainer::Trainer(const TrainOptions& options, const fs::path& checkpoint)
-    : Trainer(options, TrainData::open(options)) {
+    : options_(options), data_(TrainData::open(options)) {
   const SafetensorsReader file(checkpoint / kTrainingFile);
   const Json saved = training_metadata(file);
   const std::string fingerprint = saved.value("data", "");
@@ -263,6 +261,10 @@ std::optional<double> Trainer::test_loss() const {
   int64_t batches = data_.test_batches > 0 ? data_.test_batches : kEndless;
   if (options_.eval_batches > 0) batches = std::min(batches, options_.eval_batches);
   return furious::test_loss(*model_, *data_.test, batches).mean();
+}
+
+std::string Trainer::sample(int64_t) const {
+  return {};
 }
 
 void Trainer::save(const fs::path& directory) const {
