@@ -43,17 +43,6 @@ Tensor random_tensor(const Shape& shape, float stddev, DType dtype, uint64_t str
   return dtype == DType::f32 ? values : to_dtype(values, dtype);
 }
 
-// Flop/s of a large f32 matrix product through the library: the best of several runs, so that floors are not soft.
-double matrix_rate() {
-  constexpr int64_t kSize = 1536;
-  const Tensor a = random_tensor({kSize, kSize}, 1, DType::f32, 1);
-  const Tensor b = random_tensor({kSize, kSize}, 1, DType::f32, 2);
-  const Tensor c = Tensor::empty({kSize, kSize}, DType::f32);
-  double best = 1e30;
-  for (int i = 0; i < 12; ++i) best = std::min(best, seconds_of([&] { matmul(c, a, b); }));
-  return 2.0 * kSize * kSize * kSize / best;
-}
-
 // In the order of their enumerations.
 const std::vector<std::string> kScoreNames{"linear", "squared", "exponential"};
 const std::vector<std::string> kNormNames{"none", "sum"};
@@ -163,7 +152,7 @@ void MixerBench::run() const {
             "bench mixer: an exponential score has no chunked form; use --form parallel");
   }
   if (threads > 0) set_threads(threads);
-  const double rate = matrix_rate();
+  const double rate = matmul_rate();
   fmt::print("mixer {} ({}), batch {}, {} heads of {}, {}, {} threads; floor at {:.0f} GFLOP/s ({})\n\n", preset,
              to_string(mixer), batch, heads, dim, dtype, furious::threads(), rate / 1e9, matmul_library());
   fmt::print("{:>9}  {:<10} {:<17} {:>10} {:>10} {:>10} {:>7} {:>12}\n", "length", "form", "pass", "ms", "GFLOP/s",

@@ -9,6 +9,7 @@ void add_bench(CLI::App& app);
 void add_presets(CLI::App& app);
 void add_tokenize(CLI::App& app);
 void add_tokenizer(CLI::App& app);
+void add_train(CLI::App& app);
 
 // The lines of `furious --version`.
 std::string version_text();

@@ -1,67 +1,24 @@
 // `furious tokenize`: a corpus to token shards.
 #include <fmt/format.h>
-#include <unistd.h>
 
-#include <chrono>
-#include <csignal>
 #include <memory>
 
-#include "base/error.h"
 #include "cli/commands.h"
+#include "cli/progress.h"
 #include "data/tokenize.h"
 
 namespace furious::cli {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
-volatile std::sig_atomic_t stop_requested = 0;
-
-// The first signal asks for a clean end; a second one ends at once.
-void stop_on_signals() {
-  struct sigaction action = {};
-  action.sa_handler = [](int) { stop_requested = 1; };
-  action.sa_flags = SA_RESETHAND;
-  for (const int signal : {SIGINT, SIGTERM}) ::sigaction(signal, &action, nullptr);
+std::string progress_text(const TokenizeProgress& progress, double seconds) {
+  const auto done = static_cast<double>(progress.disk_bytes - progress.disk_bytes_start);
+  const auto left = static_cast<double>(progress.disk_bytes_total - progress.disk_bytes);
+  return fmt::format("{:3.0f} %  {:.1f} MB/s  {:.2f} M tokens  {} left",
+                     100.0 * static_cast<double>(progress.disk_bytes) /
+                         static_cast<double>(std::max<int64_t>(1, progress.disk_bytes_total)),
+                     static_cast<double>(progress.text_bytes) / 1e6 / seconds,
+                     static_cast<double>(progress.tokens) / 1e6, done > 0 ? clock_text(seconds * left / done) : "?");
 }
-
-std::string clock_text(double seconds) {
-  const auto whole = static_cast<int64_t>(seconds + 0.5);
-  if (whole >= 3600) return fmt::format("{}:{:02}:{:02}", whole / 3600, whole / 60 % 60, whole % 60);
-  return fmt::format("{}:{:02}", whole / 60, whole % 60);
-}
-
-// One line that is drawn again and again on a terminal; now and then a line of its own elsewhere.
-class ProgressLine {
- public:
-  void show(const TokenizeProgress& progress) {
-    const auto now = Clock::now();
-    if (now - shown_ < (terminal_ ? std::chrono::milliseconds(200) : std::chrono::seconds(10))) return;
-    shown_ = now;
-    const double seconds = std::chrono::duration<double>(now - start_).count();
-    const auto done = static_cast<double>(progress.disk_bytes - progress.disk_bytes_start);
-    const auto left = static_cast<double>(progress.disk_bytes_total - progress.disk_bytes);
-    const std::string line =
-        fmt::format("{:3.0f} %  {:.1f} MB/s  {:.2f} M tokens  {} left",
-                    100.0 * static_cast<double>(progress.disk_bytes) /
-                        static_cast<double>(std::max<int64_t>(1, progress.disk_bytes_total)),
-                    static_cast<double>(progress.text_bytes) / 1e6 / seconds,
-                    static_cast<double>(progress.tokens) / 1e6, done > 0 ? clock_text(seconds * left / done) : "?");
-    if (terminal_)
-      fmt::print(stderr, "\r{:<70}", line);
-    else
-      fmt::print(stderr, "tokenize: {}\n", line);
-  }
-  void clear() const {
-    if (terminal_) fmt::print(stderr, "\r{:<70}\r", "");
-  }
-  double seconds() const { return std::chrono::duration<double>(Clock::now() - start_).count(); }
-
- private:
-  bool terminal_ = ::isatty(STDERR_FILENO) != 0;
-  Clock::time_point start_ = Clock::now();
-  Clock::time_point shown_ = start_;
-};
 
 void print_result(const TokenizeOptions& options, const TokenizeResult& result, double seconds) {
   const Manifest& manifest = result.manifest;
@@ -82,18 +39,15 @@ void print_result(const TokenizeOptions& options, const TokenizeResult& result, 
 
 void run(const TokenizeOptions& options) {
   stop_on_signals();
-  ProgressLine line;
+  ProgressLine line("tokenize");
   TokenizeHooks hooks;
-  hooks.stop = [] { return stop_requested != 0; };
-  hooks.progress = [&](const TokenizeProgress& progress) { line.show(progress); };
-  try {
-    const TokenizeResult result = tokenize_corpus(options, hooks);
-    line.clear();
-    print_result(options, result, line.seconds());
-  } catch (...) {
-    line.clear();
-    throw;
-  }
+  hooks.stop = stop_requested;
+  hooks.progress = [&](const TokenizeProgress& progress) {
+    if (line.due()) line.show(progress_text(progress, line.seconds()));
+  };
+  const TokenizeResult result = tokenize_corpus(options, hooks);
+  line.clear();
+  print_result(options, result, line.seconds());
 }
 
 }  // namespace

@@ -3,6 +3,8 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <chrono>
+#include <limits>
 #include <string_view>
 
 #include "base/error.h"
@@ -182,6 +184,22 @@ void matmul(const Tensor& out, const Tensor& a, const Tensor& b, const MatmulOpt
 
 bool matmul_supports(MatmulPrecision precision) {
   return precision == MatmulPrecision::f32 || has_bf16();
+}
+
+double matmul_rate(MatmulPrecision precision) {
+  constexpr int64_t kSize = 1536;
+  const Tensor a = Tensor::empty({kSize, kSize}, DType::f32);
+  const Tensor b = Tensor::empty({kSize, kSize}, DType::f32);
+  const Tensor out = Tensor::empty({kSize, kSize}, DType::f32);
+  fill(a, 1);
+  fill(b, 1);
+  double best = std::numeric_limits<double>::infinity();
+  for (int run = 0; run < 6; ++run) {
+    const auto start = std::chrono::steady_clock::now();
+    matmul(out, a, b, {.precision = precision});
+    best = std::min(best, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+  }
+  return 2.0 * kSize * kSize * kSize / best;
 }
 
 std::string matmul_library() {

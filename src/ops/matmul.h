@@ -29,6 +29,9 @@ void matmul(const Tensor& out, const Tensor& a, const Tensor& b, const MatmulOpt
 // Whether library and CPU have products of this precision; without, matmul refuses it with an Error.
 bool matmul_supports(MatmulPrecision precision);
 
+// Flop/s of a large product on all threads, measured now: the best of a few runs, so that floors are not soft.
+double matmul_rate(MatmulPrecision precision = MatmulPrecision::f32);
+
 std::string matmul_library();  // "oneDNN 2.6.3", "OpenBLAS 0.3.21"
 
 }  // namespace furious

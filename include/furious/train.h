@@ -1,0 +1,91 @@
+// Training a language model of the 2Mamba family, start to end: what `furious train` does.
+//
+//   furious::TrainOptions options;
+//   options.arch = "2mamba";  options.data = "shards/";  options.out = "run/";
+//   furious::train(options);
+//
+// A run is a folder:
+//
+//   RUN/run.toml           the options, all of them; `furious train --config` takes it
+//   RUN/log.jsonl          one line per step
+//   RUN/step-00000500/     checkpoints: Hugging Face folders, with training.safetensors for going on
+//   RUN/latest             a link to the newest of them
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+
+#include "furious/error.h"
+
+namespace furious {
+
+struct TrainOptions {
+  // The model.
+  std::string arch = "2mamba";  // `furious presets` lists them
+  std::string size = "tiny";    // tiny, mini, small or medium; the dimensions below, where not 0, replace its own
+  int64_t hidden = 0, intermediate = 0, heads = 0, layers = 0;
+  int64_t qk_heads = 0;  // heads of Q and K that the others share; 0: as many as there are
+  bool tie_embeddings = false;
+  std::string init;  // begin with the weights of this model instead of new ones
+
+  // The data.
+  std::string data;                // a folder of `furious tokenize`, or synthetic:recall or synthetic:passkey
+  std::string packing = "packed";  // packed, isolated or rows
+  int64_t batch = 8, length = 512;
+  int64_t accumulate = 1;  // parts that a batch is computed in, one after the other
+  uint64_t seed = 123;     // of the weights and of the order of the data
+
+  // The optimizer: AdamW.
+  int64_t steps = 1000;
+  double lr = 1e-4;
+  int64_t warmup = 100;        // steps of linear growth to lr
+  int64_t schedule_steps = 0;  // where the linear fall after it reaches zero; 0: at the last step
+  double weight_decay = 0.01, beta1 = 0.9, beta2 = 0.999;
+  double clip = 0;  // the largest norm of the gradient; 0: any
+
+  // How it is computed.
+  std::string device = "cpu";
+  std::string dtype = "f32";  // of matrix products: f32 or bf16
+  int64_t threads = 0;        // 0: all cores
+  bool recompute = false;     // keep only the inputs of layers: less memory, a third more work
+
+  // The run.
+  std::string out;
+  bool resume = false;  // go on from the newest checkpoint in `out`, if there is one, with the bits of a run that never
+                        // stopped
+  int64_t eval_every = 100, eval_batches = 32;  // steps between test losses; batches of one, 0: all
+  int64_t save_every = 500, keep = 2;           // steps between checkpoints; how many stay
+  int64_t sample_every = 0, sample_tokens = 48;  // steps between samples of text; 0: none
+};
+
+struct TrainStep {
+  int64_t step = 0;  // 1, 2, …
+  double loss = 0, lr = 0, gradient_norm = 0;
+  double tokens_per_second = 0;
+  double mfu = 0;  // flops of the model per second, as a part of what a large matrix product reaches here
+  std::optional<double> test_loss;
+  std::string sample;  // text, where one was made
+};
+
+struct TrainObserver {
+  std::function<void(const std::string&)> message;  // what is about to happen, in a few lines
+  std::function<void(const TrainStep&)> step;
+  std::function<bool()> stop;  // asked after each step; true: save and return
+};
+
+struct TrainResult {
+  int64_t steps = 0;  // done, by all parts of the run together
+  bool stopped = false;
+  TrainStep last;
+  std::string checkpoint;  // the newest
+};
+
+TrainResult train(const TrainOptions& options, const TrainObserver& observer = {});
+
+// The options that go on with the run in a folder: those of its newest checkpoint, with `resume`. Nothing if it has
+// no checkpoint.
+std::optional<TrainOptions> options_of_run(const std::string& folder);
+
+}  // namespace furious

@@ -1,0 +1,70 @@
+#include "cli/progress.h"
+
+#include <fmt/format.h>
+#include <sys/ioctl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <csignal>
+
+namespace furious::cli {
+namespace {
+
+volatile std::sig_atomic_t requested = 0;
+
+size_t terminal_width() {
+  struct winsize size = {};
+  return ::ioctl(STDERR_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 0 ? size.ws_col : 80;
+}
+
+}  // namespace
+
+ProgressLine::ProgressLine(std::string name) : name_(std::move(name)), terminal_(::isatty(STDERR_FILENO) != 0) {}
+
+bool ProgressLine::due() const {
+  return Clock::now() - shown_ >= (terminal_ ? std::chrono::milliseconds(200) : std::chrono::seconds(10));
+}
+
+void ProgressLine::show(const std::string& line) {
+  shown_ = Clock::now();
+  drawn_ = terminal_;
+  if (terminal_)
+    fmt::print(stderr, "\r\033[K{}", line.substr(0, terminal_width() - 1));
+  else
+    fmt::print(stderr, "{}: {}\n", name_, line);
+  std::fflush(stderr);
+}
+
+void ProgressLine::print(const std::string& text) {
+  clear();
+  fmt::print("{}\n", text);
+  std::fflush(stdout);
+}
+
+void ProgressLine::clear() {
+  if (drawn_) fmt::print(stderr, "\r\033[K");
+  drawn_ = false;
+}
+
+double ProgressLine::seconds() const {
+  return std::chrono::duration<double>(Clock::now() - start_).count();
+}
+
+std::string clock_text(double seconds) {
+  const auto whole = static_cast<int64_t>(seconds + 0.5);
+  if (whole >= 3600) return fmt::format("{}:{:02}:{:02}", whole / 3600, whole / 60 % 60, whole % 60);
+  return fmt::format("{}:{:02}", whole / 60, whole % 60);
+}
+
+void stop_on_signals() {
+  struct sigaction action = {};
+  action.sa_handler = [](int) { requested = 1; };
+  action.sa_flags = SA_RESETHAND;
+  for (const int signal : {SIGINT, SIGTERM}) ::sigaction(signal, &action, nullptr);
+}
+
+bool stop_requested() {
+  return requested != 0;
+}
+
+}  // namespace furious::cli

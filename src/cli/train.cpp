@@ -1,0 +1,118 @@
+// `furious train`: a model from token shards.
+#include <fmt/format.h>
+
+#include <fstream>
+#include <memory>
+#include <vector>
+
+#include "base/error.h"
+#include "cli/commands.h"
+#include "cli/progress.h"
+#include "train/options.h"
+
+namespace furious::cli {
+namespace {
+
+struct TrainCommand {
+  std::string config;
+  std::vector<std::pair<const TrainOption*, const CLI::Option*>> given;
+
+  TrainOptions resolve() const;
+  void run() const;
+};
+
+void apply_config(TrainOptions& options, const std::string& path) {
+  std::ifstream file(path);
+  require(file.good(), "train: cannot read --config {}", path);
+  try {
+    for (const CLI::ConfigItem& item : CLI::ConfigTOML().from_config(file)) {
+      require(item.parents.empty() && item.inputs.size() == 1, "\"{}\" is not one value at the top of the file",
+              item.fullname());
+      set_train_option(options, item.name, item.inputs.front());
+    }
+  } catch (const std::exception& error) {
+    fail("train: {}: {}", path, error.what());
+  }
+}
+
+// Flags over the file over what the run began with.
+TrainOptions TrainCommand::resolve() const {
+  TrainOptions asked;
+  const auto apply = [&](TrainOptions& options) {
+    if (!config.empty()) apply_config(options, config);
+    for (const auto& [option, flag] : given)
+      if (flag->count() > 0) option->set(options, option->kind == TrainOption::Kind::flag ? "true" : flag->as<std::string>());
+  };
+  apply(asked);
+  if (!asked.resume || asked.out.empty()) return asked;
+  std::optional<TrainOptions> saved = options_of_run(asked.out);
+  if (!saved) return asked;
+  apply(*saved);
+  return *saved;
+}
+
+std::string step_text(const TrainStep& step, int64_t steps, double seconds_left) {
+  return fmt::format("step {}/{}  loss {:.4f}  {:.0f} tokens/s  MFU {:.0f} %  {} left", step.step, steps, step.loss,
+                     step.tokens_per_second, 100 * step.mfu, clock_text(seconds_left));
+}
+
+void TrainCommand::run() const {
+  const TrainOptions options = resolve();
+  stop_on_signals();
+  ProgressLine line("train");
+  int64_t first = 0;
+  TrainObserver observer;
+  observer.message = [&](const std::string& text) { line.print(text); };
+  observer.stop = stop_requested;
+  observer.step = [&](const TrainStep& step) {
+    if (first == 0) first = step.step;
+    const double per_step = line.seconds() / static_cast<double>(step.step - first + 1);
+    if (step.test_loss)
+      line.print(fmt::format("step {:>6}  loss {:.4f}  test loss {:.4f}  lr {:.2e}  {:.0f} tokens/s", step.step,
+                             step.loss, *step.test_loss, step.lr, step.tokens_per_second));
+    if (!step.sample.empty()) line.print(fmt::format("step {:>6}  writes: {}", step.step, step.sample));
+    if (line.due()) line.show(step_text(step, options.steps, per_step * static_cast<double>(options.steps - step.step)));
+  };
+  const TrainResult result = train(options, observer);
+  line.clear();
+  fmt::print("{} after {} steps in {}; checkpoint {}\n", result.stopped ? "stopped" : "done", result.steps,
+             clock_text(line.seconds()), result.checkpoint);
+  if (result.stopped) fmt::print("go on with: furious train --out {} --resume\n", options.out);
+}
+
+}  // namespace
+
+void add_train(CLI::App& app) {
+  auto command = std::make_shared<TrainCommand>();
+  CLI::App* train = app.add_subcommand("train", "Train a model");
+  train->add_option("--config", command->config, "TOML file with these options; flags win over it");
+  const TrainOptions defaults;
+  for (const TrainOption& option : train_options()) {
+    const std::string flag = "--" + option.name;
+    if (option.kind == TrainOption::Kind::flag) {
+      command->given.emplace_back(&option, train->add_flag(flag, option.help));
+      continue;
+    }
+    // The value is checked here, where a mistake is one of usage, and set when all sources are known.
+    CLI::Option* added = train->add_option(flag, option.help)->check(CLI::Validator(
+        [&option](std::string& text) {
+          try {
+            TrainOptions ignored;
+            option.set(ignored, text);
+            return std::string();
+          } catch (const Error& error) {
+            return std::string(error.what());
+          }
+        },
+        ""));
+    if (const std::string value = option.get(defaults); !value.empty()) added->default_str(value);
+    added->type_name(option.kind == TrainOption::Kind::number ? "NUMBER" : "TEXT");
+    command->given.emplace_back(&option, added);
+  }
+  train->footer(
+      "Ctrl-C saves a checkpoint and ends; --resume goes on from there.\n"
+      "Example: furious train --arch 2mamba --size tiny --data shards --out run --steps 2000 --lr 1e-3");
+  train->callback([command] { command->run(); });
+}
+
+}  // namespace furious::cli

@@ -1,0 +1,68 @@
+#include "model/cost.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "ops/mixer/cost.h"
+
+namespace furious {
+namespace {
+
+// Numbers that the tape keeps of one token: what every operation of a layer returns.
+int64_t kept_by_layer(const ModelConfig& config) {
+  const BlockConfig& block = config.block;
+  const int64_t heads = config.heads();
+  const int64_t out = heads * config.head_dim;
+  const int64_t qk = (config.q_heads + config.k_heads) * config.head_dim;
+  int64_t kept = 6 * config.hidden + 3 * config.intermediate + config.qkv_width() + out + 3 * heads;
+  if (block.conv_window > 0) kept += config.qkv_width();
+  if (block.qk_activation != Activation::none) kept += qk;
+  if (block.rope) kept += qk;
+  if (block.has_dt()) kept += 2 * heads;
+  if (block.decay != DecayKind::none) kept += 2 * heads;
+  if (block.discretize) kept += config.v_heads * config.head_dim;
+  if (block.d_residual) kept += out;
+  if (block.z_gate) kept += out;
+  if (block.z_gate || block.norm == Norm::none) kept += out;
+  return kept;
+}
+
+}  // namespace
+
+double training_flops(const ModelConfig& config, int64_t batch, int64_t length) {
+  const auto tokens = static_cast<double>(batch * length);
+  // Every weight of a matrix product is used in three of them, a multiplication and an addition each.
+  ModelConfig used = config;
+  used.tie_embeddings = true;  // looking an embedding up costs nothing; the output projection does
+  double flops = 6 * tokens * static_cast<double>(parameter_count(used));
+  MixerShape shape;
+  shape.batch = batch;
+  shape.length = length;
+  shape.heads = config.heads();
+  shape.qk_dim = shape.v_dim = config.head_dim;
+  const MixerSpec spec = config.block.mixer();
+  shape.state_rows = state_rows(spec, config.head_dim);
+  shape.state_columns = state_columns(spec, config.head_dim);
+  const std::vector<Segment> segments = segments_of("cost", {}, batch, length);
+  const auto mixer_flops = [&](auto&& count) { return count(Pass::forward) + count(Pass::backward); };
+  double mixer = mixer_flops([&](Pass pass) { return parallel_flops(shape, segments, pass); });
+  if (spec.has_state()) {
+    const int64_t chunk = default_chunk(spec, config.head_dim, config.head_dim);
+    mixer = std::min(mixer, mixer_flops([&](Pass pass) { return chunked_flops(shape, segments, chunk, pass); }));
+  }
+  return flops + static_cast<double>(config.layers) * mixer;
+}
+
+TrainingMemory training_memory(const ModelConfig& config, int64_t batch, int64_t length, bool recompute) {
+  constexpr int64_t kLogits = int64_t{32} << 20;  // as many bytes as cross_entropy works on at a time
+  const int64_t tokens = batch * length;
+  const int64_t layer = kept_by_layer(config);
+  const int64_t layers = recompute ? config.layers * config.hidden + layer : config.layers * layer;
+  // Beside the layers: embedding, last norm, its gradient; and what one layer's backward pass works on.
+  const int64_t around = 4 * config.hidden + config.qkv_width() + 2 * config.intermediate;
+  const auto size = static_cast<int64_t>(sizeof(float));
+  const int64_t logits = std::min(kLogits, tokens * config.vocabulary * size);
+  return {4 * parameter_count(config) * size, tokens * (layers + around) * size + logits};
+}
+
+}  // namespace furious

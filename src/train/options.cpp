@@ -1,0 +1,188 @@
+#include "train/options.h"
+
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <limits>
+
+#include "base/error.h"
+#include "base/names.h"
+#include "data/batches.h"
+
+namespace furious {
+namespace {
+
+constexpr int64_t kAny = std::numeric_limits<int64_t>::max();
+
+template <class Number>
+Number parsed(const std::string& name, const std::string& text) {
+  Number value{};
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  require(error == std::errc() && end == text.data() + text.size(), "{}: \"{}\" is no {}number", name, text,
+          std::is_floating_point_v<Number> ? "" : "whole ");
+  return value;
+}
+
+class Table {
+ public:
+  std::vector<TrainOption> rows;
+  bool fixed = false;  // of the rows that follow
+
+  void text(const std::string& name, std::string TrainOptions::*field, const std::string& help,
+            const std::vector<std::string>& choices = {}) {
+    add(name, help, TrainOption::Kind::text, [field](const TrainOptions& o) { return o.*field; },
+        [name, field, choices](TrainOptions& o, const std::string& value) {
+          if (!choices.empty() && std::find(choices.begin(), choices.end(), value) == choices.end())
+            unknown_name(name, value, choices);
+          o.*field = value;
+        });
+  }
+
+  template <class Number>
+  void number(const std::string& name, Number TrainOptions::*field, std::type_identity_t<Number> least,
+              std::type_identity_t<Number> most, const std::string& help) {
+    add(name, help, TrainOption::Kind::number, [field](const TrainOptions& o) { return fmt::format("{}", o.*field); },
+        [=](TrainOptions& o, const std::string& value) {
+          const auto n = parsed<Number>(name, value);
+          require(n >= least && n <= most, "{} is {}, expected {}{}", name, n, least,
+                  static_cast<double>(most) >= 1e18 ? " or more" : fmt::format(" to {}", most));
+          o.*field = n;
+        });
+  }
+
+  void flag(const std::string& name, bool TrainOptions::*field, const std::string& help) {
+    add(name, help, TrainOption::Kind::flag,
+        [field](const TrainOptions& o) { return std::string(o.*field ? "true" : "false"); },
+        [name, field](TrainOptions& o, const std::string& value) {
+          require(value == "true" || value == "false", "{}: \"{}\" is neither true nor false", name, value);
+          o.*field = value == "true";
+        });
+  }
+
+ private:
+  void add(const std::string& name, const std::string& help, TrainOption::Kind kind,
+           std::function<std::string(const TrainOptions&)> get,
+           std::function<void(TrainOptions&, const std::string&)> set) {
+    rows.push_back({name, help, kind, fixed, std::move(get), std::move(set)});
+  }
+};
+
+std::vector<TrainOption> make_table() {
+  using O = TrainOptions;
+  Table t;
+  t.fixed = true;
+  t.text("arch", &O::arch, "Architecture; `furious presets` lists them");
+  t.text("size", &O::size, "tiny, mini, small, medium");
+  t.number("hidden", &O::hidden, 0, 1 << 20, "Width of the model, instead of the size's");
+  t.number("intermediate", &O::intermediate, 0, 1 << 20, "Width of the MLP, instead of the size's");
+  t.number("heads", &O::heads, 0, 1 << 16, "Heads, instead of the size's");
+  t.number("layers", &O::layers, 0, 1 << 16, "Layers, instead of the size's");
+  t.number("qk-heads", &O::qk_heads, 0, 1 << 16, "Heads of Q and K, shared by the others; 0: no sharing");
+  t.flag("tie-embeddings", &O::tie_embeddings, "Use the embedding as output projection");
+  t.text("data", &O::data, "Folder of `furious tokenize`, or synthetic:recall, synthetic:passkey");
+  t.text("packing", &O::packing, "packed, isolated (documents do not see each other), rows (one each, padded)",
+         {name_of(Packing::packed), name_of(Packing::isolated), name_of(Packing::rows)});
+  t.number("batch", &O::batch, 1, 1 << 24, "Sequences in a step");
+  t.number("length", &O::length, 1, 1 << 26, "Tokens in a sequence");
+  t.number("seed", &O::seed, 0, std::numeric_limits<uint64_t>::max(), "Of weights and order of the data");
+  t.fixed = false;
+  t.text("init", &O::init, "Begin with the weights of this model");
+  t.number("accumulate", &O::accumulate, 1, 1 << 24, "Compute a batch in so many parts");
+  t.number("steps", &O::steps, 1, kAny, "Steps of the optimizer in all");
+  t.number("lr", &O::lr, 0, 1e3, "Largest learning rate");
+  t.number("warmup", &O::warmup, 0, kAny, "Steps of linear growth to it");
+  t.number("schedule-steps", &O::schedule_steps, 0, kAny, "Step at which the linear fall reaches zero; 0: the last");
+  t.number("weight-decay", &O::weight_decay, 0, 1e3, "Of AdamW");
+  t.number("beta1", &O::beta1, 0, 1, "Of AdamW");
+  t.number("beta2", &O::beta2, 0, 1, "Of AdamW");
+  t.number("clip", &O::clip, 0, 1e9, "Largest norm of the gradient; 0: any");
+  t.text("device", &O::device, "cpu");
+  t.text("dtype", &O::dtype, "Of matrix products: f32, bf16", {"f32", "bf16"});
+  t.number("threads", &O::threads, 0, 4096, "0: all cores");
+  t.flag("recompute", &O::recompute, "Run layers again in the backward pass: less memory, more work");
+  t.text("out", &O::out, "Folder of the run");
+  t.flag("resume", &O::resume, "Go on from the newest checkpoint, bit for bit");
+  t.number("eval-every", &O::eval_every, 0, kAny, "Steps between test losses; 0: never");
+  t.number("eval-batches", &O::eval_batches, 0, kAny, "Batches of a test loss; 0: all");
+  t.number("save-every", &O::save_every, 0, kAny, "Steps between checkpoints; 0: only at the end");
+  t.number("keep", &O::keep, 1, kAny, "Checkpoints that stay");
+  t.number("sample-every", &O::sample_every, 0, kAny, "Steps between samples of text; 0: none");
+  t.number("sample-tokens", &O::sample_tokens, 1, 1 << 20, "Tokens of a sample");
+  return t.rows;
+}
+
+std::string toml_string(const std::string& text) {
+  std::string quoted = "\"";
+  for (const char c : text) {
+    if (c == '"' || c == '\\') quoted += '\\';
+    quoted += c;
+  }
+  return quoted + "\"";
+}
+
+}  // namespace
+
+const std::vector<TrainOption>& train_options() {
+  static const std::vector<TrainOption> table = make_table();
+  return table;
+}
+
+void set_train_option(TrainOptions& options, const std::string& name, const std::string& text) {
+  std::vector<std::string> known;
+  for (const TrainOption& option : train_options()) {
+    if (option.name == name) return option.set(options, text);
+    known.push_back(option.name);
+  }
+  unknown_name("option", name, known);
+}
+
+std::map<std::string, std::string> to_texts(const TrainOptions& options) {
+  std::map<std::string, std::string> texts;
+  for (const TrainOption& option : train_options()) texts[option.name] = option.get(options);
+  return texts;
+}
+
+std::string to_toml(const TrainOptions& options) {
+  std::string text;
+  for (const TrainOption& option : train_options()) {
+    const std::string value = option.get(options);
+    text += fmt::format("{} = {}\n", option.name, option.kind == TrainOption::Kind::text ? toml_string(value) : value);
+  }
+  return text;
+}
+
+void check_train_options(const TrainOptions& options) {
+  require(!options.data.empty(), "train: no data; give --data with a folder of `furious tokenize`");
+  require(!options.out.empty(), "train: no folder for the run; give --out");
+  require(options.batch % options.accumulate == 0, "train: a batch of {} cannot be computed in {} equal parts",
+          options.batch, options.accumulate);
+  require(options.schedule_steps == 0 || options.schedule_steps > options.warmup,
+          "train: schedule-steps is {}, expected more than the {} of warmup", options.schedule_steps, options.warmup);
+  require(options.beta1 < 1 && options.beta2 < 1, "train: beta1 and beta2 are {} and {}, expected less than 1",
+          options.beta1, options.beta2);
+}
+
+ModelConfig model_config(const TrainOptions& options, int64_t vocabulary) {
+  ModelConfig config = model_config(options.arch, options.size, vocabulary);
+  if (options.hidden > 0) config.hidden = options.hidden;
+  if (options.intermediate > 0) config.intermediate = options.intermediate;
+  if (options.layers > 0) config.layers = options.layers;
+  const int64_t heads = options.heads > 0 ? options.heads : config.v_heads;
+  require(config.hidden % heads == 0, "train: a width of {} cannot be shared by {} heads", config.hidden, heads);
+  config.head_dim = config.hidden / heads;
+  config.v_heads = heads;
+  config.q_heads = config.k_heads = options.qk_heads > 0 ? options.qk_heads : heads;
+  config.tie_embeddings = options.tie_embeddings;
+  check_config(config);
+  return config;
+}
+
+double learning_rate(const TrainOptions& options, int64_t step) {
+  const int64_t end = options.schedule_steps > 0 ? options.schedule_steps : std::max(options.steps, options.warmup + 1);
+  const int64_t done = step - 1;
+  if (done < options.warmup) return options.lr * static_cast<double>(step) / static_cast<double>(options.warmup);
+  const double left = static_cast<double>(end - done) / static_cast<double>(end - options.warmup);
+  return options.lr * std::clamp(left, 0.0, 1.0);
+}
+
+}  // namespace furious

@@ -1,0 +1,40 @@
+// The options of training by name, as text: what flags, run.toml and checkpoints have in common.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "furious/train.h"
+#include "model/config.h"
+
+namespace furious {
+
+struct TrainOption {
+  enum class Kind : uint8_t { text, number, flag };
+  std::string name;  // without dashes in front: "schedule-steps"
+  std::string help;
+  Kind kind = Kind::text;
+  // What it decides: changing it when a run is resumed would make another run of it.
+  bool fixed = false;
+  std::function<std::string(const TrainOptions&)> get;
+  std::function<void(TrainOptions&, const std::string&)> set;  // an Error says what is wrong with the text
+};
+
+const std::vector<TrainOption>& train_options();
+
+// Sets one option; an unknown name is answered with the nearest.
+void set_train_option(TrainOptions& options, const std::string& name, const std::string& text);
+
+std::string to_toml(const TrainOptions& options);
+std::map<std::string, std::string> to_texts(const TrainOptions& options);
+
+// What the options together must fulfil. Throws with the reason.
+void check_train_options(const TrainOptions& options);
+ModelConfig model_config(const TrainOptions& options, int64_t vocabulary);
+
+// Linear growth over the warm-up, then a linear fall that would reach zero at schedule_steps. Steps count from 1.
+double learning_rate(const TrainOptions& options, int64_t step);
+
+}  // namespace furious

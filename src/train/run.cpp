@@ -1,0 +1,220 @@
+// A training run: its folder, log and checkpoints around a Trainer.
+#include <chrono>
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+#include "base/error.h"
+#include "base/file.h"
+#include "base/parallel.h"
+#include "data/files.h"
+#include "model/checkpoint.h"
+#include "model/cost.h"
+#include "train/options.h"
+#include "train/trainer.h"
+
+namespace furious {
+namespace {
+
+namespace fs = std::filesystem;
+using Json = nlohmann::ordered_json;
+
+constexpr const char* kLatest = "latest";
+
+// Oldest first.
+std::vector<fs::path> checkpoints_in(const fs::path& folder) {
+  std::vector<fs::path> found;
+  std::error_code ignored;
+  for (const fs::directory_entry& entry : fs::directory_iterator(folder, ignored)) {
+    const std::string name = entry.path().filename().string();
+    const bool numbered = name.starts_with("step-") && name.size() >= 13 &&
+                          std::all_of(name.begin() + 5, name.end(), [](char c) { return c >= '0' && c <= '9'; });
+    if (numbered && entry.is_directory()) found.push_back(entry.path());
+  }
+  std::sort(found.begin(), found.end());
+  return found;
+}
+
+class Run {
+ public:
+  Run(const TrainOptions& options, const TrainObserver& observer) : observer_(observer), folder_(options.out) {
+    options_ = options;
+  }
+
+  TrainResult train();
+
+ private:
+  void begin();
+  void resume();
+  void check_unchanged(const TrainOptions& saved, const fs::path& checkpoint) const;
+  void cut_log();
+  void announce() const;
+  void log(const TrainStep& step);
+  void save();
+  void remove_old() const;
+  bool every(int64_t steps) const { return steps > 0 && trainer_->steps_done() % steps == 0; }
+  bool stop_wanted() const { return observer_.stop && observer_.stop(); }
+  void say(const std::string& text) const {
+    if (observer_.message) observer_.message(text);
+  }
+
+  TrainOptions options_;
+  const TrainObserver& observer_;
+  fs::path folder_;
+  std::unique_ptr<Trainer> trainer_;
+  fs::path newest_;
+  int64_t saved_step_ = -1;
+};
+
+void Run::begin() {
+  require(checkpoints_in(folder_).empty(),
+          "train: {} holds a run already; go on with it by --resume, or choose another --out", folder_.string());
+  std::error_code error;
+  fs::create_directories(folder_, error);
+  require(!error, "train: cannot make the folder {}: {}", folder_.string(), error.message());
+  trainer_ = std::make_unique<Trainer>(options_);
+  write_text(folder_ / "log.jsonl", "");
+}
+
+void Run::check_unchanged(const TrainOptions& saved, const fs::path& checkpoint) const {
+  for (const TrainOption& option : train_options()) {
+    if (!option.fixed || option.get(saved) == option.get(options_)) continue;
+    fail("train: {} was trained with --{} {}, not {}; a run is resumed with what it began with (leave the option out), "
+         "or a new one begins with --init {}",
+         checkpoint.string(), option.name, option.get(saved), option.get(options_), checkpoint.string());
+  }
+}
+
+// Steps after the checkpoint are made, and logged, once more.
+void Run::cut_log() {
+  const std::string text = fs::exists(folder_ / "log.jsonl") ? read_text(folder_ / "log.jsonl") : "";
+  std::string kept;
+  for (size_t begin = 0; begin < text.size();) {
+    const size_t end = std::min(text.find('\n', begin), text.size());
+    const std::string line = text.substr(begin, end - begin);
+    begin = end + 1;
+    const Json parsed = Json::parse(line, nullptr, false);
+    if (parsed.is_object() && parsed.value("step", int64_t{1} << 62) <= trainer_->steps_done()) kept += line + "\n";
+  }
+  write_text(folder_ / "log.jsonl", kept);
+}
+
+void Run::resume() {
+  const std::vector<fs::path> found = checkpoints_in(folder_);
+  if (found.empty()) {
+    say(fmt::format("{} holds no checkpoint yet: the run begins", folder_.string()));
+    return begin();
+  }
+  newest_ = found.back();
+  check_unchanged(saved_options(newest_), newest_);
+  trainer_ = std::make_unique<Trainer>(options_, newest_);
+  saved_step_ = trainer_->steps_done();
+  cut_log();
+}
+
+void Run::announce() const {
+  const ModelConfig& config = trainer_->model().config();
+  const TrainingMemory memory =
+      training_memory(config, options_.batch / options_.accumulate, options_.length, options_.recompute);
+  say(fmt::format("{}: {:.2f} M parameters, {} layers of width {}, {} heads of {}, vocabulary {}", config.arch,
+                  static_cast<double>(parameter_count(config)) / 1e6, config.layers, config.hidden, config.heads(),
+                  config.head_dim, config.vocabulary));
+  say(fmt::format("steps {} to {} of {} x {} tokens, {} threads, {} products, about {:.2f} GB of memory",
+                  trainer_->steps_done() + 1, options_.steps, options_.batch, options_.length, threads(),
+                  options_.dtype, static_cast<double>(memory.total()) / 1e9));
+  if (saved_step_ >= 0) say(fmt::format("resumed from {}", newest_.string()));
+  if (!trainer_->data().test && options_.eval_every > 0)
+    say("no test loss: the data has no test part (furious tokenize --test-fraction)");
+}
+
+void Run::log(const TrainStep& step) {
+  Json line{{"step", step.step},
+            {"loss", step.loss},
+            {"lr", step.lr},
+            {"gradient_norm", step.gradient_norm},
+            {"tokens_per_second", step.tokens_per_second},
+            {"mfu", step.mfu}};
+  if (step.test_loss) line["test_loss"] = *step.test_loss;
+  if (!step.sample.empty()) line["sample"] = step.sample;
+  std::ofstream file(folder_ / "log.jsonl", std::ios::app);
+  file << line.dump(-1, ' ', false, Json::error_handler_t::replace) << "\n";
+  file.flush();
+  require(file.good(), "train: cannot write {}: is the disk full?", (folder_ / "log.jsonl").string());
+}
+
+void Run::remove_old() const {
+  std::vector<fs::path> found = checkpoints_in(folder_);
+  const size_t keep = static_cast<size_t>(options_.keep);
+  for (size_t i = 0; i + keep < found.size(); ++i) {
+    std::error_code ignored;  // what cannot be removed harms nothing
+    fs::remove_all(found[i], ignored);
+  }
+}
+
+void Run::save() {
+  if (saved_step_ == trainer_->steps_done()) return;
+  const fs::path path = folder_ / fmt::format("step-{:08}", trainer_->steps_done());
+  try {
+    replace_directory(path, [&](const fs::path& temporary) { trainer_->save(temporary); });
+  } catch (const Error& error) {
+    fail("{}\n{}", error.what(),
+         newest_.empty() ? "no checkpoint was saved before" : "last good checkpoint: " + newest_.string());
+  }
+  const fs::path link = folder_ / (std::string(kLatest) + ".new");
+  std::error_code ignored;  // a file system without links still has the checkpoints
+  fs::remove(link, ignored);
+  fs::create_directory_symlink(path.filename(), link, ignored);
+  fs::rename(link, folder_ / kLatest, ignored);
+  newest_ = path;
+  saved_step_ = trainer_->steps_done();
+  remove_old();
+}
+
+TrainResult Run::train() {
+  options_.resume ? resume() : begin();
+  write_text(folder_ / "run.toml", to_toml(options_));
+  announce();
+  TrainResult result;
+  while (trainer_->steps_done() < options_.steps && !result.stopped) {
+    try {
+      result.last = trainer_->step();
+    } catch (const Diverged& error) {
+      throw Diverged(fmt::format("{}\n{}", error.what(),
+                                 newest_.empty() ? "no checkpoint was saved before"
+                                                 : "last good checkpoint: " + newest_.string()));
+    }
+    const bool finished = trainer_->steps_done() == options_.steps;
+    if (every(options_.eval_every) || (finished && options_.eval_every > 0)) result.last.test_loss = trainer_->test_loss();
+    if (every(options_.sample_every)) result.last.sample = trainer_->sample(options_.sample_tokens);
+    log(result.last);
+    if (observer_.step) observer_.step(result.last);
+    if (every(options_.save_every)) save();
+    result.stopped = !finished && stop_wanted();
+  }
+  save();
+  result.steps = trainer_->steps_done();
+  result.checkpoint = newest_.string();
+  return result;
+}
+
+}  // namespace
+
+TrainResult train(const TrainOptions& given, const TrainObserver& observer) {
+  TrainOptions options = given;
+  check_train_options(options);
+  require(device_from_name(options.device).is_cpu(), "train: models do not train on \"{}\" yet; use --device cpu",
+          options.device);
+  if (options.threads > 0) set_threads(static_cast<int>(options.threads));
+  options.threads = threads();
+  return Run(options, observer).train();
+}
+
+std::optional<TrainOptions> options_of_run(const std::string& folder) {
+  const std::vector<fs::path> found = checkpoints_in(folder);
+  if (found.empty()) return {};
+  TrainOptions options = saved_options(found.back());
+  options.out = folder;
+  options.resume = true;
+  return options;
+}
+
+}  // namespace furious
