@@ -46,4 +46,14 @@ void unknown_name(std::string_view kind, std::string_view name, std::span<const 
   fail("unknown {} \"{}\"{} (known: {})", kind, name, hint, fmt::join(known, ", "));
 }
 
+std::string printable(std::string_view name) {
+  constexpr size_t kShown = 120;
+  std::string text;
+  for (const char c : name.substr(0, kShown)) {
+    const auto byte = static_cast<unsigned char>(c);
+    text += byte < 0x20 || byte == 0x7F ? fmt::format("\\x{:02x}", byte) : std::string(1, c);
+  }
+  return text + (name.size() > kShown ? "…" : "");
+}
+
 }  // namespace furious

@@ -1,4 +1,4 @@
-// Looking a name up in a list of known ones; an unknown name is answered with the nearest.
+// Looking a name up in a list of known ones; an unknown name is answered with the nearest. Names in messages.
 #pragma once
 
 #include <span>
@@ -13,5 +13,8 @@ std::string nearest_name(std::string_view name, std::span<const std::string> kno
 
 // Throws: unknown <kind> "name"; did you mean "…"? known: …
 [[noreturn]] void unknown_name(std::string_view kind, std::string_view name, std::span<const std::string> known);
+
+// A name out of a file, fit for a terminal: short and without control characters.
+std::string printable(std::string_view name);
 
 }  // namespace furious

@@ -62,9 +62,8 @@ class Writer {
 
 class Reader {
  public:
-  Reader(std::string_view text, const std::string& origin) : origin_(origin) {
-    json_ = Json::parse(text.begin(), text.end(), nullptr, false);
-    require(json_.is_object(), "{}: not a JSON object; expected the configuration of a model", origin);
+  Reader(Json json, std::string origin) : origin_(std::move(origin)), json_(std::move(json)) {
+    require(json_.is_object(), "{}: not a JSON object; expected the configuration of a model", origin_);
   }
 
   void operator()(const char* key, int64_t& value, Range<int64_t> range) const {
@@ -96,7 +95,7 @@ class Reader {
     (*this)(key, name);
     const auto found = std::ranges::find(kNames<Enum>, name);
     if (found == kNames<Enum>.end())
-      unknown_name(fmt::format("\"{}\" in {}:", key, origin_), name.substr(0, kShown), kNames<Enum>);
+      unknown_name(fmt::format("\"{}\" in {}:", key, origin_), printable(name), kNames<Enum>);
     value = static_cast<Enum>(found - kNames<Enum>.begin());
   }
 
@@ -108,21 +107,18 @@ class Reader {
     if (has(key)) (*this)(key, value, range...);
   }
 
-  // `key` may be left out; when it is there it must say the same as the rest.
-  template <class Value>
-  void repeats(const char* key, const Value& expected, std::string_view why) const {
-    if (has(key) && at(key) != expected) unexpected(key, fmt::format("{}: {}", Json(expected).dump(), why));
+  // For a key that may be left out, or null, and can have no other value.
+  void only(const char* key, const Json& expected, std::string_view why) const {
+    if (has(key) && at(key) != expected) unexpected(key, fmt::format("{}: {}", expected.dump(), why));
   }
 
+  Reader inside(const char* key) const { return {at(key), fmt::format("{}: \"{}\"", origin_, key)}; }
+
   [[noreturn]] void unexpected(const char* key, std::string_view expected) const {
-    std::string shown = at(key).dump();
-    if (shown.size() > kShown) shown = shown.substr(0, kShown) + "…";
-    fail("{}: \"{}\" is {}, expected {}", origin_, key, shown, expected);
+    fail("{}: \"{}\" is {}, expected {}", origin_, key, printable(at(key).dump()), expected);
   }
 
  private:
-  static constexpr size_t kShown = 60;
-
   const Json& at(const char* key) const {
     const auto found = json_.find(key);
     if (found != json_.end()) return *found;
@@ -132,7 +128,7 @@ class Reader {
     fail("{}: \"{}\" is missing{}", origin_, key, near.empty() ? "" : fmt::format("; is \"{}\" a misspelling?", near));
   }
 
-  const std::string& origin_;
+  std::string origin_;
   Json json_;
 };
 
@@ -141,7 +137,7 @@ constexpr Range<int64_t> kHeadDim{kSmallestDim, kLargestDim};
 constexpr Range<float> kEps{1e-20f, 1};
 constexpr Range<double> kRopeBase{1, 1e15};
 
-// What a Llama has too, under its keys.
+// What every Llama says too.
 template <class Config, class Keys>
 void each_llama_key(Config& config, Keys& keys) {
   keys("vocab_size", config.vocabulary, kWidth);
@@ -180,8 +176,42 @@ void each_key(Config& config, Keys& keys) {
 ModelConfig own_config(const Reader& reader) {
   ModelConfig config;
   each_key(config, reader);
-  reader.repeats("num_attention_heads", config.heads(), "the largest of q_heads, k_heads and v_heads");
-  reader.repeats("num_key_value_heads", config.k_heads, "the same as k_heads");
+  reader.only("num_attention_heads", config.heads(), "the largest of q_heads, k_heads and v_heads");
+  reader.only("num_key_value_heads", config.k_heads, "the same as k_heads");
+  return config;
+}
+
+// A Llama is our softmax attention. What else its configuration may ask for would be computed wrongly, so it is
+// refused.
+ModelConfig llama_config(const Reader& reader) {
+  ModelConfig config;
+  config.arch = "softmax";
+  config.block = preset(config.arch).block;
+  config.block.rope_pairing = RopePairing::halves;
+  each_llama_key(config, reader);
+  reader("num_attention_heads", config.q_heads, kHeads);
+  config.k_heads = config.q_heads;
+  reader.optional("num_key_value_heads", config.k_heads, kHeads);
+  config.v_heads = config.k_heads;
+  if (!reader.has("head_dim") && config.hidden % config.q_heads != 0)
+    reader.unexpected("num_attention_heads", "a divisor of \"hidden_size\", or a \"head_dim\"");
+  config.head_dim = config.hidden / config.q_heads;
+  reader.optional("head_dim", config.head_dim, kHeadDim);
+  config.norm_eps = 1e-6f;  // where Hugging Face's library leaves it
+  reader.optional("rms_norm_eps", config.norm_eps, kEps);
+  reader.optional("rope_theta", config.block.rope_base, kRopeBase);
+  reader.optional("tie_word_embeddings", config.tie_embeddings);
+  if (reader.has("rope_parameters")) {
+    const Reader rope = reader.inside("rope_parameters");
+    rope.optional("rope_theta", config.block.rope_base, kRopeBase);
+    rope.only("rope_type", "default", "scaled rotary positions are not computed here");
+    rope.only("partial_rotary_factor", 1, "rotary positions turn whole heads here");
+  }
+  if (reader.has("rope_scaling"))
+    reader.unexpected("rope_scaling", "null: scaled rotary positions are not computed here");
+  reader.only("attention_bias", false, "projections have no bias here");
+  reader.only("mlp_bias", false, "projections have no bias here");
+  reader.only("hidden_act", "silu", "the MLP knows no other activation here");
   return config;
 }
 
@@ -189,7 +219,7 @@ ModelConfig own_config(const Reader& reader) {
 
 std::string config_to_json(const ModelConfig& config) {
   Writer writer;
-  writer.json = {{"architectures", {"FuriousForCausalLM"}}, {"model_type", kOwnType}};
+  writer.json = {{"architectures", Json::array({"FuriousForCausalLM"})}, {"model_type", kOwnType}};
   each_key(config, writer);
   writer.json["num_attention_heads"] = config.heads();
   writer.json["num_key_value_heads"] = config.k_heads;
@@ -198,11 +228,15 @@ std::string config_to_json(const ModelConfig& config) {
 }
 
 ModelConfig config_from_json(std::string_view text, const std::string& origin) {
-  const Reader reader(text, origin);
+  const Reader reader(Json::parse(text.begin(), text.end(), nullptr, false), origin);
   std::string type;
   reader("model_type", type);
-  if (type != kOwnType) reader.unexpected("model_type", fmt::format("\"{}\"", kOwnType));
-  ModelConfig config = own_config(reader);
+  if (type != kOwnType && type != kLlamaType)
+    reader.unexpected("model_type", fmt::format("\"{}\" or \"{}\"", kOwnType, kLlamaType));
+  return checked_config(type == kOwnType ? own_config(reader) : llama_config(reader), origin);
+}
+
+ModelConfig checked_config(const ModelConfig& config, const std::string& origin) {
   try {
     check_config(config);
   } catch (const Error& error) {

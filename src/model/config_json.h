@@ -15,4 +15,7 @@ std::string config_to_json(const ModelConfig& config);
 // key. Numbers are bounded, so that no size computed from them overflows.
 ModelConfig config_from_json(std::string_view text, const std::string& origin);
 
+// `config` itself; what check_config throws also names `origin`.
+ModelConfig checked_config(const ModelConfig& config, const std::string& origin);
+
 }  // namespace furious

@@ -58,15 +58,8 @@ std::string_view stored_name_of(DType dtype) {
   fail("safetensors: no name for dtype {}", name_of(dtype));
 }
 
-// A name out of a file, fit for a terminal: short and without control characters.
 std::string shown(std::string_view name) {
-  constexpr size_t kShown = 120;
-  std::string text = "\"";
-  for (const char c : name.substr(0, kShown)) {
-    const auto byte = static_cast<unsigned char>(c);
-    text += byte < 0x20 || byte == 0x7F ? fmt::format("\\x{:02x}", byte) : std::string(1, c);
-  }
-  return text + (name.size() > kShown ? "…\"" : "\"");
+  return fmt::format("\"{}\"", printable(name));
 }
 
 [[noreturn]] void damaged(const fs::path& file, std::string_view what) {
