@@ -1,0 +1,59 @@
+#include "furious/model.h"
+
+#include "base/error.h"
+#include "infer/model_parts.h"
+#include "model/checkpoint.h"
+#include "tensor/device.h"
+
+namespace furious {
+namespace {
+
+// Our own rotary positions are interleaved; those of a Llama pair the halves of a head.
+bool is_plain_llama(const ModelConfig& config) {
+  return config.block.rope && config.block.rope_pairing == RopePairing::halves;
+}
+
+}  // namespace
+
+Model::Parts::Parts(LanguageModel model, std::shared_ptr<const Tokenizer> its_tokenizer, bool bos)
+    : language_model(std::move(model)), tokenizer(std::move(its_tokenizer)) {
+  const int64_t known = language_model.config().vocabulary;
+  require(tokenizer->vocabulary_size() <= known,
+          "the tokenizer has {} token ids, the model knows {}: it was trained with another tokenizer",
+          tokenizer->vocabulary_size(), known);
+  require(!bos || tokenizer->bos() >= 0, "texts were to begin with bos, but the tokenizer has none");
+  const bool wants_bos = bos || is_plain_llama(language_model.config()) || tokenizer->eos() < 0;
+  start = wants_bos ? tokenizer->bos() : tokenizer->eos();
+}
+
+Model::Model(std::shared_ptr<const Parts> parts) : parts_(std::move(parts)) {}
+
+Model Model::load(const std::filesystem::path& path, const LoadOptions& options) {
+  require(device_from_name(options.device).is_cpu(), "device {}: models run on \"cpu\" only, so far", options.device);
+  LanguageModel model = load_model(path, options.arch);
+  const auto folder = std::filesystem::is_directory(path) ? path : path.parent_path();
+  auto tokenizer = load_tokenizer(options.tokenizer.empty() ? folder.string() : options.tokenizer);
+  return Model(std::make_shared<const Parts>(std::move(model), std::move(tokenizer), options.bos));
+}
+
+std::string Model::arch() const {
+  return parts_->language_model.config().arch;
+}
+
+int64_t Model::parameters() const {
+  return parameter_count(parts_->language_model.config());
+}
+
+int64_t Model::vocabulary() const {
+  return parts_->language_model.config().vocabulary;
+}
+
+std::vector<int32_t> Model::encode(std::string_view text) const {
+  return parts_->tokenizer->encode(text);
+}
+
+std::string Model::decode(const std::vector<int32_t>& ids) const {
+  return parts_->tokenizer->decode(ids);
+}
+
+}  // namespace furious

@@ -1,0 +1,42 @@
+#include "infer/text_stream.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/error.h"
+
+namespace furious {
+
+TextStream::TextStream(std::vector<std::string> stop) : stop_(std::move(stop)) {
+  for (const std::string& text : stop_) require(!text.empty(), "generate: a stop string is empty");
+}
+
+std::string TextStream::push(std::string_view bytes) {
+  return release(characters_.push(bytes));
+}
+
+std::string TextStream::finish() {
+  return release(characters_.flush()) + std::exchange(waiting_, {});
+}
+
+std::string TextStream::release(std::string_view text) {
+  if (stopped_) return {};
+  waiting_ += text;
+  size_t end = std::string::npos;
+  for (const std::string& stop : stop_) end = std::min(end, waiting_.find(stop));
+  if (end != std::string::npos) {
+    stopped_ = true;
+    std::string shown = waiting_.substr(0, end);
+    waiting_.clear();
+    return shown;
+  }
+  size_t kept = 0;  // bytes at the end that begin a stop string
+  for (const std::string& stop : stop_)
+    for (size_t count = std::min(stop.size() - 1, waiting_.size()); count > kept; --count)
+      if (waiting_.ends_with(std::string_view(stop).substr(0, count))) kept = count;
+  std::string shown = waiting_.substr(0, waiting_.size() - kept);
+  waiting_.erase(0, shown.size());
+  return shown;
+}
+
+}  // namespace furious
