@@ -10,6 +10,7 @@
 #include "base/memory.h"
 #include "data/synthetic.h"
 #include "eval/test_loss.h"
+#include "infer/model_parts.h"
 #include "model/checkpoint.h"
 #include "model/cost.h"
 #include "model/safetensors.h"
@@ -263,8 +264,15 @@ std::optional<double> Trainer::test_loss() const {
   return furious::test_loss(*model_, *data_.test, batches).mean();
 }
 
-std::string Trainer::sample(int64_t) const {
-  return {};
+std::string Trainer::sample(int64_t tokens) const {
+  if (!data_.dataset) return {};
+  const Model model(std::make_shared<Model::Parts>(*model_, data_.dataset->tokenizer(), false));
+  Session session(model);
+  session.read("");
+  WriteOptions options;
+  options.tokens = tokens;
+  options.sampling.seed = options_.seed;
+  return session.write(options).front().text;
 }
 
 void Trainer::save(const fs::path& directory) const {
