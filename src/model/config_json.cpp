@@ -121,11 +121,8 @@ class Reader {
  private:
   const Json& at(const char* key) const {
     const auto found = json_.find(key);
-    if (found != json_.end()) return *found;
-    std::vector<std::string> known;
-    for (const auto& item : json_.items()) known.push_back(item.key());
-    const std::string near = nearest_name(key, known);
-    fail("{}: \"{}\" is missing{}", origin_, key, near.empty() ? "" : fmt::format("; is \"{}\" a misspelling?", near));
+    require(found != json_.end(), "{}: \"{}\" is missing", origin_, key);
+    return *found;
   }
 
   std::string origin_;
