@@ -409,7 +409,7 @@ TEST_F(ReleaseCheckpoint, AsksForTheArchitecture) {
   expect_refused({"no tensor", "out_norm"}, "2mamba-outnorm");
   expect_error([&] { load_model(directory_.path(), "2mambo"); }, {"unknown architecture", "\"2mamba\""});
   released(little("2mamba-dt"));
-  expect_refused({"2 tensors have no place", "model.layers.0.self_attn.dt_proj.weight"}, "2mamba");
+  expect_refused({"no place for 2 of the tensors", "model.layers.0.self_attn.dt_proj.weight"}, "2mamba");
   write(Tensors{{"x", tensor_of({1}, {1})}});
   expect_refused({"--arch"});
   expect_refused({"no tensor \"model.embed_tokens.weight\""}, "2mamba");
@@ -437,7 +437,7 @@ TEST_F(Checkpoint, NamesTheTensorThatIsWrong) {
     write(all);
     expect_refused(parts);
   };
-  refused([](Tensors& all) { all.erase(kQkv); }, {"no tensor", kQkv, "incomplete"});
+  refused([](Tensors& all) { all.erase(kQkv); }, {"no tensor", kQkv, "[72, 24]", "incomplete"});
   refused(
       [&](Tensors& all) {
         all[kQkv] = random_.normal_tensor({24, 72});
@@ -453,7 +453,7 @@ TEST_F(Checkpoint, NamesTheTensorThatIsWrong) {
       [&](Tensors& all) {
         for (const char* name : {"a", "b\x1b", "c", "d", "e"}) all[name] = tensor_of({1}, {1});
       },
-      {"5 tensors have no place", "2mamba of 2 layers", "a, b\\x1b, c, …"});
+      {"2mamba of 2 layers", "no place for 5 of the tensors", "a, b\\x1b, c, …"});
   write(valid);
   Json fewer = config();
   fewer["num_hidden_layers"] = 1;
@@ -461,7 +461,7 @@ TEST_F(Checkpoint, NamesTheTensorThatIsWrong) {
   expect_refused({"no place", "of 1 layers", "model.layers.1."});
   fs::remove(weights_);
   expect_refused({"neither model.safetensors"});
-  expect_error([&] { load_model(directory_ / "nothing"); }, {"nothing"});
+  expect_error([&] { load_config(directory_ / "nothing"); }, {"nothing", "does not exist"});
 }
 
 TEST_F(Checkpoint, NamesTheKeyThatIsWrong) {
@@ -491,6 +491,8 @@ TEST_F(Checkpoint, NamesTheKeyThatIsWrong) {
   }
   write_text(config_, "{");
   expect_error([&] { load_config(directory_.path()); }, {config_.string(), "not a JSON object"});
+  const std::string deep = std::string(100000, '[') + std::string(100000, ']');
+  expect_error([&] { config_from_json(R"({"model_type":)" + deep + "}", "here"); }, {"here", "deep"});
   Json impossible = valid;
   impossible["k_heads"] = 2;
   impossible.erase("num_key_value_heads");
