@@ -37,6 +37,7 @@ int main(int argc, char** argv) {
   CLI::App app("furious trains, evaluates and runs language models of the 2Mamba family.", "furious");
   app.set_version_flag("--version", furious::cli::version_text, "Version, compiler, CPU features and devices in use");
   app.require_subcommand(0, 1);
+  furious::cli::add_demo(app);
   furious::cli::add_presets(app);
   furious::cli::add_tokenizer(app);
   furious::cli::add_tokenize(app);

@@ -2,51 +2,16 @@
 #include <fmt/format.h>
 
 #include <chrono>
-#include <deque>
 #include <memory>
 
 #include "base/file.h"
 #include "base/parallel.h"
 #include "cli/commands.h"
-#include "data/reader.h"
+#include "data/corpus_lines.h"
 #include "data/tokenizer.h"
 
 namespace furious::cli {
 namespace {
-
-// The lines of a corpus, blank ones left out.
-class CorpusLines final : public LineSource {
- public:
-  CorpusLines(const std::vector<std::string>& inputs, const ReaderOptions& options)
-      : options_(options), reader_(find_inputs(inputs), options) {}
-
-  bool next(std::string& line) override {
-    while (lines_.empty()) {
-      if (!reader_.next(block_)) return false;
-      for_each_piece(block_, options_, [&](const Piece& piece) { split(piece.text); });
-    }
-    line = std::move(lines_.front());
-    lines_.pop_front();
-    bytes_ += static_cast<int64_t>(line.size());
-    return true;
-  }
-  int64_t bytes() const { return bytes_; }
-
- private:
-  void split(std::string_view text) {
-    while (!text.empty()) {
-      const size_t end = std::min(text.find('\n'), text.size());
-      if (end > 0) lines_.emplace_back(text.substr(0, end));
-      text.remove_prefix(std::min(end + 1, text.size()));
-    }
-  }
-
-  ReaderOptions options_;
-  BlockReader reader_;
-  Block block_;
-  std::deque<std::string> lines_;
-  int64_t bytes_ = 0;
-};
 
 struct TrainCommand {
   std::vector<std::string> inputs;

@@ -1,0 +1,192 @@
+// `furious demo`: from text to three trained models, side by side, in a few minutes.
+#include <fmt/format.h>
+
+#include <filesystem>
+#include <memory>
+
+#include "base/error.h"
+#include "base/file.h"
+#include "base/parallel.h"
+#include "cli/commands.h"
+#include "cli/progress.h"
+#include "data/corpus_lines.h"
+#include "data/tokenize.h"
+#include "infer/model_parts.h"
+#include "report/chart.h"
+#include "report/table.h"
+#include "train/trainer.h"
+
+namespace furious::cli {
+namespace {
+
+namespace fs = std::filesystem;
+
+// Debian's dict-gcide, gzip under another name: the dictionary of Webster, 1913, and its supplements.
+constexpr const char* kDictionary = "/usr/share/dictd/gcide.dict.dz";
+
+struct DemoCommand {
+  std::vector<std::string> text;
+  std::vector<std::string> archs{"2mamba", "mamba2", "softmax"};
+  std::string out = "demo";
+  int64_t steps = 220;
+  int32_t vocabulary = 4096;
+
+  void run() const;
+
+ private:
+  struct Contender {
+    std::string arch;
+    std::unique_ptr<Trainer> trainer;
+    std::vector<double> losses;
+    double seconds = 0, test_loss = 0;
+  };
+
+  std::vector<std::string> inputs() const;
+  std::string tokenizer(const std::vector<std::string>& from) const;
+  std::string shards(const std::vector<std::string>& from, const std::string& tokenizer) const;
+  TrainOptions options(const std::string& arch, const std::string& data) const;
+  void train(std::vector<Contender>& contenders) const;
+  void report(const std::vector<Contender>& contenders) const;
+};
+
+std::vector<std::string> DemoCommand::inputs() const {
+  if (!text.empty()) return text;
+  require(fs::exists(kDictionary), "demo: there is no {}; install the package dict-gcide (make demo does), or name text "
+          "of your own: furious demo FILE…", kDictionary);
+  fs::create_directories(out);
+  const fs::path link = fs::path(out) / "dictionary.txt.gz";
+  std::error_code ignored;
+  fs::remove(link, ignored);
+  fs::create_symlink(kDictionary, link);
+  return {link.string()};
+}
+
+std::string DemoCommand::tokenizer(const std::vector<std::string>& from) const {
+  const std::string path = out + "/tokenizer.model";
+  ReaderOptions reader;
+  CorpusLines lines(from, reader);
+  TokenizerTraining training;
+  training.vocabulary_size = vocabulary;
+  training.sentences = 50000;
+  training.threads = threads();
+  fs::create_directories(out);
+  write_text(path, train_sentencepiece(lines, training));
+  fmt::print("tokenizer  {} ids, from {:.1f} MB of text\n", vocabulary, static_cast<double>(lines.bytes()) / 1e6);
+  return path;
+}
+
+std::string DemoCommand::shards(const std::vector<std::string>& from, const std::string& tokenizer) const {
+  TokenizeOptions options;
+  options.inputs = from;
+  options.tokenizer = tokenizer;
+  options.out = out + "/shards";
+  options.reader.split_on_blank_line = true;
+  options.test_fraction = 0.01;
+  std::error_code ignored;
+  fs::remove_all(options.out, ignored);
+  const Manifest manifest = tokenize_corpus(options, {stop_requested, {}}).manifest;
+  fmt::print("shards     {} tokens to learn from, {} held out\n", manifest[Split::train].total().tokens,
+             manifest[Split::test].total().tokens);
+  return options.out;
+}
+
+TrainOptions DemoCommand::options(const std::string& arch, const std::string& data) const {
+  TrainOptions options;
+  options.arch = arch;
+  options.data = data;
+  options.batch = 8;
+  options.length = 256;
+  options.steps = steps;
+  options.lr = 3e-3;
+  options.warmup = std::min<int64_t>(20, steps / 4);
+  options.clip = 1;
+  options.eval_batches = 8;
+  return options;
+}
+
+void DemoCommand::train(std::vector<Contender>& contenders) const {
+  ProgressLine line("demo");
+  for (int64_t step = 1; step <= steps && !stop_requested(); ++step) {
+    std::string losses;
+    for (Contender& contender : contenders) {
+      const TrainStep done = contender.trainer->step();
+      contender.losses.push_back(done.loss);
+      contender.seconds += 2048 / done.tokens_per_second;
+      losses += fmt::format("  {} {:.3f}", contender.arch, done.loss);
+    }
+    const double left = line.seconds() / static_cast<double>(step) * static_cast<double>(steps - step);
+    if (line.due()) line.show(fmt::format("step {}/{}  loss{}  {} left", step, steps, losses, clock_text(left)));
+  }
+  for (Contender& contender : contenders) contender.test_loss = contender.trainer->test_loss().value_or(NAN);
+}
+
+// The mean of the losses around each step: single batches differ more than models do.
+std::vector<double> smooth(const std::vector<double>& losses) {
+  const auto count = static_cast<int64_t>(losses.size());
+  std::vector<double> means;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t reach = std::min({i, count - 1 - i, int64_t{8}});
+    double sum = 0;
+    for (int64_t j = i - reach; j <= i + reach; ++j) sum += losses[static_cast<size_t>(j)];
+    means.push_back(sum / static_cast<double>(2 * reach + 1));
+  }
+  return means;
+}
+
+void DemoCommand::report(const std::vector<Contender>& contenders) const {
+  Chart chart;
+  chart.title = "Training loss, side by side";
+  chart.x_label = "step";
+  chart.y_label = "loss";
+  Table table{{"model", "parameters", "test loss", "tokens/s", "KB at 1k", "KB at 8k", "KB at 64k"}, {}};
+  for (const Contender& contender : contenders) {
+    const ModelConfig& config = contender.trainer->model().config();
+    const auto kilobytes = [&](int64_t length) {
+      return fmt::format("{:.0f}", static_cast<double>(cache_numbers(config, length) * 4) / 1e3);
+    };
+    const double tokens = 2048.0 * static_cast<double>(contender.losses.size());
+    table.rows.push_back({contender.arch, fmt::format("{:.2f}M", static_cast<double>(parameter_count(config)) / 1e6),
+                          fmt::format("{:.3f}", contender.test_loss), fmt::format("{:.0f}", tokens / contender.seconds),
+                          kilobytes(1 << 10), kilobytes(8 << 10), kilobytes(64 << 10)});
+    Series series{contender.arch, {}, smooth(contender.losses)};
+    for (size_t i = 0; i < series.y.size(); ++i) series.x.push_back(static_cast<double>(i + 1));
+    chart.series.push_back(std::move(series));
+  }
+  fmt::print("\n{}\nKB: memory that one sequence needs while it is written, after 1k, 8k and 64k tokens\n", to_text(table));
+  write_text(out + "/loss.svg", to_svg(chart));
+}
+
+void DemoCommand::run() const {
+  stop_on_signals();
+  const std::vector<std::string> from = inputs();
+  const std::string data = shards(from, tokenizer(from));
+  std::vector<Contender> contenders;
+  for (const std::string& arch : archs)
+    contenders.push_back({arch, std::make_unique<Trainer>(options(arch, data)), {}, 0, 0});
+  fmt::print("training   {} steps of 8 x 256 tokens, {} threads\n", steps, threads());
+  std::fflush(stdout);
+  train(contenders);
+  report(contenders);
+  for (const Contender& contender : contenders)
+    replace_directory(fs::path(out) / contender.arch,
+                      [&](const fs::path& directory) { contender.trainer->save(directory); });
+  fmt::print("\n{} writes:\n\n{}\n\n", contenders.front().arch, contenders.front().trainer->sample(120));
+  fmt::print("curves in {0}/loss.svg; go on with: furious generate {0}/{1} --prompt \"Mamba\"\n", out,
+             contenders.front().arch);
+}
+
+}  // namespace
+
+void add_demo(CLI::App& app) {
+  auto demo = std::make_shared<DemoCommand>();
+  CLI::App* command = app.add_subcommand("demo", "From text to three small models, side by side, in minutes");
+  command->add_option("text", demo->text, "Text as `furious tokenize` takes it; without, the dictionary of dict-gcide");
+  command->add_option("--out", demo->out, "Folder for everything it makes")->capture_default_str();
+  command->add_option("--arch", demo->archs, "Architectures; several with commas")->delimiter(',')->capture_default_str();
+  command->add_option("--steps", demo->steps, "Steps of training")->check(CLI::Range(1, 1 << 20))->capture_default_str();
+  command->add_option("--vocab", demo->vocabulary, "Ids of the tokenizer")->check(CLI::Range(260, 1 << 16))->capture_default_str();
+  command->footer("Example: furious demo my-notes.txt --out demo");
+  command->callback([demo] { demo->run(); });
+}
+
+}  // namespace furious::cli

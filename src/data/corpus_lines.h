@@ -1,0 +1,31 @@
+// The lines of a corpus, blank ones left out: what a tokenizer learns from.
+#pragma once
+
+#include <deque>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "data/reader.h"
+#include "data/tokenizer.h"
+
+namespace furious {
+
+class CorpusLines final : public LineSource {
+ public:
+  CorpusLines(const std::vector<std::string>& inputs, const ReaderOptions& options);
+
+  bool next(std::string& line) override;
+  int64_t bytes() const { return bytes_; }  // of the lines so far
+
+ private:
+  void split(std::string_view text);
+
+  ReaderOptions options_;
+  BlockReader reader_;
+  Block block_;
+  std::deque<std::string> lines_;
+  int64_t bytes_ = 0;
+};
+
+}  // namespace furious
