@@ -273,6 +273,7 @@ void AutoBench::run() const {
 void add_bench(CLI::App& app) {
   CLI::App* bench = app.add_subcommand("bench", "Measure speed on this machine, beside its floor");
   bench->require_subcommand(1);
+  add_bench_step(*bench);
   auto automatic = std::make_shared<AutoBench>();
   CLI::App* auto_command = bench->add_subcommand("auto", "Is the automatic choice between forms a good one here?");
   auto_command->add_option("--heads", automatic->heads, "Heads")->check(CLI::Range(1, 4096))->capture_default_str();

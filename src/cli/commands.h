@@ -6,6 +6,7 @@
 namespace furious::cli {
 
 void add_bench(CLI::App& app);
+void add_bench_step(CLI::App& bench);
 void add_eval(CLI::App& app);
 void add_generate(CLI::App& app);
 void add_presets(CLI::App& app);

@@ -93,7 +93,7 @@ void show(const std::string& name, const std::string& text) {
   fmt::print("\n{} tokens for {} bytes; decoded: {}\n", ids.size(), text.size(), tokenizer->decode(ids));
 }
 
-void add_train(CLI::App& tokenizer) {
+void add_tokenizer_train(CLI::App& tokenizer) {
   auto options = std::make_shared<TrainCommand>();
   CLI::App* command = tokenizer.add_subcommand("train", "Make a SentencePiece tokenizer from text");
   command->add_option("input", options->inputs, "As `furious tokenize` takes them")->required();
@@ -111,7 +111,7 @@ void add_train(CLI::App& tokenizer) {
   command->callback([options] { options->run(); });
 }
 
-void add_show(CLI::App& tokenizer) {
+void add_tokenizer_show(CLI::App& tokenizer) {
   auto name = std::make_shared<std::string>();
   auto text = std::make_shared<std::string>();
   CLI::App* command = tokenizer.add_subcommand("show", "What a tokenizer is, and what it makes of a text");
@@ -128,8 +128,8 @@ void add_tokenizer(CLI::App& app) {
   CLI::App* tokenizer = app.add_subcommand("tokenizer", "Make a tokenizer, or look at one");
   tokenizer->require_subcommand(1);
   tokenizer->footer("Example: furious tokenizer train corpus/ --vocab 8192 --out tokenizer.model");
-  add_train(*tokenizer);
-  add_show(*tokenizer);
+  add_tokenizer_train(*tokenizer);
+  add_tokenizer_show(*tokenizer);
 }
 
 }  // namespace furious::cli

@@ -3,19 +3,21 @@
 
 #include <fstream>
 #include <memory>
-#include <vector>
 
 #include "base/error.h"
 #include "cli/commands.h"
 #include "cli/progress.h"
-#include "train/options.h"
+#include "cli/train_flags.h"
 
 namespace furious::cli {
 namespace {
 
 struct TrainCommand {
+  explicit TrainCommand(CLI::App& command) : flags(command, {}) {
+    command.add_option("--config", config, "TOML file with these options; flags win over it");
+  }
+  TrainFlags flags;
   std::string config;
-  std::vector<std::pair<const TrainOption*, const CLI::Option*>> given;
 
   TrainOptions resolve() const;
   void run() const;
@@ -40,8 +42,7 @@ TrainOptions TrainCommand::resolve() const {
   TrainOptions asked;
   const auto apply = [&](TrainOptions& options) {
     if (!config.empty()) apply_config(options, config);
-    for (const auto& [option, flag] : given)
-      if (flag->count() > 0) option->set(options, option->kind == TrainOption::Kind::flag ? "true" : flag->as<std::string>());
+    flags.apply(options);
   };
   apply(asked);
   if (!asked.resume || asked.out.empty()) return asked;
@@ -70,7 +71,7 @@ void TrainCommand::run() const {
     if (step.test_loss)
       line.print(fmt::format("step {:>6}  loss {:.4f}  test loss {:.4f}  lr {:.2e}  {:.0f} tokens/s", step.step,
                              step.loss, *step.test_loss, step.lr, step.tokens_per_second));
-    if (!step.sample.empty()) line.print(fmt::format("step {:>6}  writes: {}", step.step, step.sample));
+    if (!step.sample.empty()) line.print(fmt::format("step {:>6}  writes:\n{}\n", step.step, step.sample));
     if (line.due()) line.show(step_text(step, options.steps, per_step * static_cast<double>(options.steps - step.step)));
   };
   const TrainResult result = train(options, observer);
@@ -83,32 +84,8 @@ void TrainCommand::run() const {
 }  // namespace
 
 void add_train(CLI::App& app) {
-  auto command = std::make_shared<TrainCommand>();
   CLI::App* train = app.add_subcommand("train", "Train a model");
-  train->add_option("--config", command->config, "TOML file with these options; flags win over it");
-  const TrainOptions defaults;
-  for (const TrainOption& option : train_options()) {
-    const std::string flag = "--" + option.name;
-    if (option.kind == TrainOption::Kind::flag) {
-      command->given.emplace_back(&option, train->add_flag(flag, option.help));
-      continue;
-    }
-    // The value is checked here, where a mistake is one of usage, and set when all sources are known.
-    CLI::Option* added = train->add_option(flag, option.help)->check(CLI::Validator(
-        [&option](std::string& text) {
-          try {
-            TrainOptions ignored;
-            option.set(ignored, text);
-            return std::string();
-          } catch (const Error& error) {
-            return std::string(error.what());
-          }
-        },
-        ""));
-    if (const std::string value = option.get(defaults); !value.empty()) added->default_str(value);
-    added->type_name(option.kind == TrainOption::Kind::number ? "NUMBER" : "TEXT");
-    command->given.emplace_back(&option, added);
-  }
+  auto command = std::make_shared<TrainCommand>(*train);
   train->footer(
       "Ctrl-C saves a checkpoint and ends; --resume goes on from there.\n"
       "Example: furious train --arch 2mamba --size tiny --data shards --out run --steps 2000 --lr 1e-3");

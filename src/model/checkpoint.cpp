@@ -19,6 +19,7 @@ namespace fs = std::filesystem;
 constexpr uint64_t kMostConfigBytes = 1 << 20;
 constexpr int64_t kHeadDimOfThePaper = 64;
 
+constexpr std::string_view kLoadable[] = {"F32", "BF16", "F16", "F64"};
 constexpr std::string_view kFused = "qkv_proj.weight";
 constexpr const char* kEmbedding = "model.embed_tokens.weight";
 constexpr const char* kHead = "lm_head.weight";
@@ -53,14 +54,14 @@ bool is_stray(const std::string& name) {
 }
 
 // Of a dtype that can be loaded, so that its shape is one of numbers that are there.
-const StoredTensor& stored_tensor(const SafetensorsReader& reader, const std::string& name) {
+const StoredTensor& stored_tensor(const SafetensorsReader& reader, const std::string& name,
+                                  const std::string& shape = "") {
   const StoredTensor* const tensor = reader.find(name);
-  require(tensor != nullptr, "{}: no tensor \"{}\"; the file is incomplete, or of another architecture",
-          reader.path().string(), name);
-  const bool loads =
-      std::ranges::count(std::initializer_list<std::string_view>{"F32", "BF16", "F16", "F64"}, tensor->dtype) > 0;
-  require(loads, "{}: tensor \"{}\" has dtype {}, expected F32, BF16 or F16; convert it", tensor->file->path().string(),
-          name, printable(tensor->dtype));
+  require(tensor != nullptr, "{}: no tensor \"{}\"{}; the file is incomplete, or of another architecture",
+          reader.path().string(), name, shape);
+  require(std::ranges::count(kLoadable, tensor->dtype) > 0,
+          "{}: tensor \"{}\" has dtype {}, expected F32, BF16 or F16; convert it", tensor->file->path().string(), name,
+          printable(tensor->dtype));
   return *tensor;
 }
 
@@ -72,7 +73,7 @@ int64_t stored_size(const SafetensorsReader& reader, const std::string& name, si
 }
 
 void check_tensor(const SafetensorsReader& reader, const std::string& name, const Shape& shape) {
-  const StoredTensor& tensor = stored_tensor(reader, name);
+  const StoredTensor& tensor = stored_tensor(reader, name, fmt::format(" {}", to_string(shape)));
   require(std::ranges::equal(tensor.shape, shape),
           "{}: tensor \"{}\" has shape [{}], expected {}; configuration and weights must be of the same model",
           tensor.file->path().string(), name, fmt::join(tensor.shape, ", "), to_string(shape));
@@ -100,8 +101,8 @@ void check_tensors(const SafetensorsReader& reader, const ModelConfig& config) {
     if (!used.contains(tensor.name) && !is_stray(tensor.name)) unused.push_back(printable(tensor.name));
   if (unused.empty()) return;
   const size_t shown = std::min<size_t>(unused.size(), 3);
-  fail("{}: {} tensors have no place in a model {} of {} layers: {}{}; its configuration or --arch is another model's",
-       reader.path().string(), unused.size(), printable(config.arch), config.layers,
+  fail("{}: a model {} of {} layers has no place for {} of the tensors: {}{}; its configuration or --arch is another's",
+       reader.path().string(), printable(config.arch), config.layers, unused.size(),
        fmt::join(unused.begin(), unused.begin() + shown, ", "), shown < unused.size() ? ", …" : "");
 }
 
@@ -177,6 +178,8 @@ ModelConfig saved_config(const fs::path& file, const std::string& arch) {
 ModelConfig load_config(const fs::path& path, const std::string& arch) {
   recover_directory(path);
   std::error_code ignored;
+  require(fs::exists(path, ignored), "{}: does not exist; expected a model's directory or .safetensors file",
+          path.string());
   const fs::path file = (fs::is_directory(path, ignored) ? path : path.parent_path()) / "config.json";
   return fs::exists(file, ignored) ? saved_config(file, arch) : release_config(SafetensorsReader(path), arch);
 }

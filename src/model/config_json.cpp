@@ -13,10 +13,12 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-// Far beyond any model; the product of all of them still fits 64 bits.
+// Far beyond any model, and whatever is computed from them still fits 64 bits.
 constexpr int64_t kMostWidth = 1 << 22;
 constexpr int64_t kMostHeads = 1 << 14;
 constexpr int64_t kMostLayers = 1 << 14;
+
+constexpr int kMostDepth = 32;  // some of what the library does with a value calls itself
 
 constexpr std::string_view kOwnType = "furious";
 constexpr std::string_view kLlamaType = "llama";
@@ -62,6 +64,16 @@ class Writer {
 
 class Reader {
  public:
+  using Json = nlohmann::json;  // finds a key fast, however many there are
+
+  static Json parse(std::string_view text, const std::string& origin) {
+    const auto check = [&](int depth, Json::parse_event_t, Json&) {
+      require(depth <= kMostDepth, "{}: values within values more than {} deep; no model's configuration is", origin,
+              kMostDepth);
+      return true;
+    };
+    return Json::parse(text.begin(), text.end(), check, false);
+  }
   Reader(Json json, std::string origin) : origin_(std::move(origin)), json_(std::move(json)) {
     require(json_.is_object(), "{}: not a JSON object; expected the configuration of a model", origin_);
   }
@@ -121,11 +133,8 @@ class Reader {
  private:
   const Json& at(const char* key) const {
     const auto found = json_.find(key);
-    if (found != json_.end()) return *found;
-    std::vector<std::string> known;
-    for (const auto& item : json_.items()) known.push_back(item.key());
-    const std::string near = nearest_name(key, known);
-    fail("{}: \"{}\" is missing{}", origin_, key, near.empty() ? "" : fmt::format("; is \"{}\" a misspelling?", near));
+    require(found != json_.end(), "{}: \"{}\" is missing", origin_, key);
+    return *found;
   }
 
   std::string origin_;
@@ -228,7 +237,7 @@ std::string config_to_json(const ModelConfig& config) {
 }
 
 ModelConfig config_from_json(std::string_view text, const std::string& origin) {
-  const Reader reader(Json::parse(text.begin(), text.end(), nullptr, false), origin);
+  const Reader reader(Reader::parse(text, origin), origin);
   std::string type;
   reader("model_type", type);
   if (type != kOwnType && type != kLlamaType)

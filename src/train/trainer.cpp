@@ -5,11 +5,12 @@
 #include <cmath>
 #include <nlohmann/json.hpp>
 
+#include "base/error.h"
 #include "base/hash.h"
 #include "base/memory.h"
 #include "data/synthetic.h"
 #include "eval/test_loss.h"
-#include "infer/generate.h"
+#include "infer/model_parts.h"
 #include "model/checkpoint.h"
 #include "model/cost.h"
 #include "model/safetensors.h"
@@ -125,9 +126,7 @@ TrainData TrainData::open(const TrainOptions& options) {
   return open_dataset(options);
 }
 
-Trainer::Trainer(const TrainOptions& options, TrainData data) : options_(options), data_(std::move(data)) {}
-
-Trainer::Trainer(const TrainOptions& options) : Trainer(options, TrainData::open(options)) {
+Trainer::Trainer(const TrainOptions& options, TrainData data) : options_(options), data_(std::move(data)) {
   const int64_t vocabulary = data_.batches->vocabulary_size();
   ModelConfig config;
   if (options.init.empty()) {
@@ -148,7 +147,7 @@ Trainer::Trainer(const TrainOptions& options) : Trainer(options, TrainData::open
 }
 
 Trainer::Trainer(const TrainOptions& options, const fs::path& checkpoint)
-    : Trainer(options, TrainData::open(options)) {
+    : options_(options), data_(TrainData::open(options)) {
   const SafetensorsReader file(checkpoint / kTrainingFile);
   const Json saved = training_metadata(file);
   const std::string fingerprint = saved.value("data", "");
@@ -263,6 +262,17 @@ std::optional<double> Trainer::test_loss() const {
   int64_t batches = data_.test_batches > 0 ? data_.test_batches : kEndless;
   if (options_.eval_batches > 0) batches = std::min(batches, options_.eval_batches);
   return furious::test_loss(*model_, *data_.test, batches).mean();
+}
+
+std::string Trainer::sample(int64_t tokens) const {
+  if (!data_.dataset) return {};
+  const Model model(std::make_shared<Model::Parts>(*model_, data_.dataset->tokenizer(), false));
+  Session session(model);
+  session.read("");
+  WriteOptions options;
+  options.tokens = tokens;
+  options.sampling.seed = options_.seed;
+  return session.write(options).front().text;
 }
 
 void Trainer::save(const fs::path& directory) const {

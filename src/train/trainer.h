@@ -32,8 +32,9 @@ class Diverged : public Error {
 
 class Trainer {
  public:
-  // Begins anew, or with options.init.
-  explicit Trainer(const TrainOptions& options);
+  // Begins anew, or with options.init; on the data that the options name, or on other data.
+  explicit Trainer(const TrainOptions& options) : Trainer(options, TrainData::open(options)) {}
+  Trainer(const TrainOptions& options, TrainData data);
   // Continues from a checkpoint that save() wrote.
   Trainer(const TrainOptions& options, const std::filesystem::path& checkpoint);
 
@@ -53,7 +54,6 @@ class Trainer {
     Tensor first, second;
   };
 
-  Trainer(const TrainOptions& options, TrainData data);
   void prepare();
   double accumulate_gradients();
   double part_loss(const Batch& batch, float weight);

@@ -1,12 +1,8 @@
 // `furious tokenize` and `furious tokenizer`, by running the binary.
 #include <signal.h>
 #include <sys/wait.h>
-#include <unistd.h>
 
-#include <chrono>
-#include <cstdio>
 #include <filesystem>
-#include <thread>
 
 #include "cli/run.h"
 #include "data/corpus.h"
@@ -22,6 +18,7 @@ using testing::Random;
 using testing::random_documents;
 using testing::read_folder;
 using testing::run;
+using testing::run_and_signal;
 using testing::RunResult;
 using testing::small_model;
 using testing::TemporaryFolder;
@@ -82,31 +79,6 @@ TEST_F(DataCommands, BadInput) {
   expect_run(tokenize(folder.write("bad.txt", "a\xFF"), "replaced"), 0, {"1 broken UTF-8"});
 }
 
-// Starts the binary and gives it `signal` as soon as it has checkpointed once.
-int run_and_signal(const std::vector<std::string>& arguments, const std::string& wait_for, int signal) {
-  std::fflush(nullptr);  // or the child writes it again
-  const pid_t child = ::fork();
-  if (child == 0) {
-    std::vector<char*> words;
-    for (const std::string& argument : arguments) words.push_back(const_cast<char*>(argument.c_str()));
-    words.push_back(nullptr);
-    if (std::freopen("/dev/null", "w", stdout) == nullptr) _exit(126);
-    if (std::freopen("/dev/null", "w", stderr) == nullptr) _exit(126);
-    ::execv(FURIOUS_BINARY, words.data());
-    ::_exit(127);
-  }
-  int status = 0;
-  bool signalled = false;
-  while (::waitpid(child, &status, WNOHANG) == 0) {
-    if (!signalled && fs::exists(wait_for)) {
-      ::kill(child, signal);
-      signalled = true;
-    }
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  return status;
-}
-
 TEST_F(DataCommands, KilledOrStoppedItContinuesToTheSameBytes) {
   Random random(2);
   const std::vector<std::string> documents = random_documents(random, 1000);
@@ -118,9 +90,9 @@ TEST_F(DataCommands, KilledOrStoppedItContinuesToTheSameBytes) {
   const auto expected = read_folder(folder.path("whole"));
   for (const int signal : {SIGKILL, SIGTERM, SIGINT}) {
     const std::string out = fmt::format("signal-{}", signal);
-    const int status = run_and_signal({"furious", "tokenize", input, "--tokenizer", "byte", "--out", folder.path(out),
+    const int status = run_and_signal({"tokenize", input, "--tokenizer", "byte", "--out", folder.path(out),
                                        "--shard-tokens", "100000", "--test-fraction", "0.1", "--threads", "1"},
-                                      folder.path(out + "/progress.json"), signal);
+                                      signal, [&] { return fs::exists(folder.path(out + "/progress.json")); });
     if (signal == SIGKILL) {
       ASSERT_TRUE(WIFSIGNALED(status)) << "it was done before it was killed";
     } else {

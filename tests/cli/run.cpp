@@ -2,10 +2,14 @@
 
 #include <fmt/format.h>
 #include <gtest/gtest.h>
+#include <signal.h>
 #include <sys/wait.h>
+#include <unistd.h>
 
 #include <array>
+#include <chrono>
 #include <cstdio>
+#include <thread>
 
 namespace furious::testing {
 
@@ -25,6 +29,31 @@ void expect_run(const std::string& arguments, int code, const std::vector<std::s
   EXPECT_EQ(result.code, code) << result.output;
   for (const std::string& part : parts)
     EXPECT_NE(result.output.find(part), std::string::npos) << "\"" << part << "\" is missing in: " << result.output;
+}
+
+int run_and_signal(std::vector<std::string> arguments, int signal, const std::function<bool()>& ready) {
+  arguments.insert(arguments.begin(), "furious");
+  std::fflush(nullptr);  // or the child writes it again
+  const pid_t child = ::fork();
+  if (child == 0) {
+    std::vector<char*> words;
+    for (std::string& argument : arguments) words.push_back(argument.data());
+    words.push_back(nullptr);
+    if (std::freopen("/dev/null", "w", stdout) == nullptr) ::_exit(126);
+    if (std::freopen("/dev/null", "w", stderr) == nullptr) ::_exit(126);
+    ::execv(FURIOUS_BINARY, words.data());
+    ::_exit(127);
+  }
+  int status = 0;
+  bool signalled = false;
+  while (::waitpid(child, &status, WNOHANG) == 0) {
+    if (!signalled && ready()) {
+      ::kill(child, signal);
+      signalled = true;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return status;
 }
 
 }  // namespace furious::testing

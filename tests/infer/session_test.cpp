@@ -7,6 +7,7 @@
 #include "infer/model_parts.h"
 #include "infer/sampling.h"
 #include "infer/state_file.h"
+#include "model/little.h"
 #include "temporary_directory.h"
 
 namespace furious {
@@ -14,24 +15,16 @@ namespace {
 
 using namespace furious::testing;
 
-ModelConfig little(const Preset& preset) {
-  ModelConfig config;
-  config.arch = preset.name;
-  config.block = preset.block;
-  config.vocabulary = 300;  // more than the tokenizer has
-  config.hidden = 24;
-  config.intermediate = 32;
-  config.layers = 2;
-  config.q_heads = config.k_heads = config.v_heads = 3;
-  config.head_dim = 8;
+ModelConfig config_of(const std::string& arch, int64_t vocabulary = 300) {  // more than the byte tokenizer has
+  ModelConfig config = little(preset(arch));
+  config.vocabulary = vocabulary;
   return config;
 }
 
 // Weights large enough that what a model writes depends on what it has read.
 Model random_model(const std::string& arch, uint64_t salt = 1, const std::string& tokenizer = "byte") {
   Random random(salt);
-  ModelConfig config = little(preset(arch));
-  if (tokenizer != "byte") config.vocabulary = 400;
+  const ModelConfig config = config_of(arch, tokenizer == "byte" ? 300 : 400);
   const auto fill = [&](const std::string&, const Tensor& out) { copy(out, random.normal_tensor(out.shape(), 0.3)); };
   const auto loaded = tokenizer == "byte" ? load_tokenizer("byte") : make_sentencepiece(tokenizer, "test");
   return Model(std::make_shared<const Model::Parts>(LanguageModel(config, fill), loaded, false));
@@ -149,7 +142,7 @@ TEST(Session, EndsAtStopStrings) {
 }
 
 TEST(Session, EndsAtEos) {
-  const ModelConfig config = little(preset("2mamba"));
+  const ModelConfig config = config_of("2mamba");
   const LanguageModel eos_model(config, [&](const std::string& name, const Tensor& out) {
     fill(out, name.find("norm") != std::string::npos || name == "model.embed_tokens.weight" ? 1 : 0);
     if (name == "lm_head.weight") fill(out.select(0, 257), 1);
@@ -246,13 +239,12 @@ TEST(Session, Checks) {
   WriteOptions stop = options_of(1);
   stop.stop = {""};
   expect_error([&] { session.write(stop); }, {"stop string"});
-  ModelConfig config = little(preset("2mamba"));
-  config.vocabulary = 100;
-  expect_error([&] { Model::Parts(LanguageModel(config, 1), load_tokenizer("byte"), false); }, {"258", "100"});
+  const LanguageModel small(config_of("2mamba", 100), 1);
+  expect_error([&] { Model::Parts(small, load_tokenizer("byte"), false); }, {"258", "100"});
 }
 
 TEST(Model, TextsBeginWithBosWhereTheModelIsALlama) {
-  ModelConfig config = little(preset("softmax"));
+  ModelConfig config = config_of("softmax");
   const auto byte = load_tokenizer("byte");
   EXPECT_EQ(Model::Parts(LanguageModel(config, 1), byte, false).start, byte->eos());
   EXPECT_EQ(Model::Parts(LanguageModel(config, 1), byte, true).start, byte->bos());
@@ -261,7 +253,7 @@ TEST(Model, TextsBeginWithBosWhereTheModelIsALlama) {
 }
 
 TEST(StateFile, FingerprintsSeeEveryWeight) {
-  const ModelConfig config = little(preset("mamba2"));
+  const ModelConfig config = config_of("mamba2");
   const LanguageModel model(config, 1);
   const std::string before = fingerprint(model, "t");
   EXPECT_EQ(before, fingerprint(LanguageModel(config, 1), "t"));

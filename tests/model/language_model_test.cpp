@@ -2,8 +2,8 @@
 
 #include <set>
 
+#include "model/little.h"
 #include "ops/adamw.h"
-#include "support.h"
 
 namespace furious {
 
@@ -16,25 +16,6 @@ void PrintTo(const Preset& preset, std::ostream* out) {
 namespace {
 
 using namespace furious::testing;
-
-ModelConfig little(const Preset& preset) {
-  ModelConfig config;
-  config.arch = preset.name;
-  config.block = preset.block;
-  config.vocabulary = 23;
-  config.hidden = 24;
-  config.intermediate = 32;
-  config.layers = 2;
-  config.q_heads = config.k_heads = config.v_heads = 3;
-  config.head_dim = 8;
-  return config;
-}
-
-Tensor random_tokens(Random& random, const Shape& shape, int64_t vocabulary) {
-  std::vector<int32_t> tokens(shape.elements());
-  for (int32_t& token : tokens) token = static_cast<int32_t>(random.integer(0, vocabulary - 1));
-  return int_tensor_of(tokens, shape);
-}
 
 // Tokens [begin, begin + count) of every row, on their own.
 Tensor tokens_of(const Tensor& tokens, int64_t begin, int64_t count) {

@@ -1,0 +1,152 @@
+// `furious bench step`: whole training steps, beside the floor that the matrix rate of this machine sets.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <memory>
+
+#include "base/error.h"
+#include "base/parallel.h"
+#include "base/random.h"
+#include "cli/commands.h"
+#include "cli/json_file.h"
+#include "cli/train_flags.h"
+#include "data/batch_rows.h"
+#include "model/cost.h"
+#include "ops/matmul.h"
+#include "tensor/arena.h"
+#include "train/trainer.h"
+
+namespace furious::cli {
+namespace {
+
+// Tokens without meaning: as much work as any others.
+class RandomBatches final : public BatchSource {
+ public:
+  RandomBatches(int64_t batch, int64_t length, int32_t vocabulary)
+      : batch_(batch), length_(length), vocabulary_(vocabulary) {}
+  int64_t batch() const override { return batch_; }
+  int64_t length() const override { return length_; }
+  int32_t vocabulary_size() const override { return vocabulary_; }
+  Batch at(int64_t step, RowRange range) const override {
+    BatchRows rows(batch_, length_, range, 0);
+    const auto token = [&](uint64_t place) {
+      const uint32_t bits = random_bits(1, static_cast<uint64_t>(step), place).word[0];
+      return static_cast<int32_t>(bits % static_cast<uint32_t>(vocabulary_));
+    };
+    for (int64_t row = 0; row < rows.count(); ++row) {
+      for (int64_t t = 0; t < length_; ++t) {
+        const auto place = static_cast<uint64_t>((rows.first() + row) * (length_ + 1) + t);
+        rows.inputs(row)[t] = token(place);
+        rows.targets(row)[t] = token(place + 1);
+      }
+    }
+    return rows.finish();
+  }
+
+ private:
+  int64_t batch_, length_;
+  int32_t vocabulary_;
+};
+
+// The 19 M model with 32,000 ids.
+TrainOptions default_options() {
+  TrainOptions options;
+  options.hidden = 256;
+  options.intermediate = 512;
+  options.heads = 4;
+  options.layers = 4;
+  options.batch = 4;
+  return options;
+}
+
+struct StepBench {
+  explicit StepBench(CLI::App& command)
+      : flags(command, default_options(),
+              {"size", "hidden", "intermediate", "heads", "layers", "qk-heads", "tie-embeddings", "batch", "length",
+               "accumulate", "device", "dtype", "threads", "recompute"}) {}
+
+  TrainFlags flags;
+  std::string preset = "2mamba";
+  int32_t vocabulary = 32000;
+  int64_t steps = 5;
+  std::string json;
+
+  TrainOptions resolve() const;
+  void run() const;
+};
+
+// The size's name, or hidden/intermediate/heads/layers.
+std::string size_text(const TrainOptions& options, const ModelConfig& config) {
+  if (options.hidden + options.intermediate + options.heads + options.layers == 0) return options.size;
+  return fmt::format("{}/{}/{}/{}", config.hidden, config.intermediate, config.heads(), config.layers);
+}
+
+TrainOptions StepBench::resolve() const {
+  TrainOptions named, options = default_options();
+  named.size.clear();
+  flags.apply(named);
+  if (!named.size.empty()) options.hidden = options.intermediate = options.heads = options.layers = 0;
+  flags.apply(options);
+  options.arch = preset;
+  return options;
+}
+
+void StepBench::run() const {
+  JsonFile file(json);
+  const TrainOptions options = resolve();
+  require(device_from_name(options.device).is_cpu(), "bench step: models do not train on \"{}\" yet; use --device cpu",
+          options.device);
+  if (options.threads > 0) set_threads(static_cast<int>(options.threads));
+  TrainData data;
+  data.batches = std::make_unique<RandomBatches>(options.batch, options.length, vocabulary);
+  Trainer trainer(options, std::move(data));
+  trainer.step();  // asks the system for memory once and for all
+  Arena& arena = Arena::of({});
+  arena.reset_peak();
+  std::vector<TrainStep> done;
+  for (int64_t i = 0; i < steps; ++i) done.push_back(trainer.step());
+  const auto faster = [](const TrainStep& a, const TrainStep& b) { return a.tokens_per_second > b.tokens_per_second; };
+  std::nth_element(done.begin(), done.begin() + steps / 2, done.end(), faster);
+  const TrainStep& median = done[static_cast<size_t>(steps / 2)];
+
+  const ModelConfig& config = trainer.model().config();
+  const double flops = training_flops(config, options.batch, options.length);
+  const double tokens = static_cast<double>(options.batch * options.length);
+  const double seconds = tokens / median.tokens_per_second;
+  const double rate = flops / seconds / median.mfu;
+  const auto peak = static_cast<int64_t>(arena.usage().peak);
+  fmt::print("{}: {:.1f} M parameters, {} layers of width {}, batch {} x {} tokens, {} products, {} threads\n",
+             config.arch, static_cast<double>(parameter_count(config)) / 1e6, config.layers, config.hidden,
+             options.batch, options.length, options.dtype, threads());
+  fmt::print("{:.0f} tokens/s, median of {} steps of {:.1f} ms; {:.1f} MFLOP a token, {:.0f} % of {:.0f} GFLOP/s ({}); "
+             "peak {:.2f} GB\n",
+             median.tokens_per_second, steps, seconds * 1e3, flops / tokens / 1e6, 100 * median.mfu, rate / 1e9,
+             matmul_library(), static_cast<double>(peak) / 1e9);
+  file.write(nlohmann::ordered_json{{"preset", options.arch},
+                                    {"size", size_text(options, config)},
+                                    {"parameters", parameter_count(config)},
+                                    {"length", options.length},
+                                    {"batch", options.batch},
+                                    {"dtype", options.dtype},
+                                    {"threads", threads()},
+                                    {"tokens_per_second", median.tokens_per_second},
+                                    {"mfu", median.mfu},
+                                    {"matrix_gflops", rate / 1e9},
+                                    {"peak_bytes", peak}});
+}
+
+}  // namespace
+
+void add_bench_step(CLI::App& bench) {
+  CLI::App* step = bench.add_subcommand("step", "Whole training steps");
+  auto command = std::make_shared<StepBench>(*step);
+  step->add_option("--preset,--arch", command->preset, "Architecture; `furious presets` lists them")
+      ->capture_default_str();
+  step->add_option("--vocab", command->vocabulary, "Number of ids")->check(CLI::Range(2, 1 << 30))->capture_default_str();
+  step->add_option("--steps", command->steps, "Steps to take the median of")->check(CLI::Range(1, 1 << 20))->capture_default_str();
+  step->add_option("--json", command->json, "Write the result to this file");
+  step->footer("Example: furious bench step --preset softmax --size mini --length 1024 --batch 2");
+  step->callback([command] { command->run(); });
+}
+
+}  // namespace furious::cli

@@ -1,0 +1,41 @@
+#include "cli/train_flags.h"
+
+#include <algorithm>
+
+#include "base/error.h"
+
+namespace furious::cli {
+
+TrainFlags::TrainFlags(CLI::App& command, const TrainOptions& defaults, const std::vector<std::string>& names) {
+  for (const TrainOption& option : train_options()) {
+    if (!names.empty() && std::find(names.begin(), names.end(), option.name) == names.end()) continue;
+    const std::string flag = "--" + option.name;
+    if (option.kind == TrainOption::Kind::flag) {
+      flags_.emplace_back(&option, command.add_flag(flag, option.help));
+      continue;
+    }
+    CLI::Option* added = command.add_option(flag, option.help)->check(CLI::Validator(
+        [&option](std::string& text) {
+          try {
+            TrainOptions ignored;
+            option.set(ignored, text);
+            return std::string();
+          } catch (const Error& error) {
+            return std::string(error.what());
+          }
+        },
+        ""));
+    added->type_name(option.kind == TrainOption::Kind::number ? "NUMBER" : "TEXT");
+    if (const std::string value = option.get(defaults); !value.empty()) added->default_str(value);
+    flags_.emplace_back(&option, added);
+  }
+}
+
+void TrainFlags::apply(TrainOptions& options) const {
+  for (const auto& [option, flag] : flags_) {
+    if (flag->count() == 0) continue;
+    option->set(options, option->kind == TrainOption::Kind::flag ? "true" : flag->as<std::string>());
+  }
+}
+
+}  // namespace furious::cli

@@ -1,0 +1,126 @@
+// `furious train` and `furious bench step`, by running the binary.
+#include <signal.h>
+#include <sys/wait.h>
+
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+#include "cli/run.h"
+#include "train/small_run.h"
+
+namespace furious {
+namespace {
+
+namespace fs = std::filesystem;
+using namespace furious::testing;
+
+class TrainCommandTest : public ::testing::Test {
+ protected:
+  TemporaryFolder folder;
+  std::string data = small_data(folder);
+  std::string small = "--hidden 32 --intermediate 32 --heads 2 --layers 2 --batch 4 --length 24 --threads 1";
+
+  std::string command(const std::string& out, const std::string& more) const {
+    return fmt::format("train --data {} --out {} {} {}", data, folder.path(out), small, more);
+  }
+  std::vector<std::string> words(const std::string& text) const {
+    std::istringstream stream(text);
+    return {std::istream_iterator<std::string>(stream), {}};
+  }
+  int64_t logged(const std::string& out) const {
+    std::ifstream file(folder.path(out) + "/log.jsonl");
+    return std::count(std::istreambuf_iterator<char>(file), {}, '\n');
+  }
+};
+
+TEST_F(TrainCommandTest, TrainsAndSaysSo) {
+  expect_run(command("run", "--steps 6 --eval-every 3 --sample-every 3 --warmup 0"), 0,
+             {"2mamba: 0.0", "steps 1 to 6", "test loss", "writes:", "done after 6 steps", "step-00000006"});
+  expect_run("train --help", 0, {"--schedule-steps", "[0.0001]", "Example: furious train"});
+}
+
+TEST_F(TrainCommandTest, ConfigFileAndFlags) {
+  const std::string config =
+      folder.write("run.toml", fmt::format("# a run\nlr = 0.5\nsteps = 3\ndata = \"{}\"\nrecompute = true\n", data));
+  expect_run(fmt::format("train --config {} --out {} {} --lr 0.25", config, folder.path("run"), small), 0, {"done"});
+  const std::string resolved = read_file(folder.path("run") + "/run.toml");
+  for (const char* line : {"lr = 0.25\n", "steps = 3\n", "recompute = true\n", "hidden = 32\n", "threads = 1\n"})
+    EXPECT_NE(resolved.find(line), std::string::npos) << line << resolved;
+  // What a run wrote is a configuration itself.
+  expect_run(fmt::format("train --config {} --out {}", folder.path("run") + "/run.toml", folder.path("again")), 0, {"done"});
+  EXPECT_EQ(read_file(folder.path("run") + "/latest/model.safetensors"),
+            read_file(folder.path("again") + "/latest/model.safetensors"));
+  const auto bad = [&](const std::string& text) {
+    return fmt::format("train --out {} --config {}", folder.path("bad"), folder.write("bad.toml", text));
+  };
+  expect_run(bad("stepz = 4\n"), 1, {"bad.toml", "unknown option \"stepz\"", "\"steps\""});
+  expect_run(bad("steps = \"many\"\n"), 1, {"bad.toml", "steps", "many"});
+  expect_run(bad("[model]\narch = \"2mamba\"\n"), 1, {"bad.toml", "model.arch"});
+  expect_run("train --config nowhere.toml", 1, {"nowhere.toml"});
+}
+
+TEST_F(TrainCommandTest, Usage) {
+  expect_run("train --steps none", 2, {"--steps", "none"});
+  expect_run("train --batch 0", 2, {"batch is 0"});
+  expect_run("train --dtype f33", 2, {"f32"});
+  expect_run("train --arhc 2mamba", 2, {"--arhc"});
+  expect_run("train --out x", 1, {"--data"});
+  expect_run("train --data x", 1, {"--out"});
+  expect_run(command("run", "--arch 2mambo"), 1, {"2mambo", "did you mean \"2mamba\""});
+  expect_run(command("run", "--device cuda"), 1, {"cuda"});
+  expect_run("train --data /nowhere --out " + folder.path("run"), 1, {"/nowhere"});
+  expect_run(command("run", "--length 100000000"), 2, {"length"});
+  expect_run(command("run", "--length 1000000"), 1, {"length"});
+  expect_run(command("run", "--batch 100000 --length 2000"), 1, {"GiB", "are free"});
+}
+
+TEST_F(TrainCommandTest, KilledOrStoppedItGoesOnBitForBit) {
+  const std::string options = "--steps 60 --save-every 7 --eval-every 20";
+  ASSERT_EQ(run(command("whole", options)).code, 0);
+  const std::string expected = read_file(folder.path("whole") + "/latest/model.safetensors");
+  for (const int signal : {SIGKILL, SIGTERM, SIGINT}) {
+    const std::string out = fmt::format("signal-{}", signal);
+    const int status =
+        run_and_signal(words(command(out, options)), signal, [&] { return logged(out) >= 17; });
+    if (signal == SIGKILL) {
+      ASSERT_TRUE(WIFSIGNALED(status)) << "it was done before it was killed";
+    } else {
+      ASSERT_TRUE(WIFEXITED(status));
+      EXPECT_EQ(WEXITSTATUS(status), 0);
+      ASSERT_LT(logged(out), 60) << "it was done before the signal";
+    }
+    expect_run(fmt::format("train --resume --out {}", folder.path(out)), 0, {"resumed from", "done after 60 steps"});
+    EXPECT_EQ(read_file(folder.path(out) + "/latest/model.safetensors"), expected) << "signal " << signal;
+    EXPECT_EQ(logged(out), 60);
+  }
+}
+
+TEST_F(TrainCommandTest, AFullDiskLeavesTheLastCheckpoint) {
+  // The first checkpoint is as large as the second: the limit falls between two runs, not between two files.
+  ASSERT_EQ(run(command("run", "--steps 2")).code, 0);
+  const std::string before = read_file(folder.path("run") + "/latest/model.safetensors");
+  const std::string more = fmt::format("train --resume --steps 4 --out {}", folder.path("run"));
+  const RunResult limited = run(more, "trap '' XFSZ; ulimit -f 60;");
+  EXPECT_EQ(limited.code, 1);
+  for (const char* part : {"cannot write", "last good checkpoint", "step-00000002"})
+    EXPECT_NE(limited.output.find(part), std::string::npos) << limited.output;
+  EXPECT_EQ(read_file(folder.path("run") + "/latest/model.safetensors"), before);
+  expect_run(more, 0, {"done after 4 steps"});
+}
+
+TEST_F(TrainCommandTest, BenchStep) {
+  const std::string json = folder.path("step.json");
+  expect_run(fmt::format("bench step {} --vocab 100 --steps 2 --preset mamba2 --json {}", small, json), 0,
+             {"tokens/s", "peak"});
+  const auto result = nlohmann::json::parse(read_file(json));
+  EXPECT_EQ(result["preset"], "mamba2");
+  EXPECT_EQ(result["size"], "32/32/2/2");
+  EXPECT_EQ(result["length"], 24);
+  EXPECT_EQ(result["batch"], 4);
+  for (const char* key : {"tokens_per_second", "mfu", "peak_bytes"}) EXPECT_GT(double(result[key]), 0) << key;
+  expect_run("bench step --size huge", 1, {"unknown size \"huge\""});
+}
+
+}  // namespace
+}  // namespace furious

@@ -1,0 +1,88 @@
+#include "train/options.h"
+
+#include <set>
+
+#include "support.h"
+
+namespace furious {
+namespace {
+
+using testing::expect_error;
+
+TEST(TrainOptions, TextsSayEverything) {
+  TrainOptions options;
+  options.lr = 3.0000001e-4;
+  options.data = "a \"quoted\\ folder";
+  options.seed = ~uint64_t{0};
+  options.recompute = true;
+  options.schedule_steps = 12345678901;
+  TrainOptions copy;
+  for (const auto& [name, text] : to_texts(options)) set_train_option(copy, name, text);
+  EXPECT_EQ(to_texts(copy), to_texts(options));
+  EXPECT_EQ(copy.lr, options.lr);
+  EXPECT_EQ(copy.seed, options.seed);
+  EXPECT_NE(to_toml(options).find("data = \"a \\\"quoted\\\\ folder\"\n"), std::string::npos);
+  std::set<std::string> names;
+  for (const TrainOption& option : train_options()) EXPECT_TRUE(names.insert(option.name).second) << option.name;
+}
+
+TEST(TrainOptions, Refuses) {
+  TrainOptions options;
+  expect_error([&] { set_train_option(options, "stepz", "3"); }, {"unknown option \"stepz\"", "\"steps\""});
+  expect_error([&] { set_train_option(options, "steps", "3x"); }, {"steps", "3x", "whole number"});
+  expect_error([&] { set_train_option(options, "steps", "0"); }, {"steps is 0", "1 or more"});
+  expect_error([&] { set_train_option(options, "lr", "fast"); }, {"lr", "fast"});
+  expect_error([&] { set_train_option(options, "dtype", "f16"); }, {"unknown dtype \"f16\"", "bf16"});
+  expect_error([&] { set_train_option(options, "packing", "pack"); }, {"unknown packing", "packed"});
+  expect_error([&] { set_train_option(options, "recompute", "yes"); }, {"recompute", "neither true nor false"});
+  expect_error([&] { check_train_options(options); }, {"--data"});
+  options.data = "x";
+  expect_error([&] { check_train_options(options); }, {"--out"});
+  options.out = "y";
+  options.accumulate = 3;
+  expect_error([&] { check_train_options(options); }, {"batch of 8", "3 equal parts"});
+  options.accumulate = 1;
+  options.schedule_steps = 50;
+  expect_error([&] { check_train_options(options); }, {"schedule-steps is 50", "100 of warmup"});
+}
+
+TEST(TrainOptions, DimensionsReplaceTheSize) {
+  TrainOptions options;
+  options.hidden = 96;
+  options.heads = 6;
+  options.layers = 3;
+  options.qk_heads = 2;
+  const ModelConfig config = model_config(options, 300);
+  EXPECT_EQ(config.hidden, 96);
+  EXPECT_EQ(config.head_dim, 16);
+  EXPECT_EQ(config.layers, 3);
+  EXPECT_EQ(config.q_heads, 2);
+  EXPECT_EQ(config.v_heads, 6);
+  EXPECT_EQ(config.intermediate, 256);
+  options.heads = 7;
+  expect_error([&] { model_config(options, 300); }, {"width of 96", "7 heads"});
+}
+
+TEST(TrainOptions, LearningRateGrowsAndFalls) {
+  TrainOptions options;
+  options.lr = 1;
+  options.warmup = 4;
+  options.steps = 12;
+  EXPECT_DOUBLE_EQ(learning_rate(options, 1), 0.25);
+  EXPECT_DOUBLE_EQ(learning_rate(options, 4), 1);
+  EXPECT_DOUBLE_EQ(learning_rate(options, 5), 1);
+  EXPECT_DOUBLE_EQ(learning_rate(options, 9), 0.5);
+  EXPECT_DOUBLE_EQ(learning_rate(options, 12), 1.0 / 8);
+  options.schedule_steps = 8;
+  EXPECT_DOUBLE_EQ(learning_rate(options, 7), 0.5);
+  EXPECT_DOUBLE_EQ(learning_rate(options, 9), 0);
+  EXPECT_DOUBLE_EQ(learning_rate(options, 100), 0);
+  options.warmup = 0;
+  EXPECT_DOUBLE_EQ(learning_rate(options, 1), 1);
+  options.warmup = 50;
+  options.schedule_steps = 0;  // the run ends within the warm-up
+  EXPECT_DOUBLE_EQ(learning_rate(options, 12), 12.0 / 50);
+}
+
+}  // namespace
+}  // namespace furious

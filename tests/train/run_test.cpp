@@ -1,0 +1,193 @@
+// Runs: folders, logs, checkpoints, stopping and going on.
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+#include "model/checkpoint.h"
+#include "model/safetensors.h"
+#include "ops/elementwise.h"
+#include "train/small_run.h"
+#include "train/trainer.h"
+
+namespace furious {
+namespace {
+
+using namespace furious::testing;
+namespace fs = std::filesystem;
+
+class RunTest : public ::testing::Test {
+ protected:
+  TemporaryFolder folder;
+  std::string data = small_data(folder);
+  TrainOptions options_for(const std::string& out) { return small_options(data, folder.path(out)); }
+};
+
+// Everything of a checkpoint that a run's history could change; the options may differ in where the run is.
+std::map<std::string, std::string> contents(const std::string& run) {
+  std::map<std::string, std::string> files = read_folder(run + "/latest");
+  const auto training = files.extract("training.safetensors");
+  EXPECT_FALSE(training.empty());
+  const SafetensorsReader reader(run + "/latest/training.safetensors");
+  for (const StoredTensor& tensor : reader.tensors())
+    files[tensor.name] = std::string(reinterpret_cast<const char*>(tensor.bytes.data()), tensor.bytes.size());
+  return files;
+}
+
+std::vector<nlohmann::json> log_of(const std::string& run) {
+  std::vector<nlohmann::json> lines;
+  std::istringstream text(read_file(run + "/log.jsonl"));
+  for (std::string line; std::getline(text, line);) lines.push_back(nlohmann::json::parse(line));
+  return lines;
+}
+
+TEST_F(RunTest, LeavesLogOptionsAndCheckpoints) {
+  TrainOptions options = options_for("run");
+  options.sample_every = 6;
+  std::vector<TrainStep> seen;
+  std::string messages;
+  TrainObserver observer;
+  observer.step = [&](const TrainStep& step) { seen.push_back(step); };
+  observer.message = [&](const std::string& text) { messages += text + "\n"; };
+  const TrainResult result = train(options, observer);
+  EXPECT_EQ(result.steps, 12);
+  EXPECT_FALSE(result.stopped);
+  EXPECT_EQ(seen.size(), 12u);
+  EXPECT_NE(messages.find("parameters"), std::string::npos);
+  const std::vector<nlohmann::json> log = log_of(options.out);
+  ASSERT_EQ(log.size(), 12u);
+  for (size_t i = 0; i < log.size(); ++i) {
+    EXPECT_EQ(log[i]["step"], i + 1);
+    EXPECT_EQ(log[i].contains("test_loss"), (i + 1) % 5 == 0 || i + 1 == 12) << i + 1;
+    EXPECT_EQ(log[i].contains("sample"), (i + 1) % 6 == 0) << i + 1;
+    for (const char* key : {"loss", "lr", "gradient_norm", "tokens_per_second", "mfu"})
+      EXPECT_TRUE(log[i].contains(key)) << key;
+  }
+  EXPECT_EQ(result.checkpoint, options.out + "/step-00000012");
+  EXPECT_FALSE(fs::exists(options.out + "/step-00000006"));
+  EXPECT_TRUE(fs::exists(options.out + "/step-00000009"));
+  EXPECT_EQ(fs::read_symlink(options.out + "/latest"), "step-00000012");
+  for (const char* file : {"config.json", "model.safetensors", "tokenizer_config.json", "training.safetensors"})
+    EXPECT_TRUE(fs::exists(options.out + "/latest/" + file)) << file;
+  EXPECT_NE(read_file(options.out + "/run.toml").find("lr = 0.01\n"), std::string::npos);
+  expect_error([&] { train(options); }, {"holds a run already", "--resume"});
+}
+
+TEST_F(RunTest, StoppedAnywhereItGoesOnBitForBit) {
+  Random random(1);
+  for (int round = 0; round < 6; ++round) {
+    TrainOptions options = options_for(fmt::format("whole-{}", round));
+    options.arch = random.pick<std::string>({"2mamba", "mamba2", "softmax", "mamba2s"});
+    options.packing = random.pick<std::string>({"packed", "isolated", "rows"});
+    options.accumulate = random.pick<int64_t>({1, 2});
+    options.recompute = random.coin();
+    options.clip = random.pick<double>({0, 0.5});
+    train(options);
+    const auto expected = contents(options.out);
+    options.out = folder.path(fmt::format("parts-{}", round));
+    int64_t done = 0;
+    for (options.resume = false; done < options.steps; options.resume = true) {
+      TrainObserver observer;
+      const int64_t stop_at = done + random.integer(1, 7);
+      observer.step = [&](const TrainStep& step) { done = step.step; };
+      observer.stop = [&] { return done >= stop_at; };
+      const TrainResult result = train(options, observer);
+      ASSERT_EQ(result.stopped, done < options.steps);
+      ASSERT_EQ(result.steps, done);
+      ASSERT_GT(result.steps, 0);
+    }
+    EXPECT_TRUE(contents(options.out) == expected) << options.arch << " " << options.packing;
+    const std::vector<nlohmann::json> log = log_of(options.out);
+    ASSERT_EQ(log.size(), 12u);
+    for (size_t i = 0; i < 12; ++i) EXPECT_EQ(log[i]["step"], i + 1);
+  }
+}
+
+TEST_F(RunTest, StepsAfterTheCheckpointAreMadeAgain) {
+  TrainOptions options = options_for("whole");
+  train(options);
+  const auto expected = contents(options.out);
+  options.out = folder.path("lost");
+  options.resume = true;  // with nothing there it begins
+  TrainObserver observer;
+  observer.step = [&](const TrainStep& step) {
+    if (step.step == 8) throw Error("the power fails");
+  };
+  expect_error([&] { train(options, observer); }, {"the power fails"});
+  EXPECT_EQ(log_of(options.out).size(), 8u);
+  std::ofstream(options.out + "/log.jsonl", std::ios::app) << "{\"step\": 9, \"lo";
+  const std::optional<TrainOptions> saved = options_of_run(options.out);
+  ASSERT_TRUE(saved.has_value());
+  train(*saved);
+  EXPECT_TRUE(contents(options.out) == expected);
+  EXPECT_EQ(log_of(options.out).size(), 12u);
+}
+
+TEST_F(RunTest, ResumeRefusesAnotherRun) {
+  TrainOptions options = options_for("run");
+  train(options);
+  options.resume = true;
+  options.steps = 14;
+  for (const auto& [change, part] :
+       std::vector<std::pair<std::function<void(TrainOptions&)>, std::string>>{
+           {[](TrainOptions& o) { o.batch = 8; }, "--batch 4, not 8"},
+           {[](TrainOptions& o) { o.arch = "softmax"; }, "--arch 2mamba, not softmax"},
+           {[](TrainOptions& o) { o.seed = 5; }, "--seed 123, not 5"},
+           {[&](TrainOptions& o) { o.data = "synthetic:passkey"; }, "other data"}}) {
+    TrainOptions changed = options;
+    change(changed);
+    expect_error([&] { train(changed); }, {part, "--init"});
+  }
+  EXPECT_EQ(train(options).steps, 14);  // more steps are welcome
+  EXPECT_FALSE(options_of_run(folder.path("nowhere")).has_value());
+}
+
+TEST_F(RunTest, BeginsWithTheWeightsOfAModel) {
+  TrainOptions first = options_for("first");
+  first.steps = 60;
+  const double learned = *train(first).last.test_loss;
+  TrainOptions second = options_for("second");
+  second.init = first.out + "/latest";
+  second.lr = 0;
+  second.steps = 1;
+  second.size = "medium";  // the model has its own
+  EXPECT_NEAR(*train(second).last.test_loss, learned, 1e-9);
+  second.init = folder.path("nothing");
+  second.out = folder.path("third");
+  expect_error([&] { train(second); }, {"nothing"});
+}
+
+TEST_F(RunTest, DivergenceNamesTheLastGoodCheckpoint) {
+  TrainOptions options = options_for("run");
+  options.lr = 50;
+  options.warmup = 6;
+  options.steps = 100;
+  options.save_every = 1;
+  try {
+    train(options);
+    FAIL() << "it did not diverge";
+  } catch (const Error& error) {
+    const std::string text = error.what();
+    EXPECT_NE(text.find("step "), std::string::npos) << text;
+    const size_t at = text.find("last good checkpoint: ");
+    ASSERT_NE(at, std::string::npos) << text;
+    const LanguageModel model = load_model(text.substr(at + 22));
+    for (const Parameter& parameter : model.parameters()) EXPECT_TRUE(all_finite(parameter.value.value()));
+  }
+}
+
+TEST_F(RunTest, BadInput) {
+  TrainOptions options = options_for("run");
+  const auto refused = [&](const std::function<void(TrainOptions&)>& change, const std::vector<std::string>& parts) {
+    TrainOptions changed = options;
+    change(changed);
+    expect_error([&] { train(changed); }, parts);
+  };
+  refused([](TrainOptions& o) { o.data = "/nowhere/at/all"; }, {"/nowhere/at/all"});
+  refused([](TrainOptions& o) { o.length = 1 << 25; }, {"length"});
+  refused([](TrainOptions& o) { o.arch = "2mambo"; }, {"2mambo", "2mamba"});
+  refused([](TrainOptions& o) { o.device = "tpu"; }, {"tpu"});
+  refused([&](TrainOptions& o) { o.out = folder.write("file", "x") + "/run"; }, {"cannot make the folder"});
+}
+
+}  // namespace
+}  // namespace furious

@@ -1,0 +1,169 @@
+#include "train/trainer.h"
+
+#include "model/cost.h"
+#include "ops/elementwise.h"
+#include "ops/matmul.h"
+#include "tensor/arena.h"
+#include "train/small_run.h"
+
+namespace furious {
+namespace {
+
+using namespace furious::testing;
+
+class TrainerTest : public ::testing::Test {
+ protected:
+  TemporaryFolder folder;
+  std::string data = small_data(folder);
+  TrainOptions options = small_options(data, folder.path("run"));
+};
+
+std::vector<double> weights_of(const Trainer& trainer) {
+  std::vector<double> all;
+  for (const Parameter& parameter : trainer.model().parameters())
+    for (double x : to_doubles(parameter.value.value())) all.push_back(x);
+  return all;
+}
+
+TEST_F(TrainerTest, LearnsAndReports) {
+  options.steps = 80;
+  Trainer trainer(options);
+  const double untrained = *trainer.test_loss();
+  EXPECT_NEAR(untrained, std::log(258.0), 0.1);
+  TrainStep last;
+  for (int i = 1; i <= 80; ++i) {
+    last = trainer.step();
+    ASSERT_EQ(last.step, i);
+    ASSERT_GT(last.gradient_norm, 0);
+    ASSERT_GT(last.tokens_per_second, 0);
+    ASSERT_GT(last.mfu, 0);
+  }
+  EXPECT_LT(last.loss, 3);
+  EXPECT_LT(*trainer.test_loss(), 3);
+  EXPECT_FALSE(trainer.sample(20).empty());
+}
+
+TEST_F(TrainerTest, PartsOfABatchAddUp) {
+  for (const char* packing : {"packed", "isolated", "rows"}) {
+    options.packing = packing;
+    options.accumulate = 1;
+    Trainer whole(options);
+    options.accumulate = 4;
+    Trainer parts(options);
+    for (int i = 0; i < 3; ++i) {
+      const TrainStep a = whole.step(), b = parts.step();
+      EXPECT_NEAR(a.loss, b.loss, 1e-5) << packing;
+      EXPECT_NEAR(a.gradient_norm, b.gradient_norm, 1e-4 * a.gradient_norm) << packing;
+    }
+  }
+}
+
+TEST_F(TrainerTest, ClippingBoundsTheGradientNotItsReport) {
+  Trainer free(options);
+  options.clip = 1e-3;
+  Trainer clipped(options);
+  EXPECT_EQ(free.step().gradient_norm, clipped.step().gradient_norm);
+  // Adam forgets the scale of the first gradient, not of the second beside it.
+  free.step();
+  clipped.step();
+  EXPECT_GT(relative_error(weights_of(clipped), weights_of(free)), 1e-6);
+}
+
+TEST_F(TrainerTest, SyntheticTasksNeedNoFiles) {
+  for (const char* task : {"synthetic:recall", "synthetic:passkey"}) {
+    options.data = task;
+    options.length = 64;
+    Trainer trainer(options);
+    EXPECT_GT(trainer.step().loss, 0);
+    EXPECT_TRUE(trainer.test_loss().has_value());
+    EXPECT_TRUE(trainer.sample(5).empty());
+  }
+  options.data = "synthetic:recal";
+  expect_error([&] { Trainer{options}; }, {"synthetic:recal", "synthetic:recall"});
+}
+
+TEST_F(TrainerTest, Bf16ProductsLearnTheSame) {
+  options.dtype = "bf16";
+  if (!matmul_supports(MatmulPrecision::bf16)) {
+    expect_error([&] { Trainer{options}; }, {"bf16", "--dtype f32"});
+    GTEST_SKIP() << "no bf16 products here";
+  }
+  Trainer rounded(options);
+  options.dtype = "f32";
+  Trainer exact(options);
+  double difference = 0;
+  for (int i = 0; i < 10; ++i) difference = rounded.step().loss - exact.step().loss;
+  EXPECT_NEAR(difference, 0, 0.05);
+  EXPECT_NE(difference, 0);
+}
+
+// The estimate must not be too small, or it promises what cannot be kept; nor so large that it refuses what fits.
+TEST_F(TrainerTest, MemoryEstimateIsCloseToThePeak) {
+  for (const char* arch : {"2mamba", "mamba2", "softmax", "linear"}) {
+    for (const bool recompute : {false, true}) {
+      options.arch = arch;
+      options.recompute = recompute;
+      options.layers = 4;
+      options.length = 96;
+      options.batch = 6;
+      Arena& arena = Arena::of({});
+      const auto before = static_cast<double>(arena.usage().live);
+      Trainer trainer(options);
+      arena.reset_peak();
+      trainer.step();
+      trainer.step();
+      const double peak = static_cast<double>(arena.usage().peak) - before;
+      const auto estimate = static_cast<double>(
+          training_memory(trainer.model().config(), options.batch, options.length, recompute).total());
+      EXPECT_GT(estimate, 0.97 * peak) << arch << " " << recompute;
+      EXPECT_LT(estimate, 1.5 * peak) << arch << " " << recompute;
+    }
+  }
+}
+
+TEST_F(TrainerTest, AStepAsksTheSystemForNothing) {
+  Trainer trainer(options);
+  for (int i = 0; i < 3; ++i) trainer.step();
+  const size_t made = Arena::of({}).usage().segments_made;
+  for (int i = 0; i < 5; ++i) trainer.step();
+  EXPECT_EQ(Arena::of({}).usage().segments_made, made);
+}
+
+TEST_F(TrainerTest, RefusesWhatCannotFit) {
+  options.batch = 1 << 20;
+  options.length = 600;
+  expect_error([&] { Trainer{options}; }, {"GiB", "activations", "are free", "--accumulate"});
+  options.hidden = options.intermediate = 1 << 18;
+  options.heads = 1 << 12;
+  expect_error([&] { Trainer{options}; }, {"GiB", "parameters", "smaller --size"});
+}
+
+TEST_F(TrainerTest, SaysWhereItDiverged) {
+  for (const auto& [name, place] :
+       {std::pair{"model.layers.1.self_attn.A_mask_proj.weight", "model.layers.1.self_attn"},
+        {"model.layers.0.mlp.down_proj.weight", "model.layers.0.mlp"},
+        {"lm_head.weight", "output projection"}}) {
+    Trainer trainer(options);
+    trainer.step();
+    for (const Parameter& parameter : trainer.model().parameters())
+      if (parameter.name == name) fill(parameter.value.value(), std::nanf(""));
+    expect_error([&] { trainer.step(); }, {"step 2", place});
+  }
+  options.lr = 50;
+  options.warmup = 0;
+  Trainer trainer(options);
+  expect_error([&] { for (int i = 0; i < 50; ++i) trainer.step(); }, {"step ", "exploded", "--lr", "largest gradient"});
+}
+
+TEST(TrainingFlops, CountsProductsAndMixers) {
+  ModelConfig config = model_config("2mamba", "tiny", 1000);
+  const double one = training_flops(config, 1, 512);
+  EXPECT_DOUBLE_EQ(training_flops(config, 3, 512), 3 * one);
+  const double products = 6 * 512.0 * static_cast<double>(parameter_count(config) - 1000 * config.hidden);
+  const double pairs = 512.0 * 513 / 2;
+  const double mixers = 5 * 4 * pairs * (14 * 32);
+  EXPECT_NEAR(one, products + mixers, 0.02 * one);
+}
+
+}  // namespace
+}  // namespace furious
