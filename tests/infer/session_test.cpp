@@ -134,7 +134,8 @@ TEST(Session, EndsAtStopStrings) {
   };
   const std::string text = write({}).text;
   const size_t middle = valid_utf8_prefix(std::string_view(text).substr(0, text.size() / 2));
-  const std::string stop = text.substr(middle, 7);  // several tokens of a byte each
+  const std::string_view some = std::string_view(text).substr(middle, 9);  // several tokens of a byte each
+  const std::string stop(some.substr(0, valid_utf8_prefix(some)));
   const Text stopped = write({"never in the text", stop});
   EXPECT_EQ(stopped.text, text.substr(0, text.find(stop)));
   EXPECT_EQ(stopped.ending, Ending::stop);
