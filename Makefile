@@ -1,11 +1,13 @@
 # For people; CMake does the work. `make test` on a fresh Debian machine installs what is missing, builds and tests.
-.PHONY: help setup build test asan cuda bench format tidy clean
+.PHONY: help setup build test install asan cuda bench format tidy clean
 JOBS ?= $(shell nproc)
+PREFIX ?= /usr/local
 
 help:
 	@echo "make setup   install what the build needs (Debian, Ubuntu)"
 	@echo "make build   build build/release/furious"
 	@echo "make test    set up, build, run all tests"
+	@echo "make install PREFIX=/usr/local   the binary, libfurious and its headers"
 	@echo "make asan    the fast tests under the address and undefined-behaviour sanitizers"
 	@echo "make cuda    build the CUDA preset (needs nvcc)"
 	@echo "make bench   mixer speed on this machine, beside its floor"
@@ -20,6 +22,9 @@ build: setup
 
 test: build
 	ctest --preset release -j $(JOBS)
+
+install: build
+	cmake --install build/release --prefix $(PREFIX)
 
 asan: setup
 	cmake --preset asan

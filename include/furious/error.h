@@ -3,9 +3,11 @@
 
 #include <stdexcept>
 
+#include "furious/export.h"
+
 namespace furious {
 
-class Error : public std::runtime_error {
+class FURIOUS_API Error : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };

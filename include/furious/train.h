@@ -18,6 +18,7 @@
 #include <string>
 
 #include "furious/error.h"
+#include "furious/export.h"
 
 namespace furious {
 
@@ -82,10 +83,10 @@ struct TrainResult {
   std::string checkpoint;  // the newest
 };
 
-TrainResult train(const TrainOptions& options, const TrainObserver& observer = {});
+FURIOUS_API TrainResult train(const TrainOptions& options, const TrainObserver& observer = {});
 
 // The options that go on with the run in a folder: those of its newest checkpoint, with `resume`. Nothing if it has
 // no checkpoint.
-std::optional<TrainOptions> options_of_run(const std::string& folder);
+FURIOUS_API std::optional<TrainOptions> options_of_run(const std::string& folder);
 
 }  // namespace furious

@@ -3,9 +3,10 @@
 
 #include <string>
 
+#include "furious/version.h"
+
 namespace furious {
 
-std::string version();      // "0.1.0"
 std::string compiler();     // "g++ 12.2.0"
 std::string cpu_name();     // "AMD EPYC", as the system names it
 std::string simd_target();  // the instruction set chosen on this machine, of those in the binary: "AVX3 (built for

@@ -16,6 +16,7 @@
 #include "cli/commands.h"
 #include "cli/json_file.h"
 #include "model/config.h"
+#include "report/table.h"
 
 namespace furious::cli {
 namespace {
@@ -63,16 +64,15 @@ void print(const std::vector<Row>& rows, const PresetsCommand& options) {
   for (const Row& row : rows) fmt::print("{:<{}}  {}\n", row.preset.name, width, row.preset.description);
   fmt::print("\nParameters with {} ids; MB that a sequence needs in memory (f32) at size {}, by its tokens\n\n",
              options.vocabulary, options.size);
-  fmt::print("{:<{}}", "", width);
-  for (const Size& size : sizes()) fmt::print("  {:>8}", size.name);
-  for (const int64_t length : kLengths) fmt::print("  {:>10}", fmt::format("MB at {}k", length >> 10));
-  fmt::print("\n");
+  Table table{{"preset"}, {}};
+  for (const Size& size : sizes()) table.header.push_back(size.name);
+  for (const int64_t length : kLengths) table.header.push_back(fmt::format("MB at {}k", length >> 10));
   for (const Row& row : rows) {
-    fmt::print("{:<{}}", row.preset.name, width);
-    for (const int64_t count : row.parameters) fmt::print("  {:>8}", count_text(count));
-    for (const int64_t bytes : row.bytes) fmt::print("  {:>10.2f}", static_cast<double>(bytes) / 1e6);
-    fmt::print("\n");
+    auto& cells = table.rows.emplace_back(1, row.preset.name);
+    for (const int64_t count : row.parameters) cells.push_back(count_text(count));
+    for (const int64_t bytes : row.bytes) cells.push_back(fmt::format("{:.2f}", static_cast<double>(bytes) / 1e6));
   }
+  fmt::print("{}", to_text(table));
 }
 
 Json to_json(const std::vector<Row>& rows, const PresetsCommand& options) {

@@ -1,5 +1,6 @@
 #include "data/utf8.h"
 
+#include <algorithm>
 #include <cstring>
 
 namespace furious {
@@ -35,6 +36,10 @@ Sequence sequence_at(std::string_view text) {
 }
 
 }  // namespace
+
+size_t utf8_length(std::string_view text) {
+  return static_cast<size_t>(std::count_if(text.begin(), text.end(), [](char c) { return (c & 0xC0) != 0x80; }));
+}
 
 size_t valid_utf8_prefix(std::string_view text) {
   size_t at = 0;

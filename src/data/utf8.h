@@ -11,6 +11,8 @@ namespace furious {
 // The bytes at the start of `text` that are complete, valid characters.
 size_t valid_utf8_prefix(std::string_view text);
 
+size_t utf8_length(std::string_view text);  // in characters, for valid text
+
 // `text` with every broken sequence replaced; adds their number to `replaced`.
 std::string replace_invalid_utf8(std::string_view text, int64_t& replaced);
 

@@ -114,6 +114,22 @@ std::string json_lines(const std::vector<std::string>& documents) {
   return lines;
 }
 
+ReadResult read_all(const std::vector<std::string>& inputs, const ReaderOptions& options, CorpusPosition start) {
+  ReadResult result;
+  BlockReader reader(find_inputs(inputs), options, start);
+  Block block;
+  while (reader.next(block))
+    result.replaced += for_each_piece(block, options, [&](const Piece& piece) {
+      if (piece.first) {
+        result.documents.emplace_back();
+        result.pieces.push_back(0);
+      }
+      result.documents.back() += piece.text;
+      ++result.pieces.back();
+    });
+  return result;
+}
+
 const std::string& small_model() {
   static const std::string model = [] {
     Random random(400);

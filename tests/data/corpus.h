@@ -6,6 +6,7 @@
 #include <string_view>
 #include <vector>
 
+#include "data/reader.h"
 #include "support.h"
 
 namespace furious::testing {
@@ -34,6 +35,14 @@ std::string random_sentence(Random& random, int64_t words);
 std::vector<std::string> random_documents(Random& random, int64_t count);
 std::string json_line(std::string_view text);  // {"text": …} and a line break
 std::string json_lines(const std::vector<std::string>& documents);
+
+struct ReadResult {
+  std::vector<std::string> documents;
+  std::vector<int> pieces;  // of each
+  int64_t replaced = 0;
+};
+ReadResult read_all(const std::vector<std::string>& inputs, const ReaderOptions& options = {},
+                    CorpusPosition start = {});
 
 const std::string& small_model();  // a SentencePiece model of 400 ids, trained once per process
 

@@ -12,31 +12,10 @@ using testing::json_lines;
 using testing::Random;
 using testing::random_documents;
 using testing::random_sentence;
+using testing::read_all;
+using testing::ReadResult;
 using testing::TemporaryFolder;
 using testing::zstd_of;
-
-struct ReadResult {
-  std::vector<std::string> documents;
-  std::vector<int> pieces;  // of each
-  int64_t replaced = 0;
-};
-
-ReadResult read_all(const std::vector<std::string>& inputs, const ReaderOptions& options = {},
-                    CorpusPosition start = {}) {
-  ReadResult result;
-  BlockReader reader(find_inputs(inputs), options, start);
-  Block block;
-  while (reader.next(block))
-    result.replaced += for_each_piece(block, options, [&](const Piece& piece) {
-      if (piece.first) {
-        result.documents.emplace_back();
-        result.pieces.push_back(0);
-      }
-      result.documents.back() += piece.text;
-      ++result.pieces.back();
-    });
-  return result;
-}
 
 ReaderOptions small_blocks(size_t bytes) {
   ReaderOptions options;

@@ -17,6 +17,7 @@ TEST(Utf8, ValidTextStays) {
   EXPECT_EQ(valid_utf8_prefix(text), text.size());
   EXPECT_EQ(repaired(text, 0), text);
   EXPECT_EQ(repaired("", 0), "");
+  EXPECT_EQ(utf8_length("aé日🐍"), 4u);
 }
 
 TEST(Utf8, BrokenSequencesAreReplacedOnce) {

@@ -1,0 +1,23 @@
+# What `cmake --install` puts under its prefix: the binary, libfurious.so, its headers, and a CMake package for
+# find_package(furious). The library is shared, so that its users need none of the packages it was built with.
+include(CMakePackageConfigHelpers)
+include(GNUInstallDirs)
+
+file(GLOB public_headers CONFIGURE_DEPENDS include/furious/*.h)
+add_library(libfurious SHARED)
+target_sources(libfurious PUBLIC FILE_SET HEADERS BASE_DIRS include FILES ${public_headers})
+target_link_libraries(libfurious PRIVATE furious_objects furious_options)
+target_link_options(libfurious PRIVATE -Wl,--exclude-libs,ALL)  # static libraries inside it stay inside
+target_compile_features(libfurious INTERFACE cxx_std_20)
+# Before 1.0 a minor version may change the interface.
+set_target_properties(libfurious PROPERTIES OUTPUT_NAME furious EXPORT_NAME furious VERSION ${PROJECT_VERSION}
+  SOVERSION ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR} VERIFY_INTERFACE_HEADER_SETS ON)
+# Dependencies from outside the system's folders are found where the build found them.
+set_target_properties(libfurious furious PROPERTIES INSTALL_RPATH_USE_LINK_PATH ON)
+
+install(TARGETS furious)
+install(TARGETS libfurious EXPORT furious FILE_SET HEADERS)
+set(package_folder ${CMAKE_INSTALL_LIBDIR}/cmake/furious)
+install(EXPORT furious FILE furiousConfig.cmake NAMESPACE furious:: DESTINATION ${package_folder})
+write_basic_package_version_file(furiousConfigVersion.cmake COMPATIBILITY SameMinorVersion)
+install(FILES ${CMAKE_CURRENT_BINARY_DIR}/furiousConfigVersion.cmake DESTINATION ${package_folder})

@@ -1,0 +1,12 @@
+// Which furious a program runs with.
+#pragma once
+
+#include <string>
+
+#include "furious/export.h"
+
+namespace furious {
+
+FURIOUS_API std::string version();  // "0.1.0"
+
+}  // namespace furious

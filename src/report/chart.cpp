@@ -1,0 +1,328 @@
+#include "report/chart.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <limits>
+#include <string_view>
+
+#include "base/error.h"
+#include "data/utf8.h"
+
+namespace furious {
+namespace {
+
+// Pixels.
+constexpr double kPlotWidth = 640;
+constexpr double kPlotHeight = 340;
+constexpr double kMargin = 14;
+constexpr double kLabelHeight = 17;  // from one line of text to the next
+constexpr double kCharacter = 7.8;   // of the 13 px font; viewers choose the font, so this is on the wide side
+
+// Told apart by colour-blind readers, and dark (or light) enough for text on a white (or black) ground. More series
+// begin again, dashed.
+constexpr std::array kOnLight = {"#0063a6", "#cc5500", "#00805e", "#b0408c", "#8a7000", "#505050"};
+constexpr std::array kOnDark = {"#56b4e9", "#ff9a52", "#35c79a", "#e48cc8", "#e6c229", "#bdbdbd"};
+
+std::string style() {
+  std::string light, dark;
+  for (size_t i = 0; i < kOnLight.size(); ++i) {
+    light += fmt::format(".chart .s{}{{color:{}}}\n", i, kOnLight[i]);
+    dark += fmt::format(".chart .s{}{{color:{}}}\n", i, kOnDark[i]);
+  }
+  return "<style>\n"
+         ".chart text{font:13px system-ui,sans-serif;fill:#333}\n"
+         ".chart .title{font-size:16px;font-weight:600}\n"
+         ".chart .name{fill:currentColor;font-weight:500}\n"
+         ".chart .ground{fill:#fff}\n"
+         ".chart .grid{stroke:#ddd}\n"
+         ".chart .axis{stroke:#777}\n"
+         ".chart .line{fill:none;stroke:currentColor;stroke-width:1.8;stroke-linejoin:round;stroke-linecap:round}\n"
+         ".chart .dashed{stroke-dasharray:6 4}\n"
+         ".chart .point{fill:currentColor}\n"
+         ".chart .leader{stroke:currentColor;stroke-width:.8;stroke-opacity:.6}\n" +
+         light +
+         "@media (prefers-color-scheme:dark){\n"
+         ".chart text{fill:#ccc}\n"
+         ".chart .name{fill:currentColor}\n"
+         ".chart .ground{fill:#15181c}\n"
+         ".chart .grid{stroke:#33383e}\n"
+         ".chart .axis{stroke:#888}\n" +
+         dark + "}\n</style>\n";
+}
+
+std::string escape(std::string_view text) {
+  int64_t replaced = 0;
+  std::string escaped;
+  for (const char c : replace_invalid_utf8(text, replaced)) {
+    if (c == '&')
+      escaped += "&amp;";
+    else if (c == '<')
+      escaped += "&lt;";
+    else if (c == '>')
+      escaped += "&gt;";
+    else
+      escaped += static_cast<unsigned char>(c) < 0x20 ? ' ' : c;  // XML has no place for control characters
+  }
+  return escaped;
+}
+
+double width_of(std::string_view text) {
+  return kCharacter * static_cast<double>(utf8_length(text));
+}
+
+// The ends of double's range are out of bounds, so that arithmetic on ranges stays inside it. False for NaN.
+bool drawable(double value, bool log) {
+  return std::abs(value) <= 1e300 && (!log || value >= 1e-300);
+}
+
+int exponent_of(double value) {
+  return static_cast<int>(std::floor(std::log10(std::abs(value)) + 1e-9));
+}
+
+// 1, 2 or 5 times a power of ten, at least an eighth of the span.
+double nice_step(double span) {
+  const double power = std::pow(10, std::floor(std::log10(span / 8)));
+  const double rest = span / 8 / power;
+  return power * (rest <= 1 ? 1 : rest <= 2 ? 2 : rest <= 5 ? 5 : 10);
+}
+
+struct Axis {
+  bool log = false;
+  double low = 0, high = 1;  // of the logarithm on a log axis
+  double step = 0;           // between ticks; 0 where they are spaced by factors
+  std::vector<double> ticks;
+
+  double place(double value) const { return ((log ? std::log10(value) : value) - low) / (high - low); }  // 0 to 1
+};
+
+void add_even_ticks(Axis& axis, double low, double high) {
+  axis.step = nice_step(high - low);
+  axis.ticks.clear();
+  for (double i = std::ceil(low / axis.step - 1e-9); i <= high / axis.step + 1e-9; ++i)
+    axis.ticks.push_back(i * axis.step + 0.0);  // no negative zero
+}
+
+// Powers of ten; where those are fewer than three, also 2 and 5 times them; where those are too, even steps.
+void add_log_ticks(Axis& axis) {
+  const int first = static_cast<int>(std::ceil(axis.low - 1e-9));
+  const int last = static_cast<int>(std::floor(axis.high + 1e-9));
+  const int stride = (last - first) / 8 + 1;
+  const std::vector<double> factors = last - first < 2 ? std::vector<double>{1, 2, 5} : std::vector<double>{1};
+  for (int exponent = first - 1; exponent <= last; ++exponent)
+    for (const double factor : factors) {
+      const double place = exponent + std::log10(factor);
+      if ((exponent - first) % stride == 0 && place >= axis.low - 1e-9 && place <= axis.high + 1e-9)
+        axis.ticks.push_back(factor * std::pow(10, exponent));
+    }
+  if (axis.ticks.size() < 3) add_even_ticks(axis, std::pow(10, axis.low), std::pow(10, axis.high));
+}
+
+// The axis for values between low and high, with a part of their span left free at the ends.
+Axis make_axis(bool log, double low, double high, double free) {
+  Axis axis;
+  axis.log = log;
+  if (low > high) {  // no values
+    low = log ? 1 : 0;
+    high = log ? 10 : 1;
+  }
+  const double size = std::max(std::abs(low), std::abs(high));
+  if (log) {
+    low = std::log10(low);
+    high = std::log10(high);
+    if (high - low < 1e-9) {
+      low -= 0.5;
+      high += 0.5;
+    }
+  } else if (high - low <= std::max(1e-12 * size, 1e-290)) {  // one value, up to rounding
+    const double around = size > 1e-280 ? 0.1 * size : 1;
+    low -= around;
+    high += around;
+  } else if (low > 0 && low < 0.1 * high) {
+    low = 0;
+  }
+  const double span = high - low;
+  axis.low = low == 0 && !log ? low : low - free * span;
+  axis.high = high + free * span;
+  if (log)
+    add_log_ticks(axis);
+  else
+    add_even_ticks(axis, axis.low, axis.high);
+  return axis;
+}
+
+Axis make_axis(const Chart& chart, bool log, std::vector<double> Series::*values, double free) {
+  double low = std::numeric_limits<double>::infinity();
+  double high = -low;
+  for (const Series& series : chart.series)
+    for (size_t i = 0; i < series.x.size(); ++i) {
+      if (!drawable(series.x[i], chart.log_x) || !drawable(series.y[i], chart.log_y)) continue;
+      low = std::min(low, (series.*values)[i]);
+      high = std::max(high, (series.*values)[i]);
+    }
+  return make_axis(log, low, high, free);
+}
+
+std::string superscript(int number) {
+  static constexpr std::array kDigits = {"⁰", "¹", "²", "³", "⁴", "⁵", "⁶", "⁷", "⁸", "⁹"};
+  std::string text;
+  for (const char c : std::to_string(number)) text += c == '-' ? "⁻" : kDigits[c - '0'];
+  return text;
+}
+
+// As many digits as tell one tick from the next; with powers of ten where an axis holds very large or small numbers.
+std::string tick_text(const Axis& axis, double value) {
+  const auto [low, high] = std::minmax({std::abs(axis.ticks.front()), std::abs(axis.ticks.back())});
+  const double smallest = axis.step > 0 ? high : low;  // even ticks count in units of the largest
+  const int exponent = value == 0 ? 0 : exponent_of(value);
+  const int last_digit = axis.step > 0 ? exponent_of(axis.step) : exponent;
+  const bool plain = smallest > 0.999e-3 && high < 0.999e6;
+  if (plain || value == 0 || (axis.step == 0 && (exponent == 0 || exponent == 1)))
+    return fmt::format("{:.{}f}", value, plain ? std::max(0, -last_digit) : 0);
+  const std::string factor =
+      fmt::format("{:.{}g}", value / std::pow(10, exponent), std::max(1, exponent - last_digit + 1));
+  const std::string power = "10" + superscript(exponent);
+  return factor == "1" ? power : factor == "-1" ? "-" + power : factor + "×" + power;
+}
+
+// Moves sorted places apart by at least `gap`, half up and half down, within [low, high] if they fit.
+std::vector<double> push_apart(const std::vector<double>& places, double gap, double low, double high) {
+  const auto push_down = [&](std::vector<double> moved, double from) {
+    for (double& place : moved) {
+      place = std::max(place, from);
+      from = place + gap;
+    }
+    return moved;
+  };
+  const auto push_up = [&](std::vector<double> moved, double from) {
+    for (size_t i = moved.size(); i-- > 0;) {
+      moved[i] = std::min(moved[i], from);
+      from = moved[i] - gap;
+    }
+    return moved;
+  };
+  const std::vector<double> down = push_down(places, low);
+  std::vector<double> moved = push_up(places, high);
+  for (size_t i = 0; i < moved.size(); ++i) moved[i] = (moved[i] + down[i]) / 2;
+  return push_up(push_down(moved, low), high);
+}
+
+struct Point {
+  double x, y;
+};
+
+// The drawable points of a series in pixels, in runs between the gaps.
+std::vector<std::vector<Point>> runs_of(const Series& series, const Axis& x, const Axis& y, double height) {
+  std::vector<std::vector<Point>> runs;
+  bool open = false;
+  for (size_t i = 0; i < series.x.size(); ++i) {
+    const bool here = drawable(series.x[i], x.log) && drawable(series.y[i], y.log);
+    if (here && !open) runs.emplace_back();
+    if (here) runs.back().push_back({kPlotWidth * x.place(series.x[i]), height * (1 - y.place(series.y[i]))});
+    open = here;
+  }
+  return runs;
+}
+
+std::string text_at(double x, double y, std::string_view attributes, std::string_view text) {
+  return fmt::format("<text x=\"{:.1f}\" y=\"{:.1f}\"{}>{}</text>\n", x, y, attributes, escape(text));
+}
+
+std::string line_between(Point from, Point to, std::string_view style_class) {
+  return fmt::format("<line class=\"{}\" x1=\"{:.1f}\" y1=\"{:.1f}\" x2=\"{:.1f}\" y2=\"{:.1f}\"/>\n", style_class,
+                     from.x, from.y, to.x, to.y);
+}
+
+std::string draw_run(const std::vector<Point>& run, size_t colour, bool dashed) {
+  if (run.size() == 1)
+    return fmt::format("<circle class=\"point s{}\" cx=\"{:.1f}\" cy=\"{:.1f}\" r=\"3\"/>\n", colour, run[0].x,
+                       run[0].y);
+  std::string points;
+  for (const Point& point : run) points += fmt::format("{:.1f},{:.1f} ", point.x, point.y);
+  points.pop_back();
+  return fmt::format("<polyline class=\"line s{}{}\" points=\"{}\"/>\n", colour, dashed ? " dashed" : "", points);
+}
+
+struct End {  // of a line
+  std::string name;
+  size_t colour;
+  Point point;
+};
+
+std::string draw_names(std::vector<End> ends, double height) {
+  std::stable_sort(ends.begin(), ends.end(), [](const End& a, const End& b) { return a.point.y < b.point.y; });
+  std::vector<double> places;
+  for (const End& end : ends) places.push_back(end.point.y);
+  places = push_apart(places, kLabelHeight, 0, height);
+  std::string svg;
+  for (size_t i = 0; i < ends.size(); ++i) {
+    const auto& [name, colour, point] = ends[i];
+    const Point label{kPlotWidth + 22, places[i]};
+    svg += line_between({point.x + 4, point.y}, {label.x - 4, label.y}, fmt::format("leader s{}", colour));
+    svg += text_at(label.x, label.y + 4.5, fmt::format(" class=\"name s{}\"", colour), name);
+  }
+  return svg;
+}
+
+std::string draw_axes(const Chart& chart, const Axis& x, const Axis& y, double height) {
+  std::string svg;
+  for (const double tick : y.ticks) {
+    const double at = height * (1 - y.place(tick));
+    svg += line_between({0, at}, {kPlotWidth, at}, "grid");
+    svg += text_at(-8, at + 4.5, " text-anchor=\"end\"", tick_text(y, tick));
+  }
+  for (const double tick : x.ticks) {
+    const double at = kPlotWidth * x.place(tick);
+    svg += line_between({at, height}, {at, height + 5}, "axis");
+    svg += text_at(at, height + 20, " text-anchor=\"middle\"", tick_text(x, tick));
+  }
+  svg += line_between({0, height}, {kPlotWidth, height}, "axis");
+  svg += text_at(kPlotWidth / 2, height + 42, " text-anchor=\"middle\"", chart.x_label);
+  return svg;
+}
+
+}  // namespace
+
+std::string to_svg(const Chart& chart) {
+  for (const Series& series : chart.series)
+    require(series.x.size() == series.y.size(), "chart \"{}\": series \"{}\" has {} x values and {} y values",
+            chart.title, series.name, series.x.size(), series.y.size());
+  const Axis x = make_axis(chart, chart.log_x, &Series::x, 0);
+  const Axis y = make_axis(chart, chart.log_y, &Series::y, 0.04);
+  const double height = std::max(kPlotHeight, kLabelHeight * static_cast<double>(chart.series.size()));
+
+  std::string lines, names;
+  std::vector<End> ends;
+  double names_width = 0;
+  for (size_t i = 0; i < chart.series.size(); ++i) {
+    const Series& series = chart.series[i];
+    const auto runs = runs_of(series, x, y, height);
+    if (runs.empty()) continue;
+    const size_t colour = i % kOnLight.size();
+    for (const auto& run : runs) lines += draw_run(run, colour, i >= kOnLight.size());
+    ends.push_back({series.name, colour, runs.back().back()});
+    names += (names.empty() ? "" : ", ") + series.name;
+    names_width = std::max(names_width, width_of(series.name));
+  }
+  if (ends.empty()) lines = text_at(kPlotWidth / 2, height / 2, " text-anchor=\"middle\"", "no values");
+
+  double left = 0;
+  for (const double tick : y.ticks) left = std::max(left, kMargin + width_of(tick_text(y, tick)) + 8);
+  const double top = kMargin + 56;
+  const double wide = std::max(left + kPlotWidth + 22 + names_width, kMargin + 1.3 * width_of(chart.title)) + kMargin;
+  const double high = top + height + 48 + kMargin;
+  return fmt::format(
+             "<svg xmlns=\"http://www.w3.org/2000/svg\" class=\"chart\" role=\"img\" width=\"{0:.0f}\" "
+             "height=\"{1:.0f}\" viewBox=\"0 0 {0:.0f} {1:.0f}\">\n<title>{2}</title>\n<desc>{3}</desc>\n",
+             wide, high, escape(chart.title),
+             escape(fmt::format("Line chart of {} over {}: {}", chart.y_label, chart.x_label, names))) +
+         style() + "<rect class=\"ground\" width=\"100%\" height=\"100%\"/>\n" +
+         text_at(kMargin, kMargin + 16, " class=\"title\"", chart.title) +
+         fmt::format("<g transform=\"translate({:.1f} {:.1f})\">\n", left, top) +
+         text_at(kMargin - left, -14, "", chart.y_label) + draw_axes(chart, x, y, height) + lines +
+         draw_names(std::move(ends), height) + "</g>\n</svg>\n";
+}
+
+}  // namespace furious
