@@ -1,11 +1,12 @@
 # For people; CMake does the work. `make test` on a fresh Debian machine installs what is missing, builds and tests.
-.PHONY: help setup build test install asan cuda bench format tidy clean
+.PHONY: help setup build demo test install asan cuda bench format tidy clean
 JOBS ?= $(shell nproc)
 PREFIX ?= /usr/local
 
 help:
 	@echo "make setup   install what the build needs (Debian, Ubuntu)"
 	@echo "make build   build build/release/furious"
+	@echo "make demo    train three small models side by side, see their losses and what they write"
 	@echo "make test    set up, build, run all tests"
 	@echo "make install PREFIX=/usr/local   the binary, libfurious and its headers"
 	@echo "make asan    the fast tests under the address and undefined-behaviour sanitizers"
@@ -19,6 +20,10 @@ setup:
 build: setup
 	cmake --preset release
 	cmake --build --preset release -j $(JOBS)
+
+demo: build
+	@scripts/setup.sh dict-gcide
+	build/release/furious demo --out demo
 
 test: build
 	ctest --preset release -j $(JOBS)

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "furious/error.h"
+#include "furious/export.h"
 
 namespace furious {
 
@@ -29,9 +30,9 @@ struct LoadOptions {
 };
 
 // A loaded checkpoint and its tokenizer. Copies share the weights; any number of sessions may use them at once.
-class Model {
+class FURIOUS_API Model {
  public:
-  // A checkpoint directory, or a .safetensors file.
+  // A checkpoint directory, a training run (its newest checkpoint), or a .safetensors file.
   static Model load(const std::filesystem::path& path, const LoadOptions& options = {});
 
   std::string arch() const;
@@ -73,7 +74,7 @@ struct Text {
 };
 
 // One or several texts that a model reads and writes, and what it remembers of them.
-class Session {
+class FURIOUS_API Session {
  public:
   explicit Session(const Model& model, int sequences = 1);
   ~Session();

@@ -58,7 +58,7 @@ struct TrainOptions {
                         // stopped
   int64_t eval_every = 100, eval_batches = 32;  // steps between test losses; batches of one, 0: all
   int64_t save_every = 500, keep = 2;           // steps between checkpoints; how many stay
-  int64_t sample_every = 0, sample_tokens = 48;  // steps between samples of text; 0: none
+  int64_t sample_every = 500, sample_tokens = 48;  // steps between samples of text; 0: none
 };
 
 struct TrainStep {

@@ -42,6 +42,8 @@ int main(int argc, char** argv) {
   furious::cli::add_tokenizer(app);
   furious::cli::add_tokenize(app);
   furious::cli::add_train(app);
+  furious::cli::add_eval(app);
+  furious::cli::add_generate(app);
   furious::cli::add_bench(app);
   try {
     app.parse(argc, argv);

@@ -28,6 +28,7 @@ void apply_config(TrainOptions& options, const std::string& path) {
   require(file.good(), "train: cannot read --config {}", path);
   try {
     for (const CLI::ConfigItem& item : CLI::ConfigTOML().from_config(file)) {
+      if (item.name == "++" || item.name == "--") continue;  // where a section begins and ends
       require(item.parents.empty() && item.inputs.size() == 1, "\"{}\" is not one value at the top of the file",
               item.fullname());
       set_train_option(options, item.name, item.inputs.front());

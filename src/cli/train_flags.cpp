@@ -25,6 +25,7 @@ TrainFlags::TrainFlags(CLI::App& command, const TrainOptions& defaults, const st
           }
         },
         ""));
+    added->take_last();
     added->type_name(option.kind == TrainOption::Kind::number ? "NUMBER" : "TEXT");
     if (const std::string value = option.get(defaults); !value.empty()) added->default_str(value);
     flags_.emplace_back(&option, added);

@@ -251,6 +251,10 @@ std::shared_ptr<const Tokenizer> load_tokenizer(const std::string& name_or_path)
   return make_sentencepiece(read_text(path), path.string());
 }
 
+bool has_tokenizer(const fs::path& folder) {
+  return fs::exists(folder / kModelFile) || fs::exists(folder / kConfigFile);
+}
+
 void save_tokenizer(const fs::path& directory, const Tokenizer& tokenizer) {
   if (const std::string model = tokenizer.model(); !model.empty()) write_text(directory / kModelFile, model);
   write_text(directory / kConfigFile, nlohmann::ordered_json{{kKindKey, tokenizer.kind()}}.dump(2) + "\n");

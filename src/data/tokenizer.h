@@ -39,6 +39,7 @@ class Tokenizer {
 // "byte": 0..255 are the bytes, 256 is bos, 257 is eos. Otherwise the path of a SentencePiece model, or of a folder
 // that save_tokenizer wrote or that has a tokenizer.model in it.
 std::shared_ptr<const Tokenizer> load_tokenizer(const std::string& name_or_path);
+bool has_tokenizer(const std::filesystem::path& folder);
 
 // Writes tokenizer_config.json, which says the kind, and tokenizer.model where the tokenizer has one, into an existing
 // directory.

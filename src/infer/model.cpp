@@ -28,8 +28,9 @@ Model::Parts::Parts(LanguageModel model, std::shared_ptr<const Tokenizer> its_to
 
 Model::Model(std::shared_ptr<const Parts> parts) : parts_(std::move(parts)) {}
 
-Model Model::load(const std::filesystem::path& path, const LoadOptions& options) {
+Model Model::load(const std::filesystem::path& given, const LoadOptions& options) {
   require(device_from_name(options.device).is_cpu(), "device {}: models run on \"cpu\" only, so far", options.device);
+  const std::filesystem::path path = checkpoint_of(given);
   LanguageModel model = load_model(path, options.arch);
   const auto folder = std::filesystem::is_directory(path) ? path : path.parent_path();
   auto tokenizer = load_tokenizer(options.tokenizer.empty() ? folder.string() : options.tokenizer);

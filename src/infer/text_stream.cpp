@@ -8,7 +8,10 @@
 namespace furious {
 
 TextStream::TextStream(std::vector<std::string> stop) : stop_(std::move(stop)) {
-  for (const std::string& text : stop_) require(!text.empty(), "generate: a stop string is empty");
+  for (const std::string& text : stop_) {
+    require(!text.empty(), "generate: a stop string is empty");
+    require(valid_utf8_prefix(text) == text.size(), "generate: a stop string is not valid UTF-8");
+  }
 }
 
 std::string TextStream::push(std::string_view bytes) {
@@ -22,13 +25,17 @@ std::string TextStream::finish() {
 std::string TextStream::release(std::string_view text) {
   if (stopped_) return {};
   waiting_ += text;
-  size_t end = std::string::npos;
-  for (const std::string& stop : stop_) end = std::min(end, waiting_.find(stop));
+  // The stop string that is complete first counts, so that it does not matter how the text was cut into pieces.
+  size_t begin = 0, end = std::string::npos;
+  for (const std::string& stop : stop_) {
+    const size_t found = waiting_.find(stop);
+    if (found == std::string::npos || found + stop.size() > end) continue;
+    begin = found + stop.size() < end ? found : std::min(begin, found);
+    end = found + stop.size();
+  }
   if (end != std::string::npos) {
     stopped_ = true;
-    std::string shown = waiting_.substr(0, end);
-    waiting_.clear();
-    return shown;
+    return std::exchange(waiting_, {}).substr(0, begin);
   }
   size_t kept = 0;  // bytes at the end that begin a stop string
   for (const std::string& stop : stop_)

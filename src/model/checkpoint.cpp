@@ -175,7 +175,13 @@ ModelConfig saved_config(const fs::path& file, const std::string& arch) {
 
 }  // namespace
 
-ModelConfig load_config(const fs::path& path, const std::string& arch) {
+fs::path checkpoint_of(const fs::path& path) {
+  std::error_code ignored;
+  return fs::is_directory(path / "latest", ignored) ? path / "latest" : path;
+}
+
+ModelConfig load_config(const fs::path& given, const std::string& arch) {
+  const fs::path path = checkpoint_of(given);
   recover_directory(path);
   std::error_code ignored;
   require(fs::exists(path, ignored), "{}: does not exist; expected a model's directory or .safetensors file",
@@ -184,7 +190,8 @@ ModelConfig load_config(const fs::path& path, const std::string& arch) {
   return fs::exists(file, ignored) ? saved_config(file, arch) : release_config(SafetensorsReader(path), arch);
 }
 
-LanguageModel load_model(const fs::path& path, const std::string& arch) {
+LanguageModel load_model(const fs::path& given, const std::string& arch) {
+  const fs::path path = checkpoint_of(given);
   const ModelConfig config = load_config(path, arch);
   const SafetensorsReader reader(path);
   check_tensors(reader, config);

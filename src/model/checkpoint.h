@@ -10,6 +10,9 @@
 
 namespace furious {
 
+// The checkpoint that a path means: itself, or the newest one of the training run in that folder.
+std::filesystem::path checkpoint_of(const std::filesystem::path& path);
+
 // Reads a model: a directory with config.json and model.safetensors (or shards with their index), or a .safetensors
 // file of the authors' release. `arch` is needed only where nothing on disk says it (the authors' release: dimensions
 // follow from tensor shapes).

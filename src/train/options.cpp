@@ -79,13 +79,13 @@ std::vector<TrainOption> make_table() {
   t.number("layers", &O::layers, 0, 1 << 16, "Layers, instead of the size's");
   t.number("qk-heads", &O::qk_heads, 0, 1 << 16, "Heads of Q and K, shared by the others; 0: no sharing");
   t.flag("tie-embeddings", &O::tie_embeddings, "Use the embedding as output projection");
-  t.text("data", &O::data, "Folder of `furious tokenize`, or synthetic:recall, synthetic:passkey");
   t.text("packing", &O::packing, "packed, isolated (documents do not see each other), rows (one each, padded)",
          {name_of(Packing::packed), name_of(Packing::isolated), name_of(Packing::rows)});
   t.number("batch", &O::batch, 1, 1 << 24, "Sequences in a step");
   t.number("length", &O::length, 1, 1 << 26, "Tokens in a sequence");
   t.number("seed", &O::seed, 0, std::numeric_limits<uint64_t>::max(), "Of weights and order of the data");
   t.fixed = false;
+  t.text("data", &O::data, "Folder of `furious tokenize`, or synthetic:recall, synthetic:passkey");
   t.text("init", &O::init, "Begin with the weights of this model");
   t.number("accumulate", &O::accumulate, 1, 1 << 24, "Compute a batch in so many parts");
   t.number("steps", &O::steps, 1, kAny, "Steps of the optimizer in all");

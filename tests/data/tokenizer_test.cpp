@@ -88,6 +88,16 @@ TEST_F(AgreementTest, StreamedPiecesAreTheText) {
   }
 }
 
+TEST_F(AgreementTest, TheFirstPieceHasNoSpaceOfItsOwn) {
+  for (const std::string text : {"the snake", " the", "\xC3\xA9t\xC3\xA9", "\xF0\x9F\x90\x8D"}) {
+    const std::vector<int32_t> ids = ours->encode(text);
+    std::string pieces = ours->first_piece(ids[0]);
+    for (size_t i = 1; i < ids.size(); ++i) pieces += ours->piece(ids[i]);
+    EXPECT_EQ(pieces, text);
+  }
+  EXPECT_EQ(load_tokenizer("byte")->first_piece(' '), " ");
+}
+
 TEST(ByteTokenizer, EveryByteComesBack) {
   const auto tokenizer = load_tokenizer("byte");
   std::string text;

@@ -34,9 +34,11 @@ TEST(TextStream, HoldsBackWhatMayBecomeAStopString) {
   EXPECT_EQ(stream.finish(), "");
 }
 
-TEST(TextStream, TheEarliestStopStringCounts) {
+TEST(TextStream, TheStopStringThatIsCompleteFirstCounts) {
   EXPECT_EQ(all_of(TextStream({"bc", "ab"}), {"xabc"}), "x");
   EXPECT_EQ(all_of(TextStream({"abcd", "bc"}), {"xa", "b", "c", "d"}), "xa");
+  EXPECT_EQ(all_of(TextStream({"abcd", "bc"}), {"xabcd"}), "xa");
+  EXPECT_EQ(all_of(TextStream({"bc", "abc"}), {"xabc"}), "x");
   EXPECT_EQ(all_of(TextStream({"\xC3\xA9"}), {"caf\xC3", "\xA9!"}), "caf");
 }
 
@@ -53,8 +55,10 @@ TEST(TextStream, PiecesDoNotMatter) {
     std::vector<std::string> stop(random.integer(1, 2));
     for (std::string& s : stop)
       for (int64_t i = random.integer(2, 5); i > 0; --i) s += static_cast<char>('a' + random.integer(0, 1));
-    size_t end = text.size();
-    for (const std::string& s : stop) end = std::min(end, text.find(s));
+    size_t end = text.size();  // of what is shown
+    for (size_t at = 1; at <= text.size() && end == text.size(); ++at)
+      for (const std::string& s : stop)
+        if (text.substr(0, at).ends_with(s)) end = std::min(end, at - s.size());
     std::vector<std::string> pieces;
     for (size_t at = 0; at < text.size(); at += pieces.back().size())
       pieces.push_back(text.substr(at, random.integer(1, 4)));
@@ -62,8 +66,9 @@ TEST(TextStream, PiecesDoNotMatter) {
   }
 }
 
-TEST(TextStream, RefusesAnEmptyStopString) {
+TEST(TextStream, RefusesStopStringsThatAreNoText) {
   expect_error([] { TextStream({"x", ""}); }, {"stop string is empty"});
+  expect_error([] { TextStream({"x\xC3"}); }, {"not valid UTF-8"});
 }
 
 }  // namespace

@@ -10,9 +10,12 @@ using namespace furious::testing;
 
 constexpr double kTolerance = 1e-4;
 
+MixerCache::Sizes sizes_of(const MixerInputs& in) {
+  return {in.q.size(0), in.q.size(2), in.k.size(2), in.v.size(2), in.q.size(3), in.v.size(3)};
+}
+
 MixerCache cache_for(const MixerCase& c) {
-  const MixerInputs& in = c.inputs;
-  return MixerCache(c.spec, {in.q.size(0), in.q.size(2), in.k.size(2), in.v.size(2), in.q.size(3), in.v.size(3)});
+  return MixerCache(c.spec, sizes_of(c.inputs));
 }
 
 Tensor step(MixerCache& cache, const MixerInputs& in, int64_t t) {
@@ -40,6 +43,45 @@ TEST(Recurrent, TokenByTokenEqualsOnePass) {
       ASSERT_LE(relative_error(step(cache, c.inputs, t), expected.select(1, t), 0.1), kTolerance) << "token " << t;
     EXPECT_EQ(cache.tokens(), c.inputs.q.size(1));
   }
+}
+
+TEST(Recurrent, GoesOnFromItsContentsToTheBit) {
+  Random random(9);
+  for (const MixerSpec& spec : all_specs()) {
+    const MixerCase c = random_case(random, spec, plain(300));
+    SCOPED_TRACE(describe(c));
+    MixerCache cache = cache_for(c);
+    for (int64_t t = 0; t < c.inputs.q.size(1); ++t) {
+      MixerCache again(spec, sizes_of(c.inputs), cache.contents());
+      ASSERT_TRUE(same_bits(step(cache, c.inputs, t), step(again, c.inputs, t))) << "token " << t;
+      ASSERT_EQ(again.tokens(), cache.tokens());
+    }
+  }
+}
+
+TEST(Recurrent, RefusesContentsOfAnotherCache) {
+  const MixerSpec spec{Score::squared, true, Norm::sum};
+  const MixerCache::Sizes sizes{2, 3, 3, 3, 8, 8};
+  MixerCache cache(spec, sizes);
+  const Tensor x = Tensor::zeros({2, 3, 8}, DType::f32), decay = Tensor::zeros({2, 3}, DType::f32);
+  for (int64_t t = 0; t <= cache.first_fold(); ++t) cache.step(x, x, x, decay);
+  const auto refused = [&](auto&& change, const std::string& part) {
+    MixerContents contents = cache.contents();
+    change(contents);
+    expect_error([&] { MixerCache(spec, sizes, contents); }, {"mixer_cache", part});
+  };
+  ASSERT_TRUE(cache.contents().state);
+  refused([](MixerContents& c) { c.pending = -1; }, "-1 tokens");
+  refused([&](MixerContents& c) { c.pending = cache.window() + 1; }, "in the window");
+  refused([](MixerContents& c) { c.tokens = 0; }, "of 0 in the window");
+  refused([](MixerContents& c) { c.state = {}; }, "in the window");
+  refused([](MixerContents& c) { c.state = c.k; }, "state");
+  refused([](MixerContents& c) { c.k = {}; }, "k");
+  refused([](MixerContents& c) { c.v = c.v.slice(1, 0, 1); }, "v");
+  refused([](MixerContents& c) { c.log_decay = {}; }, "log_decay");
+  const MixerContents contents = cache.contents();
+  expect_error([&] { MixerCache({Score::squared, false, Norm::sum}, sizes, contents); }, {"decay"});
+  expect_error([&] { MixerCache({Score::exponential, true, Norm::sum}, sizes, contents); }, {"exponential"});
 }
 
 TEST(Recurrent, ContinuesAfterPrefill) {

@@ -1,0 +1,131 @@
+// `furious eval`: how well a model predicts text.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <memory>
+#include <string>
+
+#include "base/error.h"
+#include "base/parallel.h"
+#include "cli/commands.h"
+#include "cli/json_file.h"
+#include "cli/progress.h"
+#include "eval/test_loss.h"
+#include "model/checkpoint.h"
+#include "train/trainer.h"
+
+namespace furious::cli {
+namespace {
+
+namespace fs = std::filesystem;
+
+struct EvalCommand {
+  std::string model, data, arch, json, device = "cpu";
+  std::string packing = "packed", split = "test";
+  int64_t length = 0, batch = 8, max_batches = 0;
+  int threads = 0;
+
+  int64_t length_or_default() const;
+  void run() const;
+};
+
+// What the model was trained with, where that is known.
+int64_t EvalCommand::length_or_default() const {
+  if (length > 0) return length;
+  return fs::exists(fs::path(model) / "training.safetensors") ? saved_options(model).length : 512;
+}
+
+void check_tokenizer(const std::string& model, const Dataset& data) {
+  const fs::path folder = fs::is_directory(model) ? fs::path(model) : fs::path(model).parent_path();
+  if (!has_tokenizer(folder)) return;
+  const std::string own = load_tokenizer(folder.string())->fingerprint();
+  require(own == data.tokenizer()->fingerprint(),
+          "eval: the data was tokenized with {}, the model was trained with {}; tokenize the text with the model's",
+          data.tokenizer()->fingerprint(), own);
+}
+
+void EvalCommand::run() const {
+  require(device_from_name(device).is_cpu(), "device {}: models run on \"cpu\" only, so far", device);
+  JsonFile file(json);
+  if (threads > 0) set_threads(threads);
+  const Dataset dataset(data);
+  check_tokenizer(model, dataset);
+  BatchOptions options;
+  options.batch = batch;
+  options.length = length_or_default();
+  options.packing = packing_from_name(packing);
+  options.order = Order::once;
+  const DatasetBatches batches(dataset, split == name_of(Split::test) ? Split::test : Split::train, options);
+  const int64_t steps = max_batches > 0 ? std::min(max_batches, batches.steps()) : batches.steps();
+  const LanguageModel language_model = load_model(model, arch);
+
+  stop_on_signals();
+  ProgressLine line("eval");
+  int64_t done = 0;
+  const TestLoss loss =
+      test_loss(language_model, batches, steps, dataset.tokenizer().get(), [&](int64_t count, const TestLoss& so_far) {
+        done = count;
+        if (line.due())
+          line.show(fmt::format(
+              "batch {}/{}  loss {:.4f}  {:.0f} tokens/s  {} left", count, steps, so_far.mean(),
+              static_cast<double>(so_far.tokens) / line.seconds(),
+              clock_text(line.seconds() * static_cast<double>(steps - count) / static_cast<double>(count))));
+        return !stop_requested();
+      });
+  const double seconds = line.seconds();
+  line.clear();
+  require(loss.tokens > 0, "eval: {} has no token to predict", dataset.tokens(Split::test).name());
+  fmt::print("loss            {:.5f} per token\nperplexity      {:.4f}\n", loss.mean(), loss.perplexity());
+  fmt::print("loss            {:.5f} per byte of text\nbits            {:.5f} per byte of text\n", loss.per_byte(),
+             loss.bits_per_byte());
+  fmt::print("predicted       {} tokens, {} bytes of text; {} of {} batches of {} x {} ({}, {})\n", loss.tokens,
+             loss.text_bytes, done, batches.steps(), batch, options.length, split, packing);
+  fmt::print("time            {:.1f} s, {:.0f} tokens/s\n", seconds, static_cast<double>(loss.tokens) / seconds);
+  file.write(nlohmann::ordered_json{{"loss", loss.mean()},
+                                    {"perplexity", loss.perplexity()},
+                                    {"loss_per_byte", loss.per_byte()},
+                                    {"bits_per_byte", loss.bits_per_byte()},
+                                    {"tokens", loss.tokens},
+                                    {"text_bytes", loss.text_bytes},
+                                    {"batches", done},
+                                    {"batch", batch},
+                                    {"length", options.length},
+                                    {"packing", packing},
+                                    {"split", split},
+                                    {"seconds", seconds}});
+}
+
+}  // namespace
+
+void add_eval(CLI::App& app) {
+  auto options = std::make_shared<EvalCommand>();
+  CLI::App* command = app.add_subcommand("eval", "Measure how well a model predicts a tokenized text");
+  command->add_option("model", options->model, "A checkpoint directory or a .safetensors file")->required();
+  command->add_option("--data", options->data, "Folder with token shards, as furious tokenize makes them")->required();
+  command->add_option("--split", options->split, "The part of the data")
+      ->check(CLI::IsMember({"test", "train"}))
+      ->capture_default_str();
+  command->add_option("--length", options->length, "Tokens of a row; by default as in training, or else 512")
+      ->check(CLI::PositiveNumber);
+  command->add_option("--batch", options->batch, "Rows at once")->check(CLI::PositiveNumber)->capture_default_str();
+  command
+      ->add_option("--packing", options->packing,
+                   "packed: windows over all documents; isolated: the same, documents apart; rows: one per document")
+      ->check(CLI::IsMember({"packed", "isolated", "rows"}))
+      ->capture_default_str();
+  command->add_option("--max-batches", options->max_batches, "Stop after so many; 0: all")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  command->add_option("--arch", options->arch, "The architecture, for weights without a config.json");
+  command->add_option("--threads", options->threads, "0: all")->check(CLI::NonNegativeNumber)->capture_default_str();
+  command->add_option("--device", options->device, "Where the model runs")->capture_default_str();
+  command->add_option("--json", options->json, "Write the same to this file");
+  command->footer("Example: furious eval runs/stories --data data/stories --json loss.json");
+  command->callback([options] {
+    options->model = checkpoint_of(options->model).string();
+    options->run();
+  });
+}
+
+}  // namespace furious::cli

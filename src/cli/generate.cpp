@@ -1,0 +1,175 @@
+// `furious generate`: a model writes on.
+#include <fmt/format.h>
+
+#include <chrono>
+#include <cstdio>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/file.h"
+#include "base/parallel.h"
+#include "cli/commands.h"
+#include "cli/json_file.h"
+#include "cli/progress.h"
+#include "furious/model.h"
+
+namespace furious::cli {
+namespace {
+
+struct GenerateCommand {
+  std::string model;
+  LoadOptions load;
+  std::optional<std::string> prompt, prompt_file;
+  std::string standard_input;  // "-" where the prompt comes from there
+  WriteOptions write;
+  int sequences = 1;
+  std::string save_state, load_state, json;
+  int threads = 0;
+
+  std::string prompt_text() const;
+  void run() const;
+};
+
+// How fast something went.
+struct Rate {
+  int64_t tokens = 0;
+  double seconds = 0;
+
+  double per_second() const { return seconds > 0 ? static_cast<double>(tokens) / seconds : 0; }
+};
+
+class Stopwatch {
+ public:
+  double seconds() const { return std::chrono::duration<double>(Clock::now() - start_).count(); }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  Clock::time_point start_ = Clock::now();
+};
+
+std::string_view name_of(Ending ending) {
+  switch (ending) {
+    case Ending::eos:
+      return "eos";
+    case Ending::stop:
+      return "stop";
+    case Ending::interrupted:
+      return "interrupted";
+    default:
+      return "tokens";
+  }
+}
+
+std::string GenerateCommand::prompt_text() const {
+  if (prompt) return *prompt;
+  if (!standard_input.empty()) return read_text("/dev/stdin");
+  return prompt_file ? read_text(*prompt_file) : "";
+}
+
+void GenerateCommand::run() const {
+  if (!prompt && !prompt_file && standard_input.empty() && load_state.empty())
+    throw CLI::RequiredError("One of --prompt, --prompt-file, - and --load-state");
+  JsonFile file(json);
+  const std::string text = prompt_text();
+  if (threads > 0) set_threads(threads);
+  Session session(Model::load(model, load), sequences);
+  if (!load_state.empty()) session.load(load_state);
+
+  Rate reading, writing;
+  const int64_t before = session.tokens();
+  const Stopwatch read_watch;
+  session.read(text);
+  reading = {session.tokens() - before, read_watch.seconds()};
+
+  stop_on_signals();
+  const Stopwatch write_watch;
+  const std::vector<Text> texts = session.write(write, [&](std::string_view piece, int) {
+    if (sequences == 1) {
+      fmt::print("{}", piece);
+      std::fflush(stdout);
+    }
+    return !stop_requested();
+  });
+  for (const Text& one : texts) writing.tokens += one.tokens;
+  writing.seconds = write_watch.seconds();
+  for (size_t i = 0; sequences > 1 && i < texts.size(); ++i)
+    fmt::print("=== sequence {}: {} tokens, ended by {} ===\n{}\n", i + 1, texts[i].tokens, name_of(texts[i].ending),
+               texts[i].text);
+  if (sequences == 1) fmt::print("\n");
+  std::fflush(stdout);
+  if (!save_state.empty()) session.save(save_state);
+  fmt::print(
+      stderr, "prompt: {} tokens, {:.1f} tokens/s; new: {} tokens, {:.1f} tokens/s; cache: {} bytes at {} tokens\n",
+      reading.tokens, reading.per_second(), writing.tokens, writing.per_second(), session.bytes(), session.tokens());
+
+  nlohmann::ordered_json written = nlohmann::ordered_json::array();
+  for (const Text& one : texts)
+    written.push_back({{"text", one.text}, {"tokens", one.tokens}, {"ending", name_of(one.ending)}});
+  file.write(nlohmann::ordered_json{{"prompt_tokens", reading.tokens},
+                                    {"prompt_seconds", reading.seconds},
+                                    {"tokens", writing.tokens},
+                                    {"seconds", writing.seconds},
+                                    {"cache_bytes", session.bytes()},
+                                    {"sequences", written}});
+}
+
+void add_sampling(CLI::App& command, Sampling& sampling) {
+  command.add_option("--temperature", sampling.temperature, "0: always the most probable token")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  command.add_option("--top-k", sampling.top_k, "Choose among the K most probable tokens; 0: all")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  command.add_option("--top-p", sampling.top_p, "Choose among the most probable tokens of this total probability")
+      ->check(CLI::Range(1e-9, 1.0))
+      ->capture_default_str();
+  command
+      .add_option("--repetition-penalty", sampling.repetition_penalty,
+                  "Above 1: tokens among the last 256 become less probable")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  command.add_option("--seed", sampling.seed, "Sequence i draws from seed + i - 1")->capture_default_str();
+}
+
+}  // namespace
+
+void add_generate(CLI::App& app) {
+  auto options = std::make_shared<GenerateCommand>();
+  CLI::App* command = app.add_subcommand("generate", "Let a model write on from a prompt");
+  command->add_option("model", options->model, "A checkpoint directory, a training run or a .safetensors file")->required();
+  CLI::Option* prompt = command->add_option("--prompt", options->prompt, "The text to go on from; may be empty");
+  CLI::Option* prompt_file =
+      command->add_option("--prompt-file", options->prompt_file, "The same from a file")->excludes(prompt);
+  command->add_option("standard-input", options->standard_input, "-: the same from the standard input")
+      ->check(CLI::IsMember({"-"}))
+      ->excludes(prompt)
+      ->excludes(prompt_file);
+  command->add_option("--tokens", options->write.tokens, "New tokens, at most")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  add_sampling(*command, options->write.sampling);
+  command->add_option("--stop", options->write.stop, "End before this text; may be given several times")
+      ->allow_extra_args(false);
+  command->add_option("--sequences", options->sequences, "Texts to write from the same prompt")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  command->add_option("--save-state", options->save_state, "Keep in this file what the model remembers at the end");
+  command->add_option("--load-state", options->load_state, "Go on from there; a prompt is read after it");
+  command->add_flag("--bos", options->load.bos, "The text begins with bos");
+  command->add_option("--arch", options->load.arch, "The architecture, for weights without a config.json");
+  command->add_option("--tokenizer", options->load.tokenizer, "Instead of the one in the checkpoint");
+  command->add_option("--threads", options->threads, "0: all")->check(CLI::NonNegativeNumber)->capture_default_str();
+  command->add_option("--device", options->load.device, "Where the model runs")->capture_default_str();
+  command->add_option("--json", options->json, "Write texts and rates to this file, too");
+  command->footer(
+      "The text begins with eos, which stands before every document of our training data; with bos where the "
+      "checkpoint\n"
+      "is a plain Llama, or by --bos. One sequence is shown as it is written, several one after the other.\n"
+      "Example: furious generate runs/stories --prompt 'Once upon a time' --tokens 100 --temperature 0.7");
+  command->callback([options] { options->run(); });
+}
+
+}  // namespace furious::cli

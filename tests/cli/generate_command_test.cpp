@@ -1,0 +1,124 @@
+// `furious generate`, by running the binary.
+#include <filesystem>
+#include <nlohmann/json.hpp>
+
+#include "cli/run.h"
+#include "data/corpus.h"
+#include "data/tokenizer.h"
+#include "model/checkpoint.h"
+
+namespace furious {
+namespace {
+
+namespace fs = std::filesystem;
+using testing::expect_run;
+using testing::run;
+using testing::RunResult;
+using testing::TemporaryFolder;
+
+class GenerateCommand : public ::testing::Test {
+ protected:
+  GenerateCommand() {
+    fs::create_directories(model);
+    // Only letters have a logit other than 0, so that what it writes can be read.
+    testing::Random random(1);
+    const auto weights = [&](const std::string& name, const Tensor& out) {
+      copy(out, random.normal_tensor(out.shape(), 0.5));
+      if (name != "lm_head.weight") return;
+      fill(out.slice(0, 0, 'a'), 0);
+      fill(out.slice(0, 'z' + 1, 257 - 'z'), 0);
+    };
+    save_model(model, LanguageModel(model_config("2mamba", "tiny", 258), weights));
+    save_tokenizer(model, *load_tokenizer("byte"));
+  }
+  std::string generate(const std::string& more) const { return fmt::format("generate {} {}", model, more); }
+  // What it writes, without the rates.
+  std::string text_of(const std::string& more) const {
+    const RunResult result = run(generate(more));
+    EXPECT_EQ(result.code, 0) << result.output;
+    return result.output.substr(0, result.output.rfind("prompt: "));
+  }
+
+  TemporaryFolder folder;
+  std::string model = folder.path("model");
+};
+
+TEST_F(GenerateCommand, WritesOnFromAPrompt) {
+  expect_run(generate("--prompt 'Once upon' --tokens 12 --top-k 40"), 0,
+             {"prompt: 10 tokens", "new: 12 tokens", "tokens/s", "cache: ", "at 22 tokens"});
+  const std::string text = text_of("--prompt 'Once upon' --tokens 12 --seed 4");
+  EXPECT_EQ(text, text_of("--prompt 'Once upon' --tokens 12 --seed 4"));
+  EXPECT_NE(text, text_of("--prompt 'Once upon' --tokens 12 --seed 5"));
+  const std::string file = folder.write("prompt.txt", "Once upon");
+  EXPECT_EQ(text, text_of("--prompt-file " + file + " --tokens 12 --seed 4"));
+  EXPECT_EQ(text, text_of("- --tokens 12 --seed 4 <" + file));
+  EXPECT_EQ(text_of("--prompt '' --tokens 0"), "\n");
+  expect_run(generate("--prompt '' --tokens 3 --temperature 0 --threads 1"), 0, {"prompt: 1 tokens", "new: 3 tokens"});
+}
+
+TEST_F(GenerateCommand, SeveralSequencesAndJson) {
+  const std::string json = folder.path("out.json");
+  expect_run(generate("--prompt x --tokens 9 --sequences 2 --json " + json), 0,
+             {"=== sequence 1: 9 tokens", "=== sequence 2"});
+  const auto written = nlohmann::json::parse(testing::read_file(json));
+  EXPECT_EQ(written.at("prompt_tokens"), 2);
+  EXPECT_EQ(written.at("tokens"), 18);
+  ASSERT_EQ(written.at("sequences").size(), 2u);
+  EXPECT_EQ(written.at("sequences")[0].at("ending"), "tokens");
+  EXPECT_EQ(text_of("--prompt x --tokens 9 --seed 124"),
+            written.at("sequences")[1].at("text").get<std::string>() + "\n");
+}
+
+TEST_F(GenerateCommand, StopsBeforeAText) {
+  const std::string options = "--prompt abc --tokens 40 --temperature 0 ";
+  const std::string text = text_of(options);
+  const std::string stop = text.substr(6, 3);
+  EXPECT_EQ(text_of(options + "--stop Never --stop " + stop), text.substr(0, text.find(stop)) + "\n");
+}
+
+TEST_F(GenerateCommand, StateFiles) {
+  const std::string state = folder.path("state");
+  const std::string whole = text_of("--prompt 'some words' --tokens 20");
+  const std::string first = text_of("--prompt 'some words' --tokens 8 --save-state " + state);
+  const std::string second = text_of("--load-state " + state + " --tokens 12");
+  EXPECT_EQ(testing::read_file(state).find("some words"), std::string::npos);
+  EXPECT_EQ(whole, first.substr(0, first.size() - 1) + second);
+  expect_run(generate("--load-state " + state + " --prompt ' more' --tokens 2"), 0, {"prompt: 5 tokens"});
+
+  const std::string other = folder.path("other");
+  fs::create_directories(other);
+  save_model(other, LanguageModel(model_config("2mamba", "tiny", 258), 9));
+  save_tokenizer(other, *load_tokenizer("byte"));
+  expect_run(fmt::format("generate {} --load-state {}", other, state), 1, {"state", "another model"});
+  expect_run(generate("--load-state " + model + "/model.safetensors"), 1, {"not a state file"});
+  expect_run(generate("--load-state " + folder.path("none")), 1, {"none"});
+  expect_run(generate("--prompt x --tokens 1 --save-state " + folder.path("no/such/folder")), 1, {"no/such/folder"});
+}
+
+TEST_F(GenerateCommand, Failures) {
+  expect_run("generate " + folder.path("none") + " --prompt x", 1, {"furious: ", "none"});
+  expect_run(generate("--prompt-file " + folder.path("none.txt")), 1, {"none.txt"});
+  expect_run(generate("--prompt x --device cuda"), 1, {"cuda", "\"cpu\""});
+  expect_run(generate("--prompt x --device gpu"), 1, {"gpu"});
+  expect_run(generate("--prompt x --tokenizer bite"), 1, {"did you mean \"byte\""});
+  expect_run(generate("--prompt x --arch softmax"), 1, {"2mamba", "softmax"});
+  expect_run(generate("--prompt x --stop ''"), 1, {"stop string is empty"});
+  const std::string large = folder.write("t.model", testing::small_model());
+  expect_run(generate("--prompt x --tokenizer " + large), 1, {"400 token ids", "258"});
+  fs::remove(model + "/tokenizer_config.json");
+  expect_run(generate("--prompt x"), 1, {"tokenizer"});
+  expect_run(generate("--prompt x --tokens 1 --tokenizer byte"), 0, {});
+}
+
+TEST_F(GenerateCommand, Usage) {
+  expect_run("generate --help", 0, {"Example: furious generate", "--load-state", "eos", "--bos"});
+  expect_run("generate", 2, {"model"});
+  expect_run(generate(""), 2, {"--prompt", "--load-state"});
+  expect_run(generate("--prompt x --prompt-file y"), 2, {"--prompt"});
+  for (const char* bad : {"--temperature -1", "--top-k -1", "--top-p 0", "--top-p 1.1", "--repetition-penalty 0",
+                          "--sequences 0", "--tokens -1", "--seed x", "--threads -1"})
+    expect_run(generate(std::string("--prompt x ") + bad), 2, {std::string(bad).substr(0, std::string(bad).find(' '))});
+}
+
+}  // namespace
+}  // namespace furious
