@@ -1,6 +1,7 @@
 // `furious demo`: from text to three trained models, side by side, in a few minutes.
 #include <fmt/format.h>
 
+#include <cmath>
 #include <filesystem>
 #include <memory>
 
@@ -23,6 +24,8 @@ namespace fs = std::filesystem;
 
 // Debian's dict-gcide, gzip under another name: the dictionary of Webster, 1913, and its supplements.
 constexpr const char* kDictionary = "/usr/share/dictd/gcide.dict.dz";
+
+constexpr int64_t kBatch = 8, kLength = 256;
 
 struct DemoCommand {
   std::vector<std::string> text;
@@ -94,10 +97,10 @@ TrainOptions DemoCommand::options(const std::string& arch, const std::string& da
   TrainOptions options;
   options.arch = arch;
   options.data = data;
-  options.batch = 8;
-  options.length = 256;
+  options.batch = kBatch;
+  options.length = kLength;
   options.steps = steps;
-  options.lr = 3e-3;
+  options.lr = 4e-3;
   options.warmup = std::min<int64_t>(20, steps / 4);
   options.clip = 1;
   options.eval_batches = 8;
@@ -111,7 +114,7 @@ void DemoCommand::train(std::vector<Contender>& contenders) const {
     for (Contender& contender : contenders) {
       const TrainStep done = contender.trainer->step();
       contender.losses.push_back(done.loss);
-      contender.seconds += 2048 / done.tokens_per_second;
+      contender.seconds += static_cast<double>(kBatch * kLength) / done.tokens_per_second;
       losses += fmt::format("  {} {:.3f}", contender.arch, done.loss);
     }
     const double left = line.seconds() / static_cast<double>(step) * static_cast<double>(steps - step);
@@ -144,7 +147,7 @@ void DemoCommand::report(const std::vector<Contender>& contenders) const {
     const auto kilobytes = [&](int64_t length) {
       return fmt::format("{:.0f}", static_cast<double>(cache_numbers(config, length) * 4) / 1e3);
     };
-    const double tokens = 2048.0 * static_cast<double>(contender.losses.size());
+    const auto tokens = static_cast<double>(kBatch * kLength * static_cast<int64_t>(contender.losses.size()));
     table.rows.push_back({contender.arch, fmt::format("{:.2f}M", static_cast<double>(parameter_count(config)) / 1e6),
                           fmt::format("{:.3f}", contender.test_loss), fmt::format("{:.0f}", tokens / contender.seconds),
                           kilobytes(1 << 10), kilobytes(8 << 10), kilobytes(64 << 10)});
@@ -156,6 +159,16 @@ void DemoCommand::report(const std::vector<Contender>& contenders) const {
   write_text(out + "/loss.svg", to_svg(chart));
 }
 
+std::vector<Text> written_by(const Trainer& trainer, int sequences) {
+  const auto tokenizer = trainer.data().dataset->tokenizer();
+  Session session(Model(std::make_shared<Model::Parts>(trainer.model(), tokenizer, false)), sequences);
+  session.read("");
+  WriteOptions options;
+  options.tokens = 80;
+  options.sampling.temperature = 0.7;
+  return session.write(options);
+}
+
 void DemoCommand::run() const {
   stop_on_signals();
   const std::vector<std::string> from = inputs();
@@ -163,14 +176,15 @@ void DemoCommand::run() const {
   std::vector<Contender> contenders;
   for (const std::string& arch : archs)
     contenders.push_back({arch, std::make_unique<Trainer>(options(arch, data)), {}, 0, 0});
-  fmt::print("training   {} steps of 8 x 256 tokens, {} threads\n", steps, threads());
+  fmt::print("training   {} steps of {} x {} tokens, {} threads\n", steps, kBatch, kLength, threads());
   std::fflush(stdout);
   train(contenders);
   report(contenders);
   for (const Contender& contender : contenders)
     replace_directory(fs::path(out) / contender.arch,
                       [&](const fs::path& directory) { contender.trainer->save(directory); });
-  fmt::print("\n{} writes:\n\n{}\n\n", contenders.front().arch, contenders.front().trainer->sample(120));
+  fmt::print("\nWhat {} has learned to write, four times:\n\n", contenders.front().arch);
+  for (const Text& written : written_by(*contenders.front().trainer, 4)) fmt::print("{}\n\n", written.text);
   fmt::print("curves in {0}/loss.svg; go on with: furious generate {0}/{1} --prompt \"Mamba\"\n", out,
              contenders.front().arch);
 }

@@ -16,8 +16,8 @@ Tensor activation_forward(const Tensor& x, Activation activation) {
 void activation_backward(const Tensor& dx, const Tensor& dy, const Tensor& x, Activation activation) {
   const ArgumentCheck check("activation backward");
   check.rows("x", x);
-  check.rows("dx", dx, x.shape());
-  check.rows("dy", dy, x.shape());
+  check.rows("dx", dx, x);
+  check.rows("dy", dy, x);
   cpu::activation_backward(dx, dy, x, activation);
 }
 

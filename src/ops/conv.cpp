@@ -78,8 +78,8 @@ void conv_backward(const ConvGradients& out, const Tensor& dy, const Tensor& x, 
   const ArgumentCheck check("conv backward");
   check_input(check, x);
   check_parameters(check, x.size(2), weight, bias);
-  check.rows("dy", dy, x.shape());
-  check.rows("dx", out.x, x.shape());
+  check.rows("dy", dy, x);
+  check.rows("dx", out.x, x);
   check.dense("dweight", out.weight, DType::f32, {weight.size(0), weight.size(1)});
   check.dense("dbias", out.bias, DType::f32, {bias.size(0)});
   const std::vector<Segment> segments = segments_of("conv backward", boundaries, x.size(0), x.size(1));

@@ -53,8 +53,8 @@ void softplus_backward(const SoftplusGradients& out, const Tensor& dy, const Ten
                        float sign) {
   const ArgumentCheck check("softplus backward");
   check_softplus(check, x, bias);
-  check.rows("dy", dy, x.shape());
-  check.rows("dx", out.x, x.shape());
+  check.rows("dy", dy, x);
+  check.rows("dx", out.x, x);
   if (bias) check.dense("dbias", out.bias, DType::f32, {x.size(2)});
   cpu::softplus_backward(out, dy, x, bias, sign);
 }
@@ -70,8 +70,8 @@ void original_decay_backward(const OriginalDecayGradients& out, const Tensor& da
                              const Tensor& a_log) {
   const ArgumentCheck check("original_decay backward");
   check_original_decay(check, dt, a_log);
-  check.rows("da", da, dt.shape());
-  check.rows("ddt", out.dt, dt.shape());
+  check.rows("da", da, dt);
+  check.rows("ddt", out.dt, dt);
   check.dense("dA_log", out.a_log, DType::f32, {dt.size(2)});
   cpu::original_decay_backward(out, da, dt, a_log);
 }
@@ -86,8 +86,8 @@ Tensor discretize_forward(const Tensor& v, const Tensor& dt) {
 void discretize_backward(const DiscretizeGradients& out, const Tensor& dy, const Tensor& v, const Tensor& dt) {
   const ArgumentCheck check("discretize backward");
   check_discretize(check, v, dt);
-  check.rows("dy", dy, v.shape());
-  check.rows("dv", out.v, v.shape());
+  check.rows("dy", dy, v);
+  check.rows("dv", out.v, v);
   check.dense("ddt", out.dt, DType::f32, {v.size(0), v.size(1), v.size(2)});
   cpu::discretize_backward(out, dy, v, dt);
 }
@@ -95,7 +95,7 @@ void discretize_backward(const DiscretizeGradients& out, const Tensor& dy, const
 Tensor d_residual_forward(const Tensor& o, const Tensor& v, const Tensor& d) {
   const ArgumentCheck check("d_residual");
   check_d_residual(check, v, d);
-  check.rows("o", o, v.shape());
+  check.rows("o", o, v);
   Tensor y = Tensor::empty_like(v);
   cpu::d_residual_forward(y, o, v, d);
   return y;
@@ -104,8 +104,8 @@ Tensor d_residual_forward(const Tensor& o, const Tensor& v, const Tensor& d) {
 void d_residual_backward(const DResidualGradients& out, const Tensor& dy, const Tensor& v, const Tensor& d) {
   const ArgumentCheck check("d_residual backward");
   check_d_residual(check, v, d);
-  check.rows("dy", dy, v.shape());
-  check.rows("dv", out.v, v.shape());
+  check.rows("dy", dy, v);
+  check.rows("dv", out.v, v);
   check.dense("dD", out.d, DType::f32, {v.size(2), v.size(3)});
   cpu::d_residual_backward(out, dy, v, d);
 }

@@ -5,6 +5,7 @@
 #include "base/parallel.h"
 #include "ops/rows.h"
 #include "tensor/check.h"
+#include "tensor/dispatch.h"
 
 namespace furious {
 namespace {
@@ -57,10 +58,9 @@ void copy_runs(const Tensor& out, const Tensor& in) {
 
 }  // namespace
 
+namespace cpu {
+
 void fill(const Tensor& out, float value) {
-  const ArgumentCheck check("fill");
-  check.device("out", out, {});
-  if (!out.is_contiguous()) check.unit_inner_stride("out", out);
   with_float_type(out.dtype(), [&](auto zero) {
     using T = decltype(zero);
     for_each_run<T, T>(out, out,
@@ -69,32 +69,44 @@ void fill(const Tensor& out, float value) {
 }
 
 void copy(const Tensor& out, const Tensor& in) {
-  const ArgumentCheck check("copy");
-  check.device("out", out, {});
-  check.device("in", in, {});
-  check.shape("in", in, sizes_of(out));
-  if (out.dtype() == DType::i32 || in.dtype() == DType::i32) {
-    check.dtype("in", in, {DType::i32});
-    check.dtype("out", out, {DType::i32});
-    copy_runs<int32_t, int32_t>(out, in);
-    return;
-  }
+  if (out.dtype() == DType::i32) return copy_runs<int32_t, int32_t>(out, in);
   with_float_type(out.dtype(), [&](auto to) {
     with_float_type(in.dtype(), [&](auto from) { copy_runs<decltype(to), decltype(from)>(out, in); });
   });
 }
 
 void add_into(const Tensor& out, const Tensor& in) {
-  const ArgumentCheck check("add_into");
-  check.shape("in", in, sizes_of(out));
-  for (const auto& [name, tensor] : {std::pair("out", out), std::pair("in", in)}) {
-    check.dtype(name, tensor, {DType::f32});
-    check.device(name, tensor, {});
-    if (!tensor.is_contiguous()) check.unit_inner_stride(name, tensor);
-  }
   for_each_run<float, float>(out, in, [](float* __restrict to, const float* __restrict from, int64_t count) {
     for (int64_t i = 0; i < count; ++i) to[i] += from[i];
   });
+}
+
+}  // namespace cpu
+
+void fill(const Tensor& out, float value) {
+  const ArgumentCheck check("fill");
+  check.present("out", out);
+  if (!out.is_contiguous()) check.unit_inner_stride("out", out);
+  FURIOUS_DISPATCH(out.device(), fill(out, value));
+}
+
+void copy(const Tensor& out, const Tensor& in) {
+  const ArgumentCheck check("copy");
+  check.present("out", out);
+  check.shape("in", in, sizes_of(out));
+  check.device("in", in, out.device());
+  if (out.dtype() == DType::i32 || in.dtype() == DType::i32) {
+    check.dtype("in", in, {DType::i32});
+    check.dtype("out", out, {DType::i32});
+  }
+  FURIOUS_DISPATCH(out.device(), copy(out, in));
+}
+
+void add_into(const Tensor& out, const Tensor& in) {
+  const ArgumentCheck check("add_into");
+  check.rows("out", out);
+  check.rows("in", in, out);
+  FURIOUS_DISPATCH(out.device(), add_into(out, in));
 }
 
 Tensor to_dtype(const Tensor& in, DType dtype) {
@@ -104,7 +116,7 @@ Tensor to_dtype(const Tensor& in, DType dtype) {
 }
 
 Tensor add_forward(const Tensor& a, const Tensor& b) {
-  Tensor out = to_dtype(a, DType::f32);
+  Tensor out = to_dtype(a, a.dtype());
   add_into(out, b);
   return out;
 }
@@ -113,7 +125,7 @@ Variable add(Tape& tape, const Variable& a, const Variable& b) {
   return tape.record(add_forward(a.value(), b.value()), {a, b}, [a, b](const Tensor& gradient) {
     // One takes the gradient over, the other a copy: each may be added to later.
     const bool both = a.needs_gradient() && b.needs_gradient();
-    if (both) b.add_gradient(to_dtype(gradient, DType::f32));
+    if (both) b.add_gradient(to_dtype(gradient, gradient.dtype()));
     (a.needs_gradient() ? a : b).add_gradient(gradient);
   });
 }

@@ -8,11 +8,22 @@ namespace furious {
 
 void fill(const Tensor& out, float value);             // out = value; rows may be strided
 void copy(const Tensor& out, const Tensor& in);        // out = in; any strides, any float dtypes; i32 to i32
-void add_into(const Tensor& out, const Tensor& in);    // out += in; f32, rows may be strided
+void add_into(const Tensor& out, const Tensor& in);    // out += in; one dtype, rows may be strided
 Tensor to_dtype(const Tensor& in, DType dtype);        // a contiguous copy in another dtype
-Tensor add_forward(const Tensor& a, const Tensor& b);  // a + b; f32, same shape
+Tensor add_forward(const Tensor& a, const Tensor& b);  // a + b; one dtype and shape
 
 // y = a + b, the residual connection.
 Variable add(Tape& tape, const Variable& a, const Variable& b);
+
+namespace cpu {
+void fill(const Tensor& out, float value);
+void copy(const Tensor& out, const Tensor& in);
+void add_into(const Tensor& out, const Tensor& in);
+}  // namespace cpu
+namespace cuda {
+void fill(const Tensor& out, float value);
+void copy(const Tensor& out, const Tensor& in);
+void add_into(const Tensor& out, const Tensor& in);
+}  // namespace cuda
 
 }  // namespace furious

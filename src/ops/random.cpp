@@ -4,6 +4,7 @@
 
 #include "base/error.h"
 #include "tensor/check.h"
+#include "tensor/dispatch.h"
 
 namespace furious {
 namespace {
@@ -21,8 +22,7 @@ void fill_uniform(const Tensor& out, float low, float high, uint64_t seed, uint6
   const float range = high - low;
   require(std::isfinite(range) && range >= 0, "fill_uniform: range from {} to {}, expected finite ends in order", low,
           high);
-  out.device().is_cpu() ? cpu::fill_uniform(out, low, range, seed, stream)
-                        : cuda::fill_uniform(out, low, range, seed, stream);
+  FURIOUS_DISPATCH(out.device(), fill_uniform(out, low, range, seed, stream));
 }
 
 void fill_normal(const Tensor& out, float mean, float stddev, uint64_t seed, uint64_t stream) {
@@ -30,19 +30,7 @@ void fill_normal(const Tensor& out, float mean, float stddev, uint64_t seed, uin
   require(std::isfinite(mean) && std::isfinite(stddev) && stddev >= 0,
           "fill_normal: mean {} and standard deviation {}, expected finite numbers, the second at least 0", mean,
           stddev);
-  out.device().is_cpu() ? cpu::fill_normal(out, mean, stddev, seed, stream)
-                        : cuda::fill_normal(out, mean, stddev, seed, stream);
+  FURIOUS_DISPATCH(out.device(), fill_normal(out, mean, stddev, seed, stream));
 }
-
-#ifndef FURIOUS_CUDA
-namespace cuda {
-void fill_uniform(const Tensor&, float, float, uint64_t, uint64_t) {
-  fail("fill_uniform: this furious was built without CUDA");
-}
-void fill_normal(const Tensor&, float, float, uint64_t, uint64_t) {
-  fail("fill_normal: this furious was built without CUDA");
-}
-}  // namespace cuda
-#endif
 
 }  // namespace furious

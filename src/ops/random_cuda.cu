@@ -1,8 +1,6 @@
-#include <cuda_runtime.h>
-
-#include "base/error.h"
 #include "base/random.h"
 #include "ops/random.h"
+#include "tensor/cuda.cuh"
 
 namespace furious::cuda {
 namespace {
@@ -29,13 +27,9 @@ void launch(const Tensor& out, float shift, float scale, uint64_t seed, uint64_t
   constexpr int64_t kThreads = 256;
   const int64_t blocks = ((out.elements() + 3) / 4 + kThreads - 1) / kThreads;
   if (blocks == 0) return;
-  cudaError_t status = cudaSetDevice(out.device().index);
-  if (status == cudaSuccess) {
-    fill_kernel<kKind>
-        <<<static_cast<unsigned>(blocks), kThreads>>>(out.data<float>(), out.elements(), shift, scale, seed, stream);
-    status = cudaGetLastError();
-  }
-  require(status == cudaSuccess, "random numbers on {}: {}", name_of(out.device()), cudaGetErrorString(status));
+  fill_kernel<kKind><<<static_cast<unsigned>(blocks), kThreads, 0, cuda::stream(out.device())>>>(
+      out.data<float>(), out.elements(), shift, scale, seed, stream);
+  check_launch("random numbers");
 }
 
 }  // namespace

@@ -10,7 +10,7 @@ namespace {
 void check_inputs(const ArgumentCheck& check, const Tensor& x, const Tensor& weight, const Tensor& z) {
   check.rows("x", x);
   check.dense("weight", weight, DType::f32, {x.size(-1)});
-  if (z) check.rows("z", z, x.shape());
+  if (z) check.rows("z", z, x);
 }
 
 Shape without_last(const Shape& shape) {
@@ -34,10 +34,10 @@ void rms_norm_backward(const RmsNormGradients& out, const Tensor& dy, const Tens
   check_inputs(check, x, weight, z);
   const Shape row_shape = without_last(x.shape());
   check.dense("inverse_rms", inverse_rms, DType::f32, {row_shape.begin(), row_shape.end()});
-  check.rows("dy", dy, x.shape());
-  check.rows("dx", out.x, x.shape());
+  check.rows("dy", dy, x);
+  check.rows("dx", out.x, x);
   check.dense("dweight", out.weight, DType::f32, {x.size(-1)});
-  if (z) check.rows("dz", out.z, x.shape());
+  if (z) check.rows("dz", out.z, x);
   cpu::rms_norm_backward(out, dy, x, weight, inverse_rms, z);
 }
 

@@ -91,7 +91,7 @@ Tensor rope_forward(const Tensor& x, const Rope& rope, const Tensor& boundaries)
 void rope_backward(const Tensor& dx, const Tensor& dy, const Rope& rope, const Tensor& boundaries) {
   const ArgumentCheck check("rope backward");
   check_input(check, "dy", dy, rope);
-  check.rows("dx", dx, dy.shape());
+  check.rows("dx", dx, dy);
   rotate(check, dx, dy, rope, boundaries, true);
 }
 

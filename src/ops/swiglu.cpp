@@ -10,7 +10,7 @@ namespace furious {
 Tensor swiglu_forward(const Tensor& gate, const Tensor& up) {
   const ArgumentCheck check("swiglu");
   check.rows("gate", gate);
-  check.rows("up", up, gate.shape());
+  check.rows("up", up, gate);
   Tensor y = Tensor::empty_like(gate);
   cpu::swiglu_forward(y, gate, up);
   return y;
@@ -19,10 +19,10 @@ Tensor swiglu_forward(const Tensor& gate, const Tensor& up) {
 void swiglu_backward(const SwigluGradients& out, const Tensor& dy, const Tensor& gate, const Tensor& up) {
   const ArgumentCheck check("swiglu backward");
   check.rows("gate", gate);
-  check.rows("up", up, gate.shape());
-  check.rows("dy", dy, gate.shape());
-  check.rows("dgate", out.gate, gate.shape());
-  check.rows("dup", out.up, gate.shape());
+  check.rows("up", up, gate);
+  check.rows("dy", dy, gate);
+  check.rows("dgate", out.gate, gate);
+  check.rows("dup", out.up, gate);
   cpu::swiglu_backward(out, dy, gate, up);
 }
 

@@ -24,8 +24,10 @@ Tensor symmetric_square_forward(const Tensor& x) {
 void symmetric_square_backward(const Tensor& dx, const Tensor& dy, const Tensor& x) {
   const ArgumentCheck check("symmetric_square backward");
   check.rows("x", x);
-  check.rows("dx", dx, x.shape());
-  check.rows("dy", dy, feature_shape(x));
+  check.rows("dx", dx, x);
+  const Shape features = feature_shape(x);
+  check.shape("dy", dy, {features.begin(), features.end()});
+  check.rows("dy", dy);
   cpu::symmetric_square_backward(dx, dy, x);
 }
 

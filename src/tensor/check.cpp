@@ -86,18 +86,21 @@ void ArgumentCheck::dense(std::string_view argument, const Tensor& tensor, DType
   contiguous(argument, tensor);
 }
 
-void ArgumentCheck::rows(std::string_view argument, const Tensor& tensor, Device expected_device) const {
+void ArgumentCheck::rows(std::string_view argument, const Tensor& tensor) const {
   present(argument, tensor);
   require(tensor.rank() >= 1, "{}: argument \"{}\" has rank 0, expected rows", operation_, argument);
-  dtype(argument, tensor, {DType::f32});
-  device(argument, tensor, expected_device);
+  if (tensor.device().is_cpu())
+    dtype(argument, tensor, {DType::f32});
+  else
+    dtype(argument, tensor, {DType::f32, DType::bf16});
   unit_inner_stride(argument, tensor);
 }
 
-void ArgumentCheck::rows(std::string_view argument, const Tensor& tensor, const Shape& expected_shape,
-                         Device expected_device) const {
-  shape(argument, tensor, {expected_shape.begin(), expected_shape.end()});
-  rows(argument, tensor, expected_device);
+void ArgumentCheck::rows(std::string_view argument, const Tensor& tensor, const Tensor& like) const {
+  shape(argument, tensor, {like.shape().begin(), like.shape().end()});
+  rows(argument, tensor);
+  dtype(argument, tensor, {like.dtype()});
+  device(argument, tensor, like.device());
 }
 
 }  // namespace furious

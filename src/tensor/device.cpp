@@ -36,11 +36,17 @@ void* allocate_cuda(int, size_t) {
   fail("this furious was built without CUDA; use device \"cpu\" or build the cuda preset");
 }
 void release_cuda(int, void*) {}
-void copy_cuda(void*, const void*, size_t) {
+void copy_cuda(int, void*, const void*, size_t) {
   fail("this furious was built without CUDA; it has no memory to copy to or from");
 }
+void clear_cuda(int, void*, size_t) {}
 }  // namespace memory
+void synchronize_cuda(int) {}
 #endif
+
+void synchronize(Device device) {
+  if (!device.is_cpu()) synchronize_cuda(device.index);
+}
 
 namespace memory {
 
@@ -62,7 +68,14 @@ void copy(Device to_device, void* to, Device from_device, const void* from, size
   if (to_device.is_cpu() && from_device.is_cpu())
     std::memcpy(to, from, bytes);
   else
-    copy_cuda(to, from, bytes);
+    copy_cuda(to_device.is_cpu() ? from_device.index : to_device.index, to, from, bytes);
+}
+
+void clear(Device device, void* pointer, size_t bytes) {
+  if (device.is_cpu())
+    std::memset(pointer, 0, bytes);
+  else
+    clear_cuda(device.index, pointer, bytes);
 }
 
 }  // namespace memory

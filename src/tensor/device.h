@@ -22,10 +22,13 @@ std::string name_of(Device device);                // "cpu", "cuda:0"
 Device device_from_name(std::string_view name);    // "cpu", "cuda", "cuda:1"
 std::vector<std::string> describe_cuda_devices();  // one line each; empty without a CUDA build, driver or GPU
 
+void synchronize(Device device);  // waits until the device has done all it was given; nothing to wait for on the CPU
+
 namespace memory {  // raw memory of a device, 256-byte aligned; throws Error with numbers when there is none left
 void* allocate(Device device, size_t bytes);
 void release(Device device, void* pointer);
 void copy(Device to_device, void* to, Device from_device, const void* from, size_t bytes);  // done when it returns
+void clear(Device device, void* pointer, size_t bytes);  // to zeros
 }  // namespace memory
 
 }  // namespace furious

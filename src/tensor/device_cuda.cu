@@ -1,10 +1,25 @@
-#include <cuda_runtime.h>
+#include <map>
+#include <mutex>
 
-#include "base/error.h"
-#include "tensor/device.h"
+#include "tensor/cuda.cuh"
 #include "tensor/device_cuda.h"
 
 namespace furious {
+
+cudaStream_t cuda::stream(Device device) {
+  static std::mutex mutex;
+  static std::map<int, cudaStream_t> streams;
+  check(cudaSetDevice(device.index), name_of(device));
+  const std::lock_guard lock(mutex);
+  const auto [entry, is_new] = streams.try_emplace(device.index);
+  if (is_new) check(cudaStreamCreateWithFlags(&entry->second, cudaStreamNonBlocking), name_of(device));
+  return entry->second;
+}
+
+void synchronize_cuda(int index) {
+  const Device device{DeviceKind::cuda, index};
+  cuda::check(cudaStreamSynchronize(cuda::stream(device)), name_of(device));
+}
 
 std::vector<std::string> describe_cuda_devices() {
   int count = 0;
@@ -44,10 +59,17 @@ void release_cuda(int index, void* pointer) {
   (void)cudaFree(pointer);  // at exit the driver may be gone already; nothing is lost then
 }
 
-void copy_cuda(void* to, const void* from, size_t bytes) {
-  const cudaError_t status = cudaMemcpy(to, from, bytes, cudaMemcpyDefault);
+void copy_cuda(int index, void* to, const void* from, size_t bytes) {
+  const cudaStream_t stream = cuda::stream({DeviceKind::cuda, index});
+  cudaError_t status = cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream);
+  if (status == cudaSuccess) status = cudaStreamSynchronize(stream);
   require(status == cudaSuccess, "copy of {:.1f} MiB to or from a CUDA device failed: {}",
           static_cast<double>(bytes) / 0x1p20, cudaGetErrorString(status));
+}
+
+void clear_cuda(int index, void* pointer, size_t bytes) {
+  const Device device{DeviceKind::cuda, index};
+  cuda::check(cudaMemsetAsync(pointer, 0, bytes, cuda::stream(device)), name_of(device));
 }
 
 }  // namespace memory

@@ -68,9 +68,8 @@ Tensor Tensor::empty(const Shape& shape, DType dtype, Device device) {
 }
 
 Tensor Tensor::zeros(const Shape& shape, DType dtype, Device device) {
-  require(device.is_cpu(), "tensor: zeros on {} is not built in", name_of(device));
   Tensor tensor = empty(shape, dtype, device);
-  std::memset(tensor.data_, 0, tensor.bytes());
+  memory::clear(device, tensor.data_, tensor.bytes());
   return tensor;
 }
 

@@ -258,7 +258,7 @@ void sum_heads(const Tensor& from, const Tensor& out) {
         for (int64_t c = 0; c < dim; ++c) to[c] += row[h * dim + c];
     }
   });
-  copy(out, total);
+  furious::copy(out, total);
 }
 
 }  // namespace
