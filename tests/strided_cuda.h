@@ -32,7 +32,8 @@ inline Tensor gpu_copy(const Tensor& tensor, DType dtype, int64_t margin = 0) {
   return view;
 }
 
-// [batch, length, heads, dim] with the heads of a token side by side and a margin around them, as in a fused projection.
+// [batch, length, heads, dim] with the heads of a token side by side and a margin around them, as in a fused
+// projection.
 inline Tensor gpu_empty_heads(const Shape& shape, DType dtype, int64_t margin) {
   return gpu_empty({shape[0], shape[1], shape[2] * shape[3]}, dtype, margin).split_dim(-1, shape[2], shape[3]);
 }

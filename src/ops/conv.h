@@ -9,8 +9,9 @@
 // document are zero. x is f32 (on a GPU also bf16) [batch, length, channels] and may be a view with contiguous rows;
 // weight [channels, w] and bias [channels] are f32. The backward pass computes pre again rather than storing it.
 //
-// The state [batch, w−1, channels], always f32, holds the inputs before the next token, oldest first. A row that starts from a state
-// continues its document: a sequence that is cut anywhere and carried over by its state gives the bits of one pass.
+// The state [batch, w−1, channels], always f32, holds the inputs before the next token, oldest first. A row that starts
+// from a state continues its document: a sequence that is cut anywhere and carried over by its state gives the bits of
+// one pass.
 #pragma once
 
 #include "ops/activation.h"

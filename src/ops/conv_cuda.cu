@@ -272,8 +272,8 @@ void conv_forward(const Tensor& y_tensor, const Tensor& x_tensor, const Tensor& 
     const auto y = tokens<T>(y_tensor), x = tokens<T>(x_tensor);
     const auto launch = [&](auto lanes) {
       forward_kernel<typename OnDevice<T>::Type, lanes>
-          <<<grid_for<lanes>(sizes), dim3(32, kDown), 0, stream(x_tensor.device())>>>(
-              y, x, weight.data<float>(), offset, past, position, sizes);
+          <<<grid_for<lanes>(sizes), dim3(32, kDown), 0, stream(x_tensor.device())>>>(y, x, weight.data<float>(),
+                                                                                      offset, past, position, sizes);
     };
     with_channels(sizes, launch, y, x, offset, past);
   });

@@ -199,8 +199,8 @@ void softplus_backward(const SoftplusGradients& out, const Tensor& dy, const Ten
                        float sign) {
   with_activation_type(x.dtype(), [&](auto zero) {
     using T = decltype(zero);
-    const SoftplusBackward<On<T>> f{rows<T>(out.x), rows<float>(dy), rows<T>(x),
-                                    bias ? bias.data<float>() : nullptr, sign};
+    const SoftplusBackward<On<T>> f{rows<T>(out.x), rows<float>(dy), rows<T>(x), bias ? bias.data<float>() : nullptr,
+                                    sign};
     sum_columns<kLanes<T>>(x.device(), bias ? out.bias : Tensor(), f.x.count, f.x.size, f, f.dx, f.dy, f.x, f.bias);
   });
 }

@@ -167,8 +167,7 @@ void embedding_backward(const GradientTarget& dtable, const Tensor& dy, const Te
           const dim3 grid(blocks_for(chunks, kWarps), blocks_for(dim, 32 * lanes)), block(32, kWarps);
           sum_chunks_kernel<typename OnDevice<T>::Type, lanes>
               <<<grid, block, 0, s>>>(to, partials.data<float>(), from.data, sorted, dim, dtable.holds_sum);
-          join_chunks_kernel<lanes>
-              <<<grid, block, 0, s>>>(to, partials.data<float>(), sorted, dim, dtable.holds_sum);
+          join_chunks_kernel<lanes><<<grid, block, 0, s>>>(to, partials.data<float>(), sorted, dim, dtable.holds_sum);
         },
         from, to);
   });

@@ -9,7 +9,7 @@ namespace {
 constexpr int kHeld = 16;
 constexpr int kMostWarps = 16;
 constexpr int64_t kWidest = kMostWarps * 32 * kHeld;
-constexpr int64_t kBlocks = 396;  // of the backward pass: three for each multiprocessor of an H200
+constexpr int64_t kBlocks = 264;  // of the backward pass: as many as an H200 holds at once
 
 // The sum over the threads of a row. `shared` may be used again after a barrier.
 __device__ float row_sum(float x, float* shared) {
@@ -203,8 +203,8 @@ void rms_norm_backward(const RmsNormGradients& out, const Tensor& dy_tensor, con
         [&](auto lanes) {
           const auto launch = [&](auto gated) {
             backward_kernel<typename OnDevice<T>::Type, lanes, gated>
-                <<<static_cast<unsigned>(blocks), block, 0, stream(device)>>>(
-                    dx, dz, partials.data<float>(), dy, x, z, w, inverse_rms.data<float>());
+                <<<static_cast<unsigned>(blocks), block, 0, stream(device)>>>(dx, dz, partials.data<float>(), dy, x, z,
+                                                                              w, inverse_rms.data<float>());
           };
           z_tensor ? launch(std::true_type()) : launch(std::false_type());
         },

@@ -164,8 +164,8 @@ void sum_columns(Device device, const Tensor& out, int64_t rows, int64_t columns
         // Enough blocks to fill a GPU, but each with several rows per thread, so that the second stage stays small.
         const unsigned down = std::min(blocks_for(rows, 8 * block.y), std::max(1u, 1024 / across));
         const Tensor partials = Tensor::empty(Shape{down, columns}, DType::f32, device);
-        sum_columns_kernel<N><<<dim3(down, across), block, 0, stream(device)>>>(
-            f, rows, static_cast<int>(columns), partials.data<float>());
+        sum_columns_kernel<N><<<dim3(down, across), block, 0, stream(device)>>>(f, rows, static_cast<int>(columns),
+                                                                                partials.data<float>());
         check_launch("column sums");
         if (out) sum_rows(out, partials.data<float>(), down, columns);
       },

@@ -67,5 +67,17 @@ TEST(Boundaries, BadOnesAreNamed) {
   expect_error([] { segments_of("test", int_tensor_of({1}, {1, 1}), 2, 4); }, {"\"boundaries\"", "shape [1, 1]"});
 }
 
+TEST(Boundaries, PositionsCountFromTheStartOfADocument) {
+  const auto positions = [](const std::vector<int32_t>& starts) {
+    const Tensor boundaries = testing::int_tensor_of(starts, {static_cast<int64_t>(starts.size())});
+    return positions_on({}, segments_of("test", boundaries, 2, 4), 2, 4);
+  };
+  EXPECT_FALSE(positions({}));
+  EXPECT_FALSE(positions({0, 4}));
+  EXPECT_TRUE(testing::same_bits(positions({2, 5}), testing::int_tensor_of({0, 1, 0, 1, 0, 0, 1, 2}, {2, 4})));
+  EXPECT_TRUE(testing::same_bits(positions({2}), testing::int_tensor_of({0, 1, 0, 1, 0, 1, 2, 3}, {2, 4})));
+  EXPECT_EQ(positions({2}).raw(), positions({2}).raw()) << "the same documents are not sent twice";
+}
+
 }  // namespace
 }  // namespace furious

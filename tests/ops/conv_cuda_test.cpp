@@ -8,14 +8,14 @@ namespace {
 using namespace testing;
 
 struct Data {
-  Data(Random& random, const Shape& shape, DType dtype, int64_t margin, bool packed)
-      : dtype(dtype),
-        margin(margin),
-        x(rounded(random.normal_tensor(shape), dtype)),
+  Data(Random& random, const Shape& shape, DType type, int64_t around, bool packed)
+      : dtype(type),
+        margin(around),
+        x(rounded(random.normal_tensor(shape), type)),
         weight(random.normal_tensor({shape[2], random.integer(2, 4)})),
         bias(random.normal_tensor({shape[2]})),
-        dy(rounded(random.normal_tensor(shape), dtype)),
-        x_there(gpu_copy(x, dtype, margin)),
+        dy(rounded(random.normal_tensor(shape), type)),
+        x_there(gpu_copy(x, type, around)),
         activation(random.pick<Activation>({Activation::none, Activation::relu, Activation::silu})) {
     if (!packed) return;
     std::vector<int32_t> starts;
@@ -50,8 +50,8 @@ TEST(ConvCuda, MatchesTheCpu) {
   Random random(1);
   for (DType dtype : kActivationTypes)
     for (int64_t margin : kMargins)
-      for (const Shape& shape : {Shape{1, 1, 1}, Shape{2, 3, 8}, Shape{3, 33, 21}, Shape{2, 70, 136}, Shape{1, 64, 260},
-                                 Shape{2, 600, 16}})
+      for (const Shape& shape :
+           {Shape{1, 1, 1}, Shape{2, 3, 8}, Shape{3, 33, 21}, Shape{2, 70, 136}, Shape{1, 64, 260}, Shape{2, 600, 16}})
         for (bool packed : {false, true}) {
           const Data data(random, shape, dtype, margin, packed);
           const std::string where = to_string(shape) + " window " + std::to_string(data.weight.size(1)) + " margin " +
@@ -105,7 +105,8 @@ TEST(ConvCuda, StepsAndPiecesGiveTheBitsOfOnePass) {
   Random random(4);
   for (DType dtype : kActivationTypes)
     for (int64_t window : {2, 3, 4}) {
-      const Tensor x = to_gpu(random.normal_tensor({2, 50, 24}), dtype), weight = to_gpu(random.normal_tensor({24, window}));
+      const Tensor x = to_gpu(random.normal_tensor({2, 50, 24}), dtype),
+                   weight = to_gpu(random.normal_tensor({24, window}));
       const Tensor bias = to_gpu(random.normal_tensor({24}));
       const Tensor whole = conv_forward(x, weight, bias, Activation::silu);
       const Tensor begin = x.slice(1, 0, 37), rest = x.slice(1, 37, 13);
@@ -113,8 +114,8 @@ TEST(ConvCuda, StepsAndPiecesGiveTheBitsOfOnePass) {
       const Tensor pieces = conv_forward(rest, weight, bias, Activation::silu, {}, state);
       EXPECT_TRUE(same_gpu_bits(pieces, whole.slice(1, 37, 13))) << window;
       for (int64_t token = 37; token < 50; ++token)
-        EXPECT_TRUE(same_gpu_bits(conv_step(state, x.select(1, token), weight, bias, Activation::silu),
-                                  whole.select(1, token)))
+        EXPECT_TRUE(
+            same_gpu_bits(conv_step(state, x.select(1, token), weight, bias, Activation::silu), whole.select(1, token)))
             << window << " at " << token;
       EXPECT_TRUE(same_gpu_bits(state, conv_state(x, window)));
     }
