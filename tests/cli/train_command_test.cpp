@@ -58,6 +58,11 @@ TEST_F(TrainCommandTest, ConfigFileAndFlags) {
   expect_run(bad("steps = \"many\"\n"), 1, {"bad.toml", "steps", "many"});
   expect_run(bad("[model]\narch = \"2mamba\"\n"), 1, {"bad.toml", "model.arch"});
   expect_run("train --config nowhere.toml", 1, {"nowhere.toml"});
+  expect_run("train --config /tmp", 1, {"/tmp", "directory"});
+  // Flags win over the file in both directions.
+  expect_run(fmt::format("train --config {} --out {} --recompute=false", folder.path("run") + "/run.toml",
+                         folder.path("unset")), 0, {"done"});
+  EXPECT_NE(read_file(folder.path("unset") + "/run.toml").find("recompute = false\n"), std::string::npos);
 }
 
 TEST_F(TrainCommandTest, Usage) {
@@ -65,8 +70,8 @@ TEST_F(TrainCommandTest, Usage) {
   expect_run("train --batch 0", 2, {"batch is 0"});
   expect_run("train --dtype f33", 2, {"f32"});
   expect_run("train --arhc 2mamba", 2, {"--arhc"});
-  expect_run("train --out x", 1, {"--data"});
-  expect_run("train --data x", 1, {"--out"});
+  expect_run("train --out x", 2, {"--data"});
+  expect_run("train --data x", 2, {"--out"});
   expect_run(command("run", "--arch 2mambo"), 1, {"2mambo", "did you mean \"2mamba\""});
   expect_run(command("run", "--device cuda"), 1, {"cuda"});
   expect_run("train --data /nowhere --out " + folder.path("run"), 1, {"/nowhere"});
@@ -94,6 +99,15 @@ TEST_F(TrainCommandTest, KilledOrStoppedItGoesOnBitForBit) {
     EXPECT_EQ(read_file(folder.path(out) + "/latest/model.safetensors"), expected) << "signal " << signal;
     EXPECT_EQ(logged(out), 60);
   }
+}
+
+TEST_F(TrainCommandTest, GoesOnWhenNobodyReadsAlong) {
+  for (const char* reader : {"| head -1", "2>&1 | head -1", ">/dev/full", ">/dev/full 2>/dev/full"}) {
+    const std::string out = fmt::format("unread-{}", std::string(reader).size());
+    run(command(out, fmt::format("--steps 40 --eval-every 2 {}", reader)));
+    EXPECT_TRUE(fs::exists(folder.path(out) + "/step-00000040")) << reader;
+  }
+  EXPECT_EQ(run("presets >/dev/full").code, 1);
 }
 
 TEST_F(TrainCommandTest, AFullDiskLeavesTheLastCheckpoint) {
