@@ -302,6 +302,19 @@ void write_text(const fs::path& path, std::string_view text) {
   file.commit();
 }
 
+DirectoryLock::DirectoryLock(const fs::path& directory) {
+  Descriptor descriptor = open_to_read(directory, O_DIRECTORY);
+  require(descriptor.valid(), "{}: cannot be opened: {}", directory.string(), reason(errno));
+  // Other errors: a file system without locks.
+  require(::flock(descriptor.number(), LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK,
+          "{}: another process is at work there; wait for it, or choose another directory", directory.string());
+  descriptor_ = descriptor.release();
+}
+
+DirectoryLock::~DirectoryLock() {
+  ::close(descriptor_);
+}
+
 fs::path file_detail::set_aside_name(const fs::path& path) {
   fs::path name = path;
   name += ".old-furious";

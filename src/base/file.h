@@ -63,6 +63,19 @@ class AtomicFile {
 
 void write_text(const std::filesystem::path& path, std::string_view text);  // through AtomicFile
 
+// A directory that one process at a time works in; an Error says that another one does. Ends with the process, however
+// that ends.
+class DirectoryLock {
+ public:
+  explicit DirectoryLock(const std::filesystem::path& directory);
+  ~DirectoryLock();
+  DirectoryLock(const DirectoryLock&) = delete;
+  DirectoryLock& operator=(const DirectoryLock&) = delete;
+
+ private:
+  int descriptor_;
+};
+
 // Makes a directory whole or not at all: build(temporary) fills an empty directory beside `path`; it is synced and
 // takes the place of `path` in one step. A crash at any point leaves the old or the new directory there. What `build`
 // throws leaves the old one untouched; an Error says so.

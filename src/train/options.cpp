@@ -12,7 +12,7 @@
 namespace furious {
 namespace {
 
-constexpr int64_t kAny = std::numeric_limits<int64_t>::max();
+constexpr int64_t kAny = int64_t{1} << 60;  // and one more, or twice as many, is still a number
 
 template <class Number>
 Number parsed(const std::string& name, const std::string& text) {
