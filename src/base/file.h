@@ -86,6 +86,9 @@ void replace_directory(const std::filesystem::path& path,
 // directories in one step; a crash between the two steps leaves the old one under another name, and this puts it back.
 void recover_directory(const std::filesystem::path& path);
 
+// Removes every temporary in a directory that a crash left there, also of names that nobody writes again.
+void remove_leftovers(const std::filesystem::path& directory);
+
 namespace file_detail {
 // How replace_directory exchanges `temporary` and an existing `path` on such a file system.
 void replace_in_two_steps(const std::filesystem::path& temporary, const std::filesystem::path& path);

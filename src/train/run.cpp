@@ -6,7 +6,6 @@
 #include "base/error.h"
 #include "base/file.h"
 #include "base/parallel.h"
-#include "data/files.h"
 #include "model/checkpoint.h"
 #include "model/cost.h"
 #include "train/options.h"
@@ -200,6 +199,7 @@ TrainResult Run::train() {
   fs::create_directories(folder_, problem);
   require(!problem, "train: cannot make the folder {}: {}", folder_.string(), problem.message());
   const DirectoryLock lock(folder_);
+  remove_leftovers(folder_);  // a checkpoint that was being written when the run was killed
   options_.resume ? resume() : begin();
   write_text(folder_ / "run.toml", to_toml(options_));
   announce();

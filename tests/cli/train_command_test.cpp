@@ -65,6 +65,14 @@ TEST_F(TrainCommandTest, ConfigFileAndFlags) {
   EXPECT_NE(read_file(folder.path("unset") + "/run.toml").find("recompute = false\n"), std::string::npos);
 }
 
+TEST_F(TrainCommandTest, EvalFindsTheTestLossOfTraining) {
+  const RunResult trained = run(command("run", "--steps 2 --eval-every 2 --eval-batches 0 --packing rows"));
+  const size_t at = trained.output.find("test loss ");
+  ASSERT_NE(at, std::string::npos) << trained.output;
+  expect_run(fmt::format("eval {} --data {}", folder.path("run"), data), 0,
+             {"loss            " + trained.output.substr(at + 10, 5), "x 24 (test, rows)"});
+}
+
 TEST_F(TrainCommandTest, Usage) {
   expect_run("train --steps none", 2, {"--steps", "none"});
   expect_run("train --batch 0", 2, {"batch is 0"});

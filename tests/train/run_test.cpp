@@ -217,8 +217,12 @@ TEST_F(RunTest, WhatAKilledRunLeftIsPutInOrder) {
   fs::remove(options.out + "/latest");
   fs::create_directory_symlink("step-00000009", options.out + "/latest");
   std::ofstream(options.out + "/log.jsonl", std::ios::app) << "{\"step\": \"x\"}\n[1]\n";
+  const std::string half = options.out + "/step-00000013.tmp-furious-0123abcd";
+  fs::create_directory(half);
+  std::ofstream(half + "/model.safetensors") << "half";
   options.resume = true;
   train(options);
+  EXPECT_FALSE(fs::exists(half));
   EXPECT_EQ(fs::read_symlink(options.out + "/latest"), "step-00000012");
   EXPECT_EQ(log_of(options.out).size(), 12u);
   // Names grow by a digit after step 99,999,999.
