@@ -231,6 +231,8 @@ TrainResult Run::train() {
 TrainResult train(const TrainOptions& given, const TrainObserver& observer) {
   TrainOptions options = given;
   check_train_options(options);
+  require(!options.data.empty(), "train: no data; give --data with a folder of `furious tokenize`");
+  require(!options.out.empty(), "train: no folder for the run; give --out");
   require(device_from_name(options.device).is_cpu(), "train: models do not train on \"{}\" yet; use --device cpu",
           options.device);
   if (options.threads > 0) set_threads(static_cast<int>(options.threads));

@@ -277,15 +277,15 @@ std::optional<double> Trainer::test_loss() const {
   int64_t batches = data_.test_batches > 0 ? data_.test_batches : kEndless * options_.accumulate;
   if (options_.eval_batches > 0) batches = std::min(batches, options_.eval_batches * options_.accumulate);
   const Batch first = data_.test->at(0);
-  double loss = 0;
+  TestLoss loss;
   try {
-    loss = furious::test_loss(*model_, *data_.test, batches).mean();
+    loss = furious::test_loss(*model_, *data_.test, batches);
   } catch (const Error&) {
     check_finite(first);
     throw;
   }
-  check_loss(loss, first);
-  return loss;
+  check_loss(loss.sum, first);
+  return loss.mean();
 }
 
 std::string Trainer::sample(int64_t tokens) const {

@@ -141,6 +141,7 @@ TEST_F(TrainCommandTest, BenchStep) {
   EXPECT_EQ(result["length"], 24);
   EXPECT_EQ(result["batch"], 4);
   for (const char* key : {"tokens_per_second", "mfu", "peak_bytes"}) EXPECT_GT(double(result[key]), 0) << key;
+  expect_run("bench step --batch 4 --accumulate 3", 1, {"3 equal parts"});
   expect_run("bench step --size huge", 1, {"unknown size \"huge\""});
 }
 

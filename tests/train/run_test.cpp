@@ -253,6 +253,10 @@ TEST_F(RunTest, BadInput) {
     change(changed);
     expect_error([&] { train(changed); }, parts);
   };
+  refused([](TrainOptions& o) { o.data.clear(); }, {"--data"});
+  refused([](TrainOptions& o) { o.out.clear(); }, {"--out"});
+  refused([](TrainOptions& o) { o.accumulate = 0; }, {"accumulate is 0"});
+  refused([](TrainOptions& o) { o.lr = std::nan(""); }, {"lr is nan"});
   refused([](TrainOptions& o) { o.data = "/nowhere/at/all"; }, {"/nowhere/at/all"});
   refused([](TrainOptions& o) { o.length = 1 << 25; }, {"length"});
   refused([](TrainOptions& o) { o.arch = "2mambo"; }, {"2mambo", "2mamba"});
