@@ -9,10 +9,12 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <random>
 #include <system_error>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -310,9 +312,12 @@ void write_text(const fs::path& path, std::string_view text) {
 DirectoryLock::DirectoryLock(const fs::path& directory) {
   Descriptor descriptor = open_to_read(directory, O_DIRECTORY);
   require(descriptor.valid(), "{}: cannot be opened: {}", directory.string(), reason(errno));
-  // Other errors: a file system without locks.
-  require(::flock(descriptor.number(), LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK,
-          "{}: another process is at work there; wait for it, or choose another directory", directory.string());
+  // Other errors than EWOULDBLOCK: a file system without locks. A process that was killed may take a moment to end.
+  for (int tries = 20; ::flock(descriptor.number(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK; --tries) {
+    require(tries > 0, "{}: another process is at work there; wait for it, or choose another directory",
+            directory.string());
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  }
   descriptor_ = descriptor.release();
 }
 
