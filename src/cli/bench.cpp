@@ -9,6 +9,7 @@
 
 #include "base/error.h"
 #include "base/parallel.h"
+#include "cli/checks.h"
 #include "cli/commands.h"
 #include "cli/json_file.h"
 #include "ops/elementwise.h"
@@ -322,17 +323,17 @@ void add_bench(CLI::App& app) {
   command->add_option("--heads", options->heads, "Heads")->check(CLI::Range(1, 4096))->capture_default_str();
   command->add_option("--dim", options->dim, "Dimension of a head")->check(CLI::Range(8, 256))->capture_default_str();
   command->add_option("--chunk", options->chunk, "Tokens in a chunk; 0: by dimension")
-      ->check(CLI::NonNegativeNumber)
+      ->check(at_least(0))
       ->capture_default_str();
   command->add_option("--dtype", options->dtype, "f32, bf16, f16")
       ->check(CLI::IsMember({"f32", "bf16", "f16"}))
       ->capture_default_str();
   command->add_option("--device", options->device, "cpu, cuda, cuda:N")->check(readable_by(device_from_name))->capture_default_str();
   command->add_option("--mean-decay", options->mean_decay, "Log-decays are uniform in [-2x, 0]")
-      ->check(CLI::NonNegativeNumber)
+      ->check(at_least(0))
       ->capture_default_str();
   command->add_flag("--backward", options->backward, "Also forward and backward together");
-  command->add_option("--threads", options->threads, "0: all")->check(CLI::Range(0, 1024))->capture_default_str();
+  add_threads(*command, options->threads);
   command->add_option("--json", options->json, "Write the rows to this file");
   command->footer("Example: furious bench mixer --preset 2mamba --length 512,2048 --form auto,parallel --backward");
   command->callback([options] { options->run(); });

@@ -57,6 +57,8 @@ class Trainer {
   void prepare();
   double accumulate_gradients();
   double part_loss(const Batch& batch, float weight);
+  void check_finite(const Batch& batch) const;
+  void check_loss(double loss, const Batch& batch) const;
   [[noreturn]] void diverged(const std::string& what) const;
 
   TrainOptions options_;
