@@ -37,14 +37,16 @@ void compare(const MixerCase& c, DType dtype, double tolerance) {
   const MixerRun expected = run_oracle(exact);
   const MixerRun actual = run_on_gpu(rounded, c.spec.has_state());
   EXPECT_LE(relative_error(actual.result.out, expected.result.out), tolerance) << "out";
-  if (actual.result.final_state)
+  if (actual.result.final_state) {
     EXPECT_LE(relative_error(actual.result.final_state, expected.result.final_state), tolerance) << "final state";
+  }
   if (c.inputs.initial_state) return;
   EXPECT_LE(relative_error(actual.gradients.q, expected.gradients.q), 2 * tolerance) << "dq";
   EXPECT_LE(relative_error(actual.gradients.k, expected.gradients.k), 2 * tolerance) << "dk";
   EXPECT_LE(relative_error(actual.gradients.v, expected.gradients.v), 2 * tolerance) << "dv";
-  if (c.spec.decay)
+  if (c.spec.decay) {
     EXPECT_LE(relative_error(actual.gradients.log_decay, expected.gradients.log_decay), 4 * tolerance) << "da";
+  }
 }
 
 TEST(MixerCuda, AnyShapeInF32) {
