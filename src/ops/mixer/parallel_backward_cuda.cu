@@ -195,27 +195,33 @@ __global__ void __launch_bounds__(128, kDim == 64 ? 2 : 1) query_kernel(const Pa
           }
         }
       }
+      const auto weigh = [&](auto is_masked) {
+        constexpr bool kMasked = decltype(is_masked)::value;
 #pragma unroll
-      for (int nn = 0; nn < kN; ++nn)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int c = first + nn * 8 + lane % 4 * 2 + e;
-          const float factor = column[c], place = local[c];
+        for (int nn = 0; nn < kN; ++nn) {
+          const int c = first + nn * 8 + lane % 4 * 2;
+          const float2 factors = *reinterpret_cast<const float2*>(column + c);
+          const float2 places = kMasked ? *reinterpret_cast<const float2*>(local + c) : float2{};
 #pragma unroll
           for (int mt = 0; mt < kM; ++mt)
 #pragma unroll
-            for (int u = 0; u < 2; ++u) {
-              float& x = s[mt][nn][u * 2 + e];
-              float d = kExponential ? factor + own[mt][u] : factor;
-              if (!kExponential && diagonal && a) d = scale * __expf(fminf(own[mt][u] - place, 0.0f));
-              const float w = weight<kScore>(x, d, scale);
-              x = coefficient<kScore>(x, d, w, dp[mt][nn][u * 2 + e] - delta[mt][u], m.scale);
-              if (masked) {
-                const int row = w0 + mt * 16 + u * 8 + lane / 4, key = key0 + c;
+            for (int e = 0; e < 4; ++e) {
+              const int u = e / 2;
+              float& x = s[mt][nn][e];
+              float d = e % 2 == 0 ? factors.x : factors.y;
+              if (kExponential) d += own[mt][u];
+              if (kMasked && !kExponential && diagonal && a)
+                d = scale * __expf(fminf(own[mt][u] - (e % 2 == 0 ? places.x : places.y), 0.0f));
+              const float w = kExponential ? weight<kScore>(x, d, scale) : 0.0f;
+              x = coefficient<kScore>(x, d, w, dp[mt][nn][e] - delta[mt][u], m.scale);
+              if constexpr (kMasked) {
+                const int row = w0 + mt * 16 + u * 8 + lane / 4, key = key0 + c + e % 2;
                 if (key > row || key < start[mt][u]) x = 0.0f;
               }
             }
         }
+      };
+      masked ? weigh(std::true_type()) : weigh(std::false_type());
 #pragma unroll
       for (int kk = 0; kk < kGroup / 16; ++kk) {
         uint32_t p[kM][4];
@@ -349,6 +355,7 @@ __global__ void __launch_bounds__(KeyLayout<kDim>::kThreads, 1) key_kernel(const
   for (int u = 0; u < 2; ++u) {
     const int key = min(w0 + u * 8 + lane / 4, length - 1);
     own[u] = a ? static_cast<float>(a[key] - reference) : 0.0f;
+    if (kExponential) own[u] *= kLog2e;
   }
   bool true_sums = false;
   float previous = 0;  // A at the first query of the tile before, less the reference
@@ -404,29 +411,36 @@ __global__ void __launch_bounds__(KeyLayout<kDim>::kThreads, 1) key_kernel(const
           mma(dp[nn], v[step], f[0], f[1]);
           mma(dp[nn + 1], v[step], f[2], f[3]);
         }
+      const auto weigh = [&](auto is_masked) {
+        constexpr bool kMasked = decltype(is_masked)::value;
 #pragma unroll
-      for (int nn = 0; nn < kN; ++nn)
+        for (int nn = 0; nn < kN; ++nn) {
+          const int c = first + nn * 8 + lane % 4 * 2;
+          const float2 factors = *reinterpret_cast<const float2*>(column + c);
+          const float2 shifts = *reinterpret_cast<const float2*>(delta + c);
+          const float2 places = kMasked ? *reinterpret_cast<const float2*>(local + c) : float2{};
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int c = first + nn * 8 + lane % 4 * 2 + e;
-          const float factor = column[c], place = local[c], shift = delta[c];
-#pragma unroll
-          for (int u = 0; u < 2; ++u) {
-            const float x = s[nn][u * 2 + e];
-            float d = kExponential ? factor - own[u] * kLog2e : factor;
-            if (!kExponential && diagonal && a) d = scale * __expf(fminf(place - own[u], 0.0f));
+          for (int e = 0; e < 4; ++e) {
+            const int u = e / 2;
+            const float x = s[nn][e];
+            float d = e % 2 == 0 ? factors.x : factors.y;
+            if (kExponential) d -= own[u];
+            if (kMasked && !kExponential && diagonal && a)
+              d = scale * __expf(fminf((e % 2 == 0 ? places.x : places.y) - own[u], 0.0f));
             float w = weight<kScore>(x, d, scale);
-            const float dw = dp[nn][u * 2 + e] - shift;
+            const float dw = dp[nn][e] - (e % 2 == 0 ? shifts.x : shifts.y);
             float coef = coefficient<kScore>(x, d, w, dw, m.scale);
-            if (masked) {
-              const int key = w0 + u * 8 + lane / 4, row = row0 + c;
-              if (key > row || key < begin[c] || row >= length) w = coef = 0.0f;
+            if constexpr (kMasked) {
+              const int key = w0 + u * 8 + lane / 4, row = row0 + c + e % 2;
+              if (key > row || key < begin[c + e % 2] || row >= length) w = coef = 0.0f;
             }
             if (kExponential) decay_sum[u] += w * dw;
-            s[nn][u * 2 + e] = coef;
-            dp[nn][u * 2 + e] = w;
+            s[nn][e] = coef;
+            dp[nn][e] = w;
           }
         }
+      };
+      masked ? weigh(std::true_type()) : weigh(std::false_type());
 #pragma unroll
       for (int kk = 0; kk < kGroup / 16; ++kk) {
         const uint32_t c[4] = {pack(s[2 * kk][0], s[2 * kk][1]), pack(s[2 * kk][2], s[2 * kk][3]),

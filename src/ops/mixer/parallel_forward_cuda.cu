@@ -128,19 +128,24 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(const Parallel m) 
 #pragma unroll
       for (int mt = 0; mt < kM; ++mt) {
         float top[2] = {-INFINITY, -INFINITY};
+        const auto add_exponents = [&](auto is_masked) {
 #pragma unroll
-        for (int nn = 0; nn < kN; ++nn)
+          for (int nn = 0; nn < kN; ++nn) {
+            const float2 pair = *reinterpret_cast<const float2*>(column + nn * 8 + lane % 4 * 2);
 #pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            const int c = nn * 8 + lane % 4 * 2 + e % 2, u = e / 2;
-            float x = fmaf(s[mt][nn][e], scale, column[c]);
-            if (masked) {
-              const int row = w0 + mt * 16 + u * 8 + lane / 4, key = key0 + c;
-              if (key > row || key < start[mt][u]) x = -INFINITY;
+            for (int e = 0; e < 4; ++e) {
+              const int u = e / 2;
+              float x = fmaf(s[mt][nn][e], scale, e % 2 == 0 ? pair.x : pair.y);
+              if constexpr (decltype(is_masked)::value) {
+                const int row = w0 + mt * 16 + u * 8 + lane / 4, key = key0 + nn * 8 + lane % 4 * 2 + e % 2;
+                if (key > row || key < start[mt][u]) x = -INFINITY;
+              }
+              s[mt][nn][e] = x;
+              top[u] = fmaxf(top[u], x);
             }
-            s[mt][nn][e] = x;
-            top[u] = fmaxf(top[u], x);
           }
+        };
+        masked ? add_exponents(std::true_type()) : add_exponents(std::false_type());
         float shrink[2];
 #pragma unroll
         for (int u = 0; u < 2; ++u) {
@@ -180,20 +185,23 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(const Parallel m) 
         }
       }
       previous = local[kTile - 1];
+      const auto weigh = [&](auto is_masked) {
+        constexpr bool kMasked = decltype(is_masked)::value;
 #pragma unroll
-      for (int nn = 0; nn < kN; ++nn)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int c = nn * 8 + lane % 4 * 2 + e;
-          const float factor = column[c], place = local[c];
+        for (int nn = 0; nn < kN; ++nn) {
+          const int c = nn * 8 + lane % 4 * 2;
+          const float2 factors = *reinterpret_cast<const float2*>(column + c);
+          const float2 places = kMasked ? *reinterpret_cast<const float2*>(local + c) : float2{};
 #pragma unroll
           for (int mt = 0; mt < kM; ++mt)
 #pragma unroll
-            for (int u = 0; u < 2; ++u) {
-              float& x = s[mt][nn][u * 2 + e];
-              float d = factor;
-              if (masked) {
-                const int row = w0 + mt * 16 + u * 8 + lane / 4, key = key0 + c;
+            for (int e = 0; e < 4; ++e) {
+              const int u = e / 2;
+              float& x = s[mt][nn][e];
+              float d = e % 2 == 0 ? factors.x : factors.y;
+              if constexpr (kMasked) {
+                const int row = w0 + mt * 16 + u * 8 + lane / 4, key = key0 + c + e % 2;
+                const float place = e % 2 == 0 ? places.x : places.y;
                 if (diagonal && a) d = scale * __expf(fminf(own[mt][u] - place, 0.0f));
                 if (key > row || key < start[mt][u]) d = 0.0f;
               }
@@ -201,6 +209,8 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(const Parallel m) 
               n[mt][u] += x;
             }
         }
+      };
+      masked ? weigh(std::true_type()) : weigh(std::false_type());
     }
 
     const Tile<kDim> values = values_of(stage);
