@@ -172,7 +172,7 @@ namespace cpu {
 void matmul(const Tensor& out, const Tensor& a, const Tensor& b, const MatmulOptions& options) {
   require(matmul_supports(options.precision),
           "matmul: bf16 products were asked for, but {} has none on this CPU; use precision f32",
-          matmul_library(Device{}));
+          cpu::matmul_library({}));
   require(!omp_in_parallel(), "matmul: called inside a parallel loop");
   Product product{out, a, b, options};
   const bool bf16 = options.precision == MatmulPrecision::bf16;
