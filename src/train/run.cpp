@@ -121,15 +121,16 @@ void Run::resume() {
 
 void Run::announce() const {
   const ModelConfig& config = trainer_->model().config();
-  const TrainingMemory memory =
-      training_memory(config, options_.batch / options_.accumulate, options_.length, options_.recompute);
+  const TrainingMemory memory = trainer_->memory();
   say(fmt::format("{}: {:.2f} M parameters, {} layers of width {}, {} heads of {}, vocabulary {}", config.arch,
                   static_cast<double>(parameter_count(config)) / 1e6, config.layers, config.hidden, config.heads(),
                   config.head_dim, config.vocabulary));
+  const bool cpu = trainer_->model().device().is_cpu();
   if (trainer_->steps_done() < options_.steps)
-    say(fmt::format("steps {} to {} of {} x {} tokens, {} threads, {} products, about {:.2f} GB of memory",
-                    trainer_->steps_done() + 1, options_.steps, options_.batch, options_.length, threads(),
-                    options_.dtype, static_cast<double>(memory.total()) / 1e9));
+    say(fmt::format("steps {} to {} of {} x {} tokens, {}, {} products, about {:.2f} GB of memory",
+                    trainer_->steps_done() + 1, options_.steps, options_.batch, options_.length,
+                    cpu ? fmt::format("{} threads", threads()) : options_.device, options_.dtype,
+                    static_cast<double>(memory.total()) / 1e9));
   else
     say(fmt::format("{} steps are done, nothing is left to do; a larger --steps goes on", trainer_->steps_done()));
   if (saved_step_ >= 0) say(fmt::format("resumed from {}", newest_.string()));
@@ -229,12 +230,10 @@ TrainResult Run::train() {
 }  // namespace
 
 TrainResult train(const TrainOptions& given, const TrainObserver& observer) {
-  TrainOptions options = given;
-  check_train_options(options);
-  require(!options.data.empty(), "train: no data; give --data with a folder of `furious tokenize`");
-  require(!options.out.empty(), "train: no folder for the run; give --out");
-  require(device_from_name(options.device).is_cpu(), "train: models do not train on \"{}\" yet; use --device cpu",
-          options.device);
+  check_train_options(given);
+  require(!given.data.empty(), "train: no data; give --data with a folder of `furious tokenize`");
+  require(!given.out.empty(), "train: no folder for the run; give --out");
+  TrainOptions options = resolved(given);
   if (options.threads > 0) set_threads(static_cast<int>(options.threads));
   options.threads = threads();
   return Run(options, observer).train();

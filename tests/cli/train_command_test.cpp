@@ -19,7 +19,7 @@ class TrainCommandTest : public ::testing::Test {
  protected:
   TemporaryFolder folder;
   std::string data = small_data(folder);
-  std::string small = "--hidden 32 --intermediate 32 --heads 2 --layers 2 --batch 4 --length 24 --threads 1";
+  std::string small = "--hidden 32 --intermediate 32 --heads 2 --layers 2 --batch 4 --length 24 --threads 1 --device cpu";
 
   std::string command(const std::string& out, const std::string& more) const {
     return fmt::format("train --data {} --out {} {} {}", data, folder.path(out), small, more);
@@ -81,7 +81,7 @@ TEST_F(TrainCommandTest, Usage) {
   expect_run("train --out x", 2, {"--data"});
   expect_run("train --data x", 2, {"--out"});
   expect_run(command("run", "--arch 2mambo"), 1, {"2mambo", "did you mean \"2mamba\""});
-  expect_run(command("run", "--device cuda"), 1, {"cuda"});
+  expect_run(command("run", "--device cuda:99"), 1, {"cuda:99"});
   expect_run("train --data /nowhere --out " + folder.path("run"), 1, {"/nowhere"});
   expect_run(command("run", "--length 100000000"), 2, {"length"});
   expect_run(command("run", "--length 1000000"), 1, {"length"});
