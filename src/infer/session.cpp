@@ -20,7 +20,7 @@ constexpr int64_t kPiece = 4096;
 Tensor repeated(const Tensor& x, int64_t times) {
   std::vector<int64_t> sizes(x.shape().begin(), x.shape().end());
   sizes[0] *= times;
-  const Tensor out = Tensor::empty(Shape(sizes), x.dtype());
+  const Tensor out = Tensor::empty(Shape(sizes), x.dtype(), x.device());
   for (int64_t i = 0; i < times; ++i) copy(out.slice(0, i * x.size(0), x.size(0)), x);
   return out;
 }
@@ -31,7 +31,7 @@ struct Session::Memory {
   Model model;
   int64_t sequences;
   ModelCache cache;  // of one sequence as long as all are the same
-  Tensor logits;     // [rows of the cache, vocabulary] after the last token; not there before the first
+  Tensor logits;     // [rows of the cache, vocabulary] after the last token, on the CPU; not there before the first
   std::vector<std::vector<int32_t>> history;  // the last tokens of each row
 
   const LanguageModel& language_model() const { return model.parts().language_model; }
@@ -58,7 +58,7 @@ void Session::Memory::read(const std::vector<std::vector<int32_t>>& rows) {
     const Tensor tokens = Tensor::empty({cache.batch(), count}, DType::i32);
     for (int64_t row = 0; row < cache.batch(); ++row)
       std::copy_n(rows[row].begin() + begin, count, tokens.data<int32_t>() + row * count);
-    logits = language_model().read(cache, tokens);
+    logits = to_device(language_model().read(cache, tokens), {});
   }
   for (size_t row = 0; row < history.size(); ++row) {
     std::vector<int32_t>& recent = history[row];
@@ -76,9 +76,10 @@ void Session::Memory::start() {
 // From here on every sequence has a row of its own.
 void Session::Memory::spread() {
   if (cache.batch() == sequences) return;
-  ModelCache::Contents contents = cache.contents();
+  const Device device = model.parts().device();
+  ModelCache::Contents contents = cache.contents(device);
   for (auto& [name, tensor] : contents.tensors) tensor = repeated(tensor, sequences);
-  cache = ModelCache(language_model().config(), sequences, contents);
+  cache = ModelCache(language_model().config(), sequences, contents, device);
   logits = repeated(logits, sequences);
   history.resize(sequences, history[0]);
 }
@@ -86,7 +87,7 @@ void Session::Memory::spread() {
 Session::Session(const Model& model, int sequences) {
   require(sequences >= 1, "session: {} sequences, expected 1 or more", sequences);
   const ModelConfig& config = model.parts().language_model.config();
-  memory_ = std::make_unique<Memory>(Memory{model, sequences, ModelCache(config, 1), {}, {{}}});
+  memory_ = std::make_unique<Memory>(Memory{model, sequences, ModelCache(config, 1, model.parts().device()), {}, {{}}});
 }
 
 Session::~Session() = default;
@@ -189,7 +190,7 @@ void Session::load(const std::filesystem::path& file) {
                  [](int32_t id) { return id >= 0; });
   }
   try {
-    memory.cache = ModelCache(config, rows, state.cache);
+    memory.cache = ModelCache(config, rows, state.cache, memory.model.parts().device());
   } catch (const Error& error) {
     fail("{}: {}", file.string(), error.what());
   }

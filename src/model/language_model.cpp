@@ -83,11 +83,11 @@ class LanguageModel::Maker {
   Visit visit_;
 };
 
-ModelCache::ModelCache(const ModelConfig& config, int64_t batch) : batch_(batch) {
+ModelCache::ModelCache(const ModelConfig& config, int64_t batch, Device device) : batch_(batch) {
   for (int64_t i = 0; i < config.layers; ++i) {
-    Layer layer{MixerCache(config.block.mixer(), cache_sizes(config, batch)), {}};
+    Layer layer{MixerCache(config.block.mixer(), cache_sizes(config, batch), device), {}};
     if (config.block.conv_window > 0)
-      layer.conv = Tensor::zeros({batch, config.block.conv_window - 1, config.qkv_width()}, DType::f32);
+      layer.conv = Tensor::zeros({batch, config.block.conv_window - 1, config.qkv_width()}, DType::f32, device);
     layers_.push_back(std::move(layer));
   }
 }
@@ -106,20 +106,23 @@ void for_each_tensor(int64_t layer, auto& mixer, auto& conv, auto&& f) {
 
 }  // namespace
 
-ModelCache::Contents ModelCache::contents() const {
+ModelCache::Contents ModelCache::contents(Device where) const {
   Contents contents;
   for (size_t i = 0; i < layers_.size(); ++i) {
-    const MixerContents mixer = layers_[i].mixer.contents();
+    const MixerContents mixer = layers_[i].mixer.contents(where);
+    const Tensor& conv = layers_[i].conv;
+    const Tensor conv_contents = conv ? to_device(to_dtype(conv, DType::f32), where) : conv;
     contents.tokens = mixer.tokens;
     contents.pending = mixer.pending;
-    for_each_tensor(static_cast<int64_t>(i), mixer, layers_[i].conv, [&](const std::string& name, const Tensor& x) {
+    for_each_tensor(static_cast<int64_t>(i), mixer, conv_contents, [&](const std::string& name, const Tensor& x) {
       if (x) contents.tensors[name] = x;
     });
   }
   return contents;
 }
 
-ModelCache::ModelCache(const ModelConfig& config, int64_t batch, const Contents& contents) : batch_(batch) {
+ModelCache::ModelCache(const ModelConfig& config, int64_t batch, const Contents& contents, Device device)
+    : batch_(batch) {
   size_t used = 0;
   for (int64_t i = 0; i < config.layers; ++i) {
     MixerContents mixer{contents.tokens, contents.pending, {}, {}, {}, {}};
@@ -134,8 +137,10 @@ ModelCache::ModelCache(const ModelConfig& config, int64_t batch, const Contents&
             "model_cache: the convolution's inputs are in the contents or in the model, but not in both");
     if (conv)
       ArgumentCheck("model_cache")
-          .dense("conv", conv, DType::f32, {batch, config.block.conv_window - 1, config.qkv_width()});
-    layers_.push_back({MixerCache(config.block.mixer(), cache_sizes(config, batch), mixer), conv});
+          .dense("conv", conv, DType::f32, {batch, config.block.conv_window - 1, config.qkv_width()}, conv.device());
+    layers_.push_back(
+        {MixerCache(config.block.mixer(), cache_sizes(config, batch), mixer, device),
+         conv ? to_dtype(to_device(conv, device), DType::f32) : conv});  // its own: a step writes it
   }
   require(used == contents.tensors.size(), "model_cache: contents with {} tensors, the model knows {} of them",
           contents.tensors.size(), used);
@@ -229,8 +234,14 @@ Variable LanguageModel::block(Tape& tape, const Layer& layer, const Variable& h,
       qkv = conv(tape, qkv, layer.conv_weight, layer.conv_bias, after, boundaries);
     } else {
       const Tensor before = qkv.value();
-      qkv = Variable(conv_forward(before, layer.conv_weight.value(), layer.conv_bias.value(), after, {}, cache->conv));
-      cache->conv = conv_state(before, block.conv_window, {}, cache->conv);
+      if (cache->conv.dtype() != before.dtype()) cache->conv = to_dtype(cache->conv, before.dtype());
+      const Tensor weight = layer.conv_weight.value(), bias = layer.conv_bias.value();
+      if (before.size(1) == 1) {
+        qkv = Variable(conv_step(cache->conv, before.select(1, 0), weight, bias, after).view(before.shape()));
+      } else {
+        qkv = Variable(conv_forward(before, weight, bias, after, {}, cache->conv));
+        cache->conv = conv_state(before, block.conv_window, {}, cache->conv);
+      }
     }
   }
   const std::vector<Variable> parts = split_heads(

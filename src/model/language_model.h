@@ -21,17 +21,18 @@ namespace furious {
 // What a model remembers of the sequences it has read: per layer the mixer's cache and the convolution's last inputs.
 class ModelCache {
  public:
-  ModelCache(const ModelConfig& config, int64_t batch);
+  ModelCache(const ModelConfig& config, int64_t batch, Device device = {});
 
-  // Everything it holds, to keep elsewhere and go on from later, to the bit. Every tensor begins with the batch.
+  // Everything it holds, to keep elsewhere and go on from later, to the bit and on any device. Every tensor is f32 and
+  // begins with the batch.
   struct Contents {
     int64_t tokens = 0;   // read
     int64_t pending = 0;  // of them not yet in the state (MixerContents)
     std::map<std::string, Tensor> tensors;
   };
-  Contents contents() const;
+  Contents contents(Device where = {}) const;
   // Goes on from there; what does not fit the model is refused.
-  ModelCache(const ModelConfig& config, int64_t batch, const Contents& contents);
+  ModelCache(const ModelConfig& config, int64_t batch, const Contents& contents, Device device = {});
 
   int64_t tokens() const { return layers_.front().mixer.tokens(); }
   int64_t batch() const { return batch_; }
@@ -41,7 +42,7 @@ class ModelCache {
   friend class LanguageModel;
   struct Layer {
     MixerCache mixer;
-    Tensor conv;  // [batch, window − 1, channels]; only with a convolution
+    Tensor conv;  // [batch, window − 1, channels], as the model computes; only with a convolution
   };
   int64_t batch_;
   std::vector<Layer> layers_;

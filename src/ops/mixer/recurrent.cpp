@@ -23,14 +23,6 @@ std::vector<DType> dtypes_on(Device device) {
   return device.is_cpu() ? std::vector{DType::f32} : std::vector{DType::f32, DType::bf16};
 }
 
-// The same on a device; no copy where it is there already.
-Tensor on_device(const Tensor& x, Device device) {
-  if (!x || x.device() == device) return x;
-  const Tensor there = Tensor::empty(x.shape(), x.dtype(), device);
-  copy_between(there, x);
-  return there;
-}
-
 }  // namespace
 
 MixerCache::MixerCache(const MixerSpec& spec, const Sizes& sizes, Device device) : spec_(spec), device_(device) {
@@ -75,7 +67,7 @@ MixerCache::MixerCache(const MixerSpec& spec, const Sizes& sizes, const MixerCon
           "mixer_cache: {} tokens of {} in the window cannot be", contents.pending, contents.tokens);
   const auto dense = [&](std::string_view name, const Tensor& x, std::vector<int64_t> sizes_wanted) {
     check.dense(name, x, DType::f32, std::move(sizes_wanted), x.device());
-    return on_device(x, device_);
+    return to_device(x, device_);
   };
   if (folded) {
     const Tensor state =
@@ -113,7 +105,7 @@ MixerContents MixerCache::contents(Device where) const {
     const Tensor state =
         Tensor::empty({shape_.batch, shape_.heads, shape_.state_rows, shape_.state_columns}, DType::f32, device_);
     FURIOUS_DISPATCH(device_, cache_store(spec_, shape_, state_, state));
-    contents.state = on_device(state, where);
+    contents.state = to_device(state, where);
   }
   const int64_t pages = pages_kept(state_.defined(), recent_.pending);
   if (pages == 0) return contents;
@@ -126,7 +118,7 @@ MixerContents MixerCache::contents(Device where) const {
       const int64_t used = std::min(CachePage::kTokens, recent_.pending - p * CachePage::kTokens);
       copy(all.select(1, p).slice(2, 0, used), (recent_.pages[p].*member).slice(2, 0, used));
     }
-    return on_device(all, where);
+    return to_device(all, where);
   };
   contents.k = gather(&CachePage::k);
   contents.v = gather(&CachePage::v);

@@ -380,7 +380,7 @@ __device__ void combine(const Step<T>& step, int64_t sequence_head) {
 // A step of all heads. The blocks of a head read parts of its state and its window; the one that is done last adds up
 // what they have written.
 template <int kVector, class T>
-__global__ void __launch_bounds__(kThreads) step_kernel(const Step<T> step) {
+__global__ void __launch_bounds__(kThreads, 4) step_kernel(const Step<T> step) {
   __shared__ StepMemory memory;
   const int thread = static_cast<int>(threadIdx.x);
   const int64_t sequence_head = blockIdx.x / step.blocks();
