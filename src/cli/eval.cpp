@@ -21,7 +21,7 @@ namespace {
 namespace fs = std::filesystem;
 
 struct EvalCommand {
-  std::string model, data, arch, json, device = "cpu";
+  std::string model, data, arch, json, device = "auto", dtype = "auto";
   std::string packing = "packed", split = "test";
   int64_t length = 0, batch = 8, max_batches = 0;
   int threads = 0;
@@ -46,7 +46,8 @@ void check_tokenizer(const std::string& model, const Dataset& data) {
 }
 
 void EvalCommand::run() const {
-  require(device_from_name(device).is_cpu(), "device {}: models run on \"cpu\" only, so far", device);
+  const Device where = usable_device(device);
+  const bool bf16 = dtype == "bf16" || (dtype == "auto" && !where.is_cpu());
   JsonFile file(json);
   if (threads > 0) set_threads(threads);
   const Dataset dataset(data);
@@ -58,7 +59,8 @@ void EvalCommand::run() const {
   options.order = Order::once;
   const DatasetBatches batches(dataset, split == name_of(Split::test) ? Split::test : Split::train, options);
   const int64_t steps = max_batches > 0 ? std::min(max_batches, batches.steps()) : batches.steps();
-  const LanguageModel language_model = load_model(model, arch);
+  LanguageModel language_model = load_model(model, arch, where);
+  language_model.set_compute(compute_in(bf16 ? DType::bf16 : DType::f32, where));
 
   stop_on_signals();
   ProgressLine line("eval");
@@ -119,7 +121,11 @@ void add_eval(CLI::App& app) {
       ->capture_default_str();
   command->add_option("--arch", options->arch, "The architecture, for weights without a config.json");
   command->add_option("--threads", options->threads, "0: all")->check(CLI::NonNegativeNumber)->capture_default_str();
-  command->add_option("--device", options->device, "Where the model runs")->capture_default_str();
+  command->add_option("--device", options->device, "cpu, cuda, cuda:N; auto: a GPU if there is one")
+      ->capture_default_str();
+  command->add_option("--dtype", options->dtype, "Of products, on a GPU also of activations; auto: bf16 on a GPU")
+      ->check(CLI::IsMember({"auto", "f32", "bf16"}))
+      ->capture_default_str();
   command->add_option("--json", options->json, "Write the same to this file");
   command->footer("Example: furious eval runs/stories --data data/stories --json loss.json");
   command->callback([options] {

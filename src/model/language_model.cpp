@@ -38,8 +38,8 @@ double dt_bias_of(double log_dt) {
 // move the others' numbers, or ones that `fill` gives. With a `visit`, it tells of them and makes none.
 class LanguageModel::Maker {
  public:
-  Maker(std::vector<Parameter>& parameters, uint64_t seed, Fill fill)
-      : parameters_(parameters), seed_(seed), fill_(std::move(fill)) {}
+  Maker(std::vector<Parameter>& parameters, Device device, uint64_t seed, Fill fill)
+      : parameters_(parameters), device_(device), seed_(seed), fill_(std::move(fill)) {}
   Maker(std::vector<Parameter>& parameters, Visit visit) : parameters_(parameters), visit_(std::move(visit)) {}
 
   Variable normal(const std::string& name, const Shape& shape) {
@@ -51,12 +51,14 @@ class LanguageModel::Maker {
   Variable constant(const std::string& name, const Shape& shape, float value) {
     return add(name, shape, [&](const Tensor& x, uint64_t) { furious::fill(x, value); });
   }
-  // f(u) of numbers u that are uniform in [low, high).
+  // f(u) of numbers u that are uniform in [low, high); f of the CPU, for the same bits everywhere.
   Variable mapped(const std::string& name, const Shape& shape, float low, float high, double (*f)(double)) {
-    return add(name, shape, [&](const Tensor& x, uint64_t stream) {
+    return add(name, shape, [&](const Tensor& out, uint64_t stream) {
+      const Tensor x = Tensor::empty(shape, DType::f32);
       fill_uniform(x, low, high, seed_, stream);
       for (int64_t i = 0; i < x.elements(); ++i)
         x.data<float>()[i] = static_cast<float>(f(static_cast<double>(x.data<float>()[i])));
+      copy_between(out, x);
     });
   }
 
@@ -67,7 +69,7 @@ class LanguageModel::Maker {
       visit_(name, shape);
       return {};
     }
-    const Tensor value = Tensor::empty(shape, DType::f32);
+    const Tensor value = Tensor::empty(shape, DType::f32, device_);
     if (fill_)
       fill_(name, value);
     else
@@ -78,6 +80,7 @@ class LanguageModel::Maker {
   }
 
   std::vector<Parameter>& parameters_;
+  Device device_;
   uint64_t seed_ = 0;
   Fill fill_;
   Visit visit_;
@@ -153,18 +156,26 @@ int64_t ModelCache::bytes() const {
   return sum;
 }
 
-LanguageModel::LanguageModel(const ModelConfig& config, uint64_t seed) : LanguageModel(config) {
-  Maker maker(parameters_, seed, {});
+Compute compute_in(DType dtype, Device device) {
+  Compute compute;
+  compute.precision = dtype == DType::bf16 ? MatmulPrecision::bf16 : MatmulPrecision::f32;
+  if (!device.is_cpu()) compute.activations = dtype;
+  return compute;
+}
+
+LanguageModel::LanguageModel(const ModelConfig& config, uint64_t seed, Device device) : LanguageModel(config, device) {
+  Maker maker(parameters_, device, seed, {});
   make(maker);
 }
 
-LanguageModel::LanguageModel(const ModelConfig& config, const Fill& fill) : LanguageModel(config) {
-  Maker maker(parameters_, 0, fill);
+LanguageModel::LanguageModel(const ModelConfig& config, const Fill& fill, Device device)
+    : LanguageModel(config, device) {
+  Maker maker(parameters_, device, 0, fill);
   make(maker);
 }
 
 void LanguageModel::visit_parameters(const ModelConfig& config, const Visit& visit) {
-  LanguageModel model(config);
+  LanguageModel model(config, Device{});
   Maker maker(model.parameters_, visit);
   model.make(maker);
 }
@@ -288,7 +299,7 @@ Variable LanguageModel::hidden(Tape& tape, const Tensor& tokens, const Tensor& b
   const auto seen = [observe](const std::string& place, const Variable& out) {
     if (observe) observe(place, out.value());
   };
-  Variable x = embedding(tape, embedding_, tokens);
+  Variable x = embedding(tape, embedding_, here("tokens", tokens, 0), compute_.activations);
   seen("model.embed_tokens", x);
   for (size_t i = 0; i < layers_.size(); ++i) {
     // Holds what it needs by value: recomputed() runs it again when this function has returned.
@@ -307,21 +318,41 @@ Variable LanguageModel::hidden(Tape& tape, const Tensor& tokens, const Tensor& b
   return x;
 }
 
+// Token ids that enter from the CPU, checked, on the model's device.
+Tensor LanguageModel::here(std::string_view argument, const Tensor& ids, int64_t first) const {
+  const ArgumentCheck check("language_model");
+  check.dtype(argument, ids, {DType::i32});
+  if (ids.device() == device_) return ids;
+  check.token_ids(argument, ids, first, config_.vocabulary);
+  const Tensor uploaded = Tensor::empty(ids.shape(), DType::i32, device_);
+  copy_between(uploaded, ids);
+  return uploaded;
+}
+
 Variable LanguageModel::loss(Tape& tape, const Tensor& tokens, const Tensor& targets, const Tensor& boundaries,
                              const Tensor& row_losses) const {
-  return cross_entropy(tape, hidden(tape, tokens, boundaries, nullptr), output_weight(), targets, row_losses,
+  const Tensor targets_here = here("targets", targets, kIgnoredTarget);
+  return cross_entropy(tape, hidden(tape, tokens, boundaries, nullptr), output_weight(), targets_here, row_losses,
                        compute_.precision);
 }
 
+Tensor LanguageModel::logits_of(const Tensor& h) const {
+  const Tensor exact = h.dtype() == DType::f32 && h.is_contiguous() ? h : to_dtype(h, DType::f32);
+  const Tensor logits = linear_forward(exact, output_weight().value());
+  if (device_.is_cpu()) return logits;
+  const Tensor copied = Tensor::empty(logits.shape(), DType::f32);
+  copy_between(copied, logits);
+  return copied;
+}
+
 Tensor LanguageModel::logits(const Tensor& tokens, const Tensor& boundaries) const {
-  return linear_forward(hidden(Tape::off(), tokens, boundaries, nullptr).value(), output_weight().value());
+  return logits_of(hidden(Tape::off(), tokens, boundaries, nullptr).value());
 }
 
 Tensor LanguageModel::read(ModelCache& cache, const Tensor& tokens) const {
   ArgumentCheck("language_model.read").shape("tokens", tokens, {cache.batch(), ArgumentCheck::kAny});
   const Tensor h = hidden(Tape::off(), tokens, {}, &cache).value();
-  const Tensor last = to_dtype(h.select(1, h.size(1) - 1), DType::f32);
-  return linear_forward(last, output_weight().value());
+  return logits_of(h.select(1, h.size(1) - 1));
 }
 
 std::string LanguageModel::first_not_finite(const Tensor& tokens, const Tensor& boundaries) const {
@@ -329,7 +360,8 @@ std::string LanguageModel::first_not_finite(const Tensor& tokens, const Tensor& 
   int64_t layers_done = 0;
   try {
     hidden(Tape::off(), tokens, boundaries, nullptr, [&](const std::string& place, const Tensor& out) {
-      if (first.empty() && !std::isfinite(gradient_norm(std::span(&out, 1)))) first = place;
+      const Tensor exact = out.dtype() == DType::f32 ? out : to_dtype(out, DType::f32);
+      if (first.empty() && !std::isfinite(gradient_norm(std::span(&exact, 1)))) first = place;
       if (place.ends_with(".mlp")) ++layers_done;
     });
   } catch (const Error&) {  // the mixer refuses decays that are not finite

@@ -71,7 +71,9 @@ void embedding_backward(const GradientTarget& dtable, const Tensor& dy, const Te
   });
 }
 
-Variable embedding(Tape& tape, const Variable& table, const Tensor& tokens) {
+Variable embedding(Tape& tape, const Variable& table, const Tensor& tokens, DType dtype) {
+  require(dtype == DType::f32, "embedding: rows of {} on {}, expected f32", name_of(dtype),
+          name_of(table.value().device()));
   return tape.record(embedding_forward(table.value(), tokens), {table},
                      [table, tokens](const Tensor& dy) { embedding_backward(table.gradient_target(), dy, tokens); });
 }

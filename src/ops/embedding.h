@@ -13,6 +13,6 @@ namespace furious {
 
 Tensor embedding_forward(const Tensor& table, const Tensor& tokens);
 void embedding_backward(const GradientTarget& dtable, const Tensor& dy, const Tensor& tokens);
-Variable embedding(Tape& tape, const Variable& table, const Tensor& tokens);
+Variable embedding(Tape& tape, const Variable& table, const Tensor& tokens, DType dtype = DType::f32);
 
 }  // namespace furious

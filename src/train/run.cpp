@@ -113,14 +113,15 @@ void Run::resume() {
 
 void Run::announce() const {
   const ModelConfig& config = trainer_->model().config();
-  const TrainingMemory memory =
-      training_memory(config, options_.batch / options_.accumulate, options_.length, options_.recompute);
+  const TrainingMemory memory = trainer_->memory();
   say(fmt::format("{}: {:.2f} M parameters, {} layers of width {}, {} heads of {}, vocabulary {}", config.arch,
                   static_cast<double>(parameter_count(config)) / 1e6, config.layers, config.hidden, config.heads(),
                   config.head_dim, config.vocabulary));
-  say(fmt::format("steps {} to {} of {} x {} tokens, {} threads, {} products, about {:.2f} GB of memory",
-                  trainer_->steps_done() + 1, options_.steps, options_.batch, options_.length, threads(),
-                  options_.dtype, static_cast<double>(memory.total()) / 1e9));
+  const bool cpu = trainer_->model().device().is_cpu();
+  say(fmt::format("steps {} to {} of {} x {} tokens, {}, {} products, about {:.2f} GB of memory",
+                  trainer_->steps_done() + 1, options_.steps, options_.batch, options_.length,
+                  cpu ? fmt::format("{} threads", threads()) : options_.device, options_.dtype,
+                  static_cast<double>(memory.total()) / 1e9));
   if (saved_step_ >= 0) say(fmt::format("resumed from {}", newest_.string()));
   if (!trainer_->data().test && options_.eval_every > 0)
     say("no test loss: the data has no test part (furious tokenize --test-fraction)");
@@ -199,10 +200,8 @@ TrainResult Run::train() {
 }  // namespace
 
 TrainResult train(const TrainOptions& given, const TrainObserver& observer) {
-  TrainOptions options = given;
-  check_train_options(options);
-  require(device_from_name(options.device).is_cpu(), "train: models do not train on \"{}\" yet; use --device cpu",
-          options.device);
+  check_train_options(given);
+  TrainOptions options = resolved(given);
   if (options.threads > 0) set_threads(static_cast<int>(options.threads));
   options.threads = threads();
   return Run(options, observer).train();
