@@ -12,8 +12,6 @@ namespace furious {
 struct Model::Parts {
   Parts(LanguageModel model, std::shared_ptr<const Tokenizer> its_tokenizer, bool bos);
 
-  Device device() const { return language_model.parameters().front().value.value().device(); }
-
   LanguageModel language_model;
   std::shared_ptr<const Tokenizer> tokenizer;
   // What stands before a text: bos where the model was trained so; otherwise eos, which precedes every document but the

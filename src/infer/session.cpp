@@ -31,7 +31,7 @@ struct Session::Memory {
   Model model;
   int64_t sequences;
   ModelCache cache;  // of one sequence as long as all are the same
-  Tensor logits;     // [rows of the cache, vocabulary] after the last token, on the CPU; not there before the first
+  Tensor logits;     // [rows of the cache, vocabulary] after the last token; not there before the first
   std::vector<std::vector<int32_t>> history;  // the last tokens of each row
 
   const LanguageModel& language_model() const { return model.parts().language_model; }
@@ -58,7 +58,7 @@ void Session::Memory::read(const std::vector<std::vector<int32_t>>& rows) {
     const Tensor tokens = Tensor::empty({cache.batch(), count}, DType::i32);
     for (int64_t row = 0; row < cache.batch(); ++row)
       std::copy_n(rows[row].begin() + begin, count, tokens.data<int32_t>() + row * count);
-    logits = to_device(language_model().read(cache, tokens), {});
+    logits = language_model().read(cache, tokens);
   }
   for (size_t row = 0; row < history.size(); ++row) {
     std::vector<int32_t>& recent = history[row];
@@ -76,7 +76,7 @@ void Session::Memory::start() {
 // From here on every sequence has a row of its own.
 void Session::Memory::spread() {
   if (cache.batch() == sequences) return;
-  const Device device = model.parts().device();
+  const Device device = language_model().device();
   ModelCache::Contents contents = cache.contents(device);
   for (auto& [name, tensor] : contents.tensors) tensor = repeated(tensor, sequences);
   cache = ModelCache(language_model().config(), sequences, contents, device);
@@ -87,7 +87,7 @@ void Session::Memory::spread() {
 Session::Session(const Model& model, int sequences) {
   require(sequences >= 1, "session: {} sequences, expected 1 or more", sequences);
   const ModelConfig& config = model.parts().language_model.config();
-  memory_ = std::make_unique<Memory>(Memory{model, sequences, ModelCache(config, 1, model.parts().device()), {}, {{}}});
+  memory_ = std::make_unique<Memory>(Memory{model, sequences, ModelCache(config, 1, model.parts().language_model.device()), {}, {{}}});
 }
 
 Session::~Session() = default;
@@ -190,7 +190,7 @@ void Session::load(const std::filesystem::path& file) {
                  [](int32_t id) { return id >= 0; });
   }
   try {
-    memory.cache = ModelCache(config, rows, state.cache, memory.model.parts().device());
+    memory.cache = ModelCache(config, rows, state.cache, memory.language_model().device());
   } catch (const Error& error) {
     fail("{}: {}", file.string(), error.what());
   }

@@ -222,6 +222,28 @@ void LanguageModel::make(Maker& maker) {
   if (!config.tie_embeddings) head_ = maker.normal("lm_head.weight", {config.vocabulary, config.hidden});
 }
 
+void LanguageModel::round_weights() {
+  const auto round = [](Variable& weight) {
+    if (weight) weight = Variable(to_dtype(weight.value(), DType::bf16));
+  };
+  head_ = output_weight();
+  round(head_);
+  for (Layer& l : layers_)
+    for (Variable* weight : {&l.qkv, &l.dt, &l.a_mask, &l.z_gate, &l.out, &l.gate, &l.up, &l.down}) round(*weight);
+}
+
+int64_t LanguageModel::bytes_per_token() const {
+  size_t bytes = 0;
+  const auto count = [&](const Variable& weight) { bytes += weight ? weight.value().bytes() : 0; };
+  count(norm_);
+  count(output_weight());
+  for (const Layer& l : layers_)
+    for (const Variable& weight : {l.input_norm, l.qkv, l.conv_weight, l.conv_bias, l.dt, l.dt_bias, l.a_mask, l.a_log,
+                                   l.d, l.z_gate, l.z_gate_bias, l.out_norm, l.out, l.mlp_norm, l.gate, l.up, l.down})
+      count(weight);
+  return static_cast<int64_t>(bytes);
+}
+
 Variable LanguageModel::mix(Tape& tape, const Variable& q, const Variable& k, const Variable& v,
                             const Variable& log_decay, const Tensor& boundaries, ModelCache::Layer* cache) const {
   if (cache == nullptr) return mixer(tape, config_.block.mixer(), q, k, v, log_decay, boundaries);
@@ -324,9 +346,7 @@ Tensor LanguageModel::here(std::string_view argument, const Tensor& ids, int64_t
   check.dtype(argument, ids, {DType::i32});
   if (ids.device() == device_) return ids;
   check.token_ids(argument, ids, first, config_.vocabulary);
-  const Tensor uploaded = Tensor::empty(ids.shape(), DType::i32, device_);
-  copy_between(uploaded, ids);
-  return uploaded;
+  return to_device(ids, device_);
 }
 
 Variable LanguageModel::loss(Tape& tape, const Tensor& tokens, const Tensor& targets, const Tensor& boundaries,
@@ -337,12 +357,17 @@ Variable LanguageModel::loss(Tape& tape, const Tensor& tokens, const Tensor& tar
 }
 
 Tensor LanguageModel::logits_of(const Tensor& h) const {
-  const Tensor exact = h.dtype() == DType::f32 && h.is_contiguous() ? h : to_dtype(h, DType::f32);
-  const Tensor logits = linear_forward(exact, output_weight().value());
-  if (device_.is_cpu()) return logits;
-  const Tensor copied = Tensor::empty(logits.shape(), DType::f32);
-  copy_between(copied, logits);
-  return copied;
+  const Tensor weight = output_weight().value();
+  if (device_.is_cpu() || weight.dtype() == DType::f32) {
+    const Tensor exact = h.dtype() == DType::f32 && h.is_contiguous() ? h : to_dtype(h, DType::f32);
+    return to_device(linear_forward(exact, weight), {});
+  }
+  Shape shape = h.shape();
+  shape[h.rank() - 1] = weight.size(0);
+  const Tensor logits = Tensor::empty(shape, DType::f32, device_);
+  matmul(logits.as_matrix(), to_dtype(h, DType::bf16).as_matrix(), weight,
+         {.transpose_b = true, .precision = MatmulPrecision::bf16});
+  return to_device(logits, {});
 }
 
 Tensor LanguageModel::logits(const Tensor& tokens, const Tensor& boundaries) const {

@@ -79,6 +79,10 @@ class LanguageModel {
   Device device() const { return device_; }
   const std::vector<Parameter>& parameters() const { return parameters_; }
   void set_compute(const Compute& compute) { compute_ = compute; }
+  // For reading only: keeps the weights of products in bf16 beside the parameters, so that a token reads half the bytes.
+  // Such a model is not trained.
+  void round_weights();
+  int64_t bytes_per_token() const;  // of the weights that reading a token takes, however many sequences read one
 
   // Tokens and targets may be on the CPU, whatever the model's device; what is not is not checked. Boundaries always are.
 
@@ -121,14 +125,15 @@ class LanguageModel {
                const Tensor& boundaries, ModelCache::Layer* cache) const;
   Tensor here(std::string_view argument, const Tensor& ids, int64_t first) const;
   Tensor logits_of(const Tensor& h) const;
-  Variable output_weight() const { return config_.tie_embeddings ? embedding_ : head_; }
+  Variable output_weight() const { return head_ ? head_ : embedding_; }
 
   ModelConfig config_;
   Device device_;
   Compute compute_;
   std::vector<Parameter> parameters_;
   std::vector<Layer> layers_;
-  Variable embedding_, norm_, head_;
+  Variable embedding_, norm_;
+  Variable head_;  // not there where the embedding serves
 };
 
 }  // namespace furious

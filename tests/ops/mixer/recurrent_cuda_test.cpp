@@ -128,7 +128,6 @@ TEST(RecurrentCuda, ContinuesAfterPrefill) {
           const Tensor actual = gpu.prefill(part_of(tokens.gpu, begin, count));
           ASSERT_LE(relative_error(to_cpu(actual), expected, 0.1), tolerance(dtype));
         }
-        // The tensor cores round φ of a prefill to bf16: what the state has lost, steps cannot give back.
         expect_same_steps(cpu, gpu, tokens, first + second, length);
       }
     }
