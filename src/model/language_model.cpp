@@ -267,7 +267,6 @@ Variable LanguageModel::block(Tape& tape, const Layer& layer, const Variable& h,
       qkv = conv(tape, qkv, layer.conv_weight, layer.conv_bias, after, boundaries);
     } else {
       const Tensor before = qkv.value();
-      if (cache->conv.dtype() != before.dtype()) cache->conv = to_dtype(cache->conv, before.dtype());
       const Tensor weight = layer.conv_weight.value(), bias = layer.conv_bias.value();
       if (before.size(1) == 1) {
         qkv = Variable(conv_step(cache->conv, before.select(1, 0), weight, bias, after).view(before.shape()));

@@ -42,7 +42,7 @@ class ModelCache {
   friend class LanguageModel;
   struct Layer {
     MixerCache mixer;
-    Tensor conv;  // [batch, window − 1, channels], as the model computes; only with a convolution
+    Tensor conv;  // [batch, window − 1, channels] f32; only with a convolution
   };
   int64_t batch_;
   std::vector<Layer> layers_;

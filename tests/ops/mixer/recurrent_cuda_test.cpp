@@ -85,7 +85,8 @@ TEST(RecurrentCuda, TokenByTokenEqualsTheCpu) {
         const Tokens tokens(random, spec, sizes, length, dtype);
         MixerCache cpu = tokens.cpu_cache(), gpu = tokens.gpu_cache();
         expect_same_steps(cpu, gpu, tokens, 0, length);
-        if (spec.has_state()) EXPECT_LE(relative_error(to_cpu(gpu.state()), cpu.state(), 0.1), 1e-4);
+        if (!spec.has_state()) continue;
+        EXPECT_LE(relative_error(to_cpu(gpu.state()), cpu.state(), 0.1), 1e-4);
       }
     }
   }
@@ -151,7 +152,8 @@ TEST(RecurrentCuda, ContentsPassBetweenDevicesToTheBit) {
           for (Tensor MixerContents::*x :
                {&MixerContents::k, &MixerContents::v, &MixerContents::log_decay, &MixerContents::state}) {
             ASSERT_EQ((contents.*x).defined(), (back.*x).defined());
-            if (contents.*x) ASSERT_TRUE(same_bits(contents.*x, back.*x)) << "token " << t;
+            if (!(contents.*x)) continue;
+            ASSERT_TRUE(same_bits(contents.*x, back.*x)) << "token " << t;
           }
           MixerCache again(spec, sizes, contents, kGpu), beside(spec, sizes, gpu.contents(kGpu), kGpu);
           const Tensor expected = to_cpu(step(gpu, tokens.gpu, t));
