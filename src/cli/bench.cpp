@@ -189,8 +189,7 @@ MixerContents contents_after(const MixerSpec& spec, const MixerCache::Sizes& siz
     fill(contents.log_decay, -0.001f);
   }
   if (folded)
-    contents.state =
-        numbers({sizes.batch, heads, state_rows(spec, sizes.qk_dim), state_columns(spec, sizes.v_dim)});
+    contents.state = numbers({sizes.batch, heads, state_rows(spec, sizes.qk_dim), state_columns(spec, sizes.v_dim)});
   return contents;
 }
 
@@ -218,8 +217,7 @@ void RecurrentBench::run() const {
     std::vector<MixerCache> caches;
     for (int64_t i = 0; i < layers; ++i)
       caches.emplace_back(spec, sizes, contents_after(spec, sizes, length, where), where);
-    const Tensor token =
-        to_device(random_tensor({batch, heads, dim}, 1, dtype_from_name(dtype), 5), where);
+    const Tensor token = to_device(random_tensor({batch, heads, dim}, 1, dtype_from_name(dtype), 5), where);
     Tensor decay;
     if (spec.decay) {
       decay = Tensor::empty({batch, heads}, DType::f32, where);

@@ -86,8 +86,9 @@ void Session::Memory::spread() {
 
 Session::Session(const Model& model, int sequences) {
   require(sequences >= 1, "session: {} sequences, expected 1 or more", sequences);
-  const ModelConfig& config = model.parts().language_model.config();
-  memory_ = std::make_unique<Memory>(Memory{model, sequences, ModelCache(config, 1, model.parts().language_model.device()), {}, {{}}});
+  const LanguageModel& language_model = model.parts().language_model;
+  ModelCache cache(language_model.config(), 1, language_model.device());
+  memory_ = std::make_unique<Memory>(Memory{model, sequences, std::move(cache), {}, {{}}});
 }
 
 Session::~Session() = default;

@@ -141,9 +141,8 @@ ModelCache::ModelCache(const ModelConfig& config, int64_t batch, const Contents&
     if (conv)
       ArgumentCheck("model_cache")
           .dense("conv", conv, DType::f32, {batch, config.block.conv_window - 1, config.qkv_width()}, conv.device());
-    layers_.push_back(
-        {MixerCache(config.block.mixer(), cache_sizes(config, batch), mixer, device),
-         conv ? to_dtype(to_device(conv, device), DType::f32) : conv});  // its own: a step writes it
+    layers_.push_back({MixerCache(config.block.mixer(), cache_sizes(config, batch), mixer, device),
+                       conv ? to_dtype(to_device(conv, device), DType::f32) : conv});  // its own: a step writes it
   }
   require(used == contents.tensors.size(), "model_cache: contents with {} tensors, the model knows {} of them",
           contents.tensors.size(), used);

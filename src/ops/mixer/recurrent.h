@@ -29,8 +29,8 @@ struct CachePage {
 struct CacheWindow {
   std::vector<CachePage> pages;
   int64_t pending = 0;  // tokens in the pages
-  // What the kernels of a GPU know of them: the addresses of the pages, and counters of which the first is `pending`, so
-  // that a step is the same work from token to token.
+  // What the kernels of a GPU know of them: the addresses of the pages, and counters of which the first is `pending`,
+  // so that a step is the same work from token to token.
   Tensor table, counters;
   int64_t listed = 0;  // pages in the table
 };
@@ -58,9 +58,9 @@ class MixerCache {
   MixerCache(const MixerSpec& spec, const Sizes& sizes, const MixerContents& contents, Device device = {});
   MixerContents contents(Device where = {}) const;
 
-  // The next token of every sequence: q, k, v [batch, their heads, dim] f32 (on a GPU also bf16: the cache keeps k and v
-  // so, the state in f32) with unit inner stride, log_decay [batch, heads] f32 exactly when the spec has decay. Returns
-  // the mixer's output [batch, heads, v_dim]. On a GPU nobody looks at the values of log_decay.
+  // The next token of every sequence: q, k, v [batch, their heads, dim] f32 (on a GPU also bf16: the cache keeps k and
+  // v so, the state in f32) with unit inner stride, log_decay [batch, heads] f32 exactly when the spec has decay.
+  // Returns the mixer's output [batch, heads, v_dim]. On a GPU nobody looks at the values of log_decay.
   Tensor step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& log_decay = {});
 
   // Many tokens at once, as mixer_forward takes them (of such dtypes, no boundaries, no initial state); returns its

@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kPageTokens = static_cast<int>(CachePage::kTokens);
-constexpr int kChunk = 2 * kPageTokens;  // tokens of the window that are weighted at once
+constexpr int kChunk = 2 * kPageTokens;            // tokens of the window that are weighted at once
 constexpr int kFewestRows = 64, kMostRows = 1024;  // of the state, for one block
 constexpr int kMostWindowBlocks = 64;              // for one head
 constexpr int64_t kEnoughBlocks = 4096;            // several for every place on the largest device
@@ -510,8 +510,9 @@ __global__ void __launch_bounds__(kThreads)
     for (int t = thread / kFoldTile; t < kFoldTokens; t += kThreads / kFoldTile) {
       phi[t][own] = own_row ? feature.of(k + t * cache.qk_dim) : 0.0f;
       const bool is_value = t < count && first_column + own < cache.v_dim;
-      v[t][own] = is_value ? to_float(cache.template v_row<T>(page, batch, head, t0 + t)[first_column + own]) * weights[t]
-                           : 0.0f;
+      v[t][own] = is_value
+                      ? to_float(cache.template v_row<T>(page, batch, head, t0 + t)[first_column + own]) * weights[t]
+                      : 0.0f;
     }
     __syncthreads();
 #pragma unroll
