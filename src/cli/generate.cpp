@@ -164,7 +164,9 @@ void add_generate(CLI::App& app) {
   command->add_option("--arch", options->load.arch, "The architecture, for weights without a config.json");
   command->add_option("--tokenizer", options->load.tokenizer, "Instead of the one in the checkpoint");
   add_threads(*command, options->threads);
-  command->add_option("--device", options->load.device, "Where the model runs")->capture_default_str();
+  command->add_option("--device", options->load.device, "Where the model runs: cpu, cuda")->capture_default_str();
+  command->add_option("--dtype", options->load.dtype, "f32, bf16; without: bf16 on a GPU, f32 on the CPU")
+      ->check(CLI::IsMember({"f32", "bf16"}));
   command->add_option("--json", options->json, "Write texts and rates to this file, too");
   command->footer(
       "The text begins with eos, which stands before every document of our training data; with bos where the "

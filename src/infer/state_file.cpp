@@ -76,7 +76,8 @@ class Metadata {
 
 std::string fingerprint(const LanguageModel& model, const std::string& tokenizer_fingerprint) {
   std::string hashes = config_to_json(model.config()) + tokenizer_fingerprint;
-  for (const Parameter& parameter : model.parameters()) hashes += hash_text(hash_of_numbers(parameter.value.value()));
+  for (const Parameter& parameter : model.parameters())
+    hashes += hash_text(hash_of_numbers(to_device(parameter.value.value(), {})));
   return hash_text(hash_of(hashes));
 }
 

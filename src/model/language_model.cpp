@@ -86,11 +86,11 @@ class LanguageModel::Maker {
   Visit visit_;
 };
 
-ModelCache::ModelCache(const ModelConfig& config, int64_t batch) : batch_(batch) {
+ModelCache::ModelCache(const ModelConfig& config, int64_t batch, Device device) : batch_(batch) {
   for (int64_t i = 0; i < config.layers; ++i) {
-    Layer layer{MixerCache(config.block.mixer(), cache_sizes(config, batch)), {}};
+    Layer layer{MixerCache(config.block.mixer(), cache_sizes(config, batch), device), {}};
     if (config.block.conv_window > 0)
-      layer.conv = Tensor::zeros({batch, config.block.conv_window - 1, config.qkv_width()}, DType::f32);
+      layer.conv = Tensor::zeros({batch, config.block.conv_window - 1, config.qkv_width()}, DType::f32, device);
     layers_.push_back(std::move(layer));
   }
 }
@@ -109,20 +109,23 @@ void for_each_tensor(int64_t layer, auto& mixer, auto& conv, auto&& f) {
 
 }  // namespace
 
-ModelCache::Contents ModelCache::contents() const {
+ModelCache::Contents ModelCache::contents(Device where) const {
   Contents contents;
   for (size_t i = 0; i < layers_.size(); ++i) {
-    const MixerContents mixer = layers_[i].mixer.contents();
+    const MixerContents mixer = layers_[i].mixer.contents(where);
+    const Tensor& conv = layers_[i].conv;
+    const Tensor conv_contents = conv ? to_device(to_dtype(conv, DType::f32), where) : conv;
     contents.tokens = mixer.tokens;
     contents.pending = mixer.pending;
-    for_each_tensor(static_cast<int64_t>(i), mixer, layers_[i].conv, [&](const std::string& name, const Tensor& x) {
+    for_each_tensor(static_cast<int64_t>(i), mixer, conv_contents, [&](const std::string& name, const Tensor& x) {
       if (x) contents.tensors[name] = x;
     });
   }
   return contents;
 }
 
-ModelCache::ModelCache(const ModelConfig& config, int64_t batch, const Contents& contents) : batch_(batch) {
+ModelCache::ModelCache(const ModelConfig& config, int64_t batch, const Contents& contents, Device device)
+    : batch_(batch) {
   size_t used = 0;
   for (int64_t i = 0; i < config.layers; ++i) {
     MixerContents mixer{contents.tokens, contents.pending, {}, {}, {}, {}};
@@ -137,8 +140,9 @@ ModelCache::ModelCache(const ModelConfig& config, int64_t batch, const Contents&
             "model_cache: the convolution's inputs are in the contents or in the model, but not in both");
     if (conv)
       ArgumentCheck("model_cache")
-          .dense("conv", conv, DType::f32, {batch, config.block.conv_window - 1, config.qkv_width()});
-    layers_.push_back({MixerCache(config.block.mixer(), cache_sizes(config, batch), mixer), conv});
+          .dense("conv", conv, DType::f32, {batch, config.block.conv_window - 1, config.qkv_width()}, conv.device());
+    layers_.push_back({MixerCache(config.block.mixer(), cache_sizes(config, batch), mixer, device),
+                       conv ? to_dtype(to_device(conv, device), DType::f32) : conv});  // its own: a step writes it
   }
   require(used == contents.tensors.size(), "model_cache: contents with {} tensors, the model knows {} of them",
           contents.tensors.size(), used);
@@ -217,6 +221,28 @@ void LanguageModel::make(Maker& maker) {
   if (!config.tie_embeddings) head_ = maker.normal("lm_head.weight", {config.vocabulary, config.hidden});
 }
 
+void LanguageModel::round_weights() {
+  const auto round = [](Variable& weight) {
+    if (weight) weight = Variable(to_dtype(weight.value(), DType::bf16));
+  };
+  head_ = output_weight();
+  round(head_);
+  for (Layer& l : layers_)
+    for (Variable* weight : {&l.qkv, &l.dt, &l.a_mask, &l.z_gate, &l.out, &l.gate, &l.up, &l.down}) round(*weight);
+}
+
+int64_t LanguageModel::bytes_per_token() const {
+  size_t bytes = 0;
+  const auto count = [&](const Variable& weight) { bytes += weight ? weight.value().bytes() : 0; };
+  count(norm_);
+  count(output_weight());
+  for (const Layer& l : layers_)
+    for (const Variable& weight : {l.input_norm, l.qkv, l.conv_weight, l.conv_bias, l.dt, l.dt_bias, l.a_mask, l.a_log,
+                                   l.d, l.z_gate, l.z_gate_bias, l.out_norm, l.out, l.mlp_norm, l.gate, l.up, l.down})
+      count(weight);
+  return static_cast<int64_t>(bytes);
+}
+
 Variable LanguageModel::mix(Tape& tape, const Variable& q, const Variable& k, const Variable& v,
                             const Variable& log_decay, const Tensor& boundaries, ModelCache::Layer* cache) const {
   if (cache == nullptr) return mixer(tape, config_.block.mixer(), q, k, v, log_decay, boundaries);
@@ -240,8 +266,13 @@ Variable LanguageModel::block(Tape& tape, const Layer& layer, const Variable& h,
       qkv = conv(tape, qkv, layer.conv_weight, layer.conv_bias, after, boundaries);
     } else {
       const Tensor before = qkv.value();
-      qkv = Variable(conv_forward(before, layer.conv_weight.value(), layer.conv_bias.value(), after, {}, cache->conv));
-      cache->conv = conv_state(before, block.conv_window, {}, cache->conv);
+      const Tensor weight = layer.conv_weight.value(), bias = layer.conv_bias.value();
+      if (before.size(1) == 1) {
+        qkv = Variable(conv_step(cache->conv, before.select(1, 0), weight, bias, after).view(before.shape()));
+      } else {
+        qkv = Variable(conv_forward(before, weight, bias, after, {}, cache->conv));
+        cache->conv = conv_state(before, block.conv_window, {}, cache->conv);
+      }
     }
   }
   const std::vector<Variable> parts = split_heads(
@@ -313,9 +344,7 @@ Tensor LanguageModel::here(std::string_view argument, const Tensor& ids, int64_t
   check.dtype(argument, ids, {DType::i32});
   if (ids.device() == device_) return ids;
   check.token_ids(argument, ids, first, config_.vocabulary);
-  const Tensor uploaded = Tensor::empty(ids.shape(), DType::i32, device_);
-  copy_between(uploaded, ids);
-  return uploaded;
+  return to_device(ids, device_);
 }
 
 Variable LanguageModel::loss(Tape& tape, const Tensor& tokens, const Tensor& targets, const Tensor& boundaries,
@@ -326,12 +355,17 @@ Variable LanguageModel::loss(Tape& tape, const Tensor& tokens, const Tensor& tar
 }
 
 Tensor LanguageModel::logits_of(const Tensor& h) const {
-  const Tensor exact = h.dtype() == DType::f32 && h.is_contiguous() ? h : to_dtype(h, DType::f32);
-  const Tensor logits = linear_forward(exact, output_weight().value());
-  if (device_.is_cpu()) return logits;
-  const Tensor copied = Tensor::empty(logits.shape(), DType::f32);
-  copy_between(copied, logits);
-  return copied;
+  const Tensor weight = output_weight().value();
+  if (device_.is_cpu() || weight.dtype() == DType::f32) {
+    const Tensor exact = h.dtype() == DType::f32 && h.is_contiguous() ? h : to_dtype(h, DType::f32);
+    return to_device(linear_forward(exact, weight), {});
+  }
+  Shape shape = h.shape();
+  shape[h.rank() - 1] = weight.size(0);
+  const Tensor logits = Tensor::empty(shape, DType::f32, device_);
+  matmul(logits.as_matrix(), to_dtype(h, DType::bf16).as_matrix(), weight,
+         {.transpose_b = true, .precision = MatmulPrecision::bf16});
+  return to_device(logits, {});
 }
 
 Tensor LanguageModel::logits(const Tensor& tokens, const Tensor& boundaries) const {

@@ -21,17 +21,18 @@ namespace furious {
 // What a model remembers of the sequences it has read: per layer the mixer's cache and the convolution's last inputs.
 class ModelCache {
  public:
-  ModelCache(const ModelConfig& config, int64_t batch);
+  ModelCache(const ModelConfig& config, int64_t batch, Device device = {});
 
-  // Everything it holds, to keep elsewhere and go on from later, to the bit. Every tensor begins with the batch.
+  // Everything it holds, to keep elsewhere and go on from later, to the bit and on any device. Every tensor is f32 and
+  // begins with the batch.
   struct Contents {
     int64_t tokens = 0;   // read
     int64_t pending = 0;  // of them not yet in the state (MixerContents)
     std::map<std::string, Tensor> tensors;
   };
-  Contents contents() const;
+  Contents contents(Device where = {}) const;
   // Goes on from there; what does not fit the model is refused.
-  ModelCache(const ModelConfig& config, int64_t batch, const Contents& contents);
+  ModelCache(const ModelConfig& config, int64_t batch, const Contents& contents, Device device = {});
 
   int64_t tokens() const { return layers_.front().mixer.tokens(); }
   int64_t batch() const { return batch_; }
@@ -41,7 +42,7 @@ class ModelCache {
   friend class LanguageModel;
   struct Layer {
     MixerCache mixer;
-    Tensor conv;  // [batch, window − 1, channels]; only with a convolution
+    Tensor conv;  // [batch, window − 1, channels] f32; only with a convolution
   };
   int64_t batch_;
   std::vector<Layer> layers_;
@@ -78,6 +79,10 @@ class LanguageModel {
   Device device() const { return device_; }
   const std::vector<Parameter>& parameters() const { return parameters_; }
   void set_compute(const Compute& compute) { compute_ = compute; }
+  // For reading only: keeps the weights of products in bf16 beside the parameters, so that a token reads half the bytes.
+  // Such a model is not trained.
+  void round_weights();
+  int64_t bytes_per_token() const;  // of the weights that reading a token takes, however many sequences read one
 
   // Tokens and targets may be on the CPU, whatever the model's device; what is not is not checked. Boundaries always are.
 
@@ -120,14 +125,15 @@ class LanguageModel {
                const Tensor& boundaries, ModelCache::Layer* cache) const;
   Tensor here(std::string_view argument, const Tensor& ids, int64_t first) const;
   Tensor logits_of(const Tensor& h) const;
-  Variable output_weight() const { return config_.tie_embeddings ? embedding_ : head_; }
+  Variable output_weight() const { return head_ ? head_ : embedding_; }
 
   ModelConfig config_;
   Device device_;
   Compute compute_;
   std::vector<Parameter> parameters_;
   std::vector<Layer> layers_;
-  Variable embedding_, norm_, head_;
+  Variable embedding_, norm_;
+  Variable head_;  // not there where the embedding serves
 };
 
 }  // namespace furious
