@@ -8,9 +8,9 @@ namespace {
 using namespace testing;
 
 struct Data {
-  Data(Random& random, const Shape& shape, DType dtype, int64_t margin, bool packed)
-      : dtype(dtype),
-        margin(margin),
+  Data(Random& random, const Shape& shape, DType its_dtype, int64_t its_margin, bool packed)
+      : dtype(its_dtype),
+        margin(its_margin),
         x(rounded(random.normal_tensor(shape), dtype)),
         weight(random.normal_tensor({shape[2], random.integer(2, 4)})),
         bias(random.normal_tensor({shape[2]})),

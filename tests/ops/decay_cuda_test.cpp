@@ -123,9 +123,9 @@ TEST(DecayCuda, RecordsItsGradients) {
   const Shape shape{2, 5, 3};
   const Tensor x = rounded(random.normal_tensor(shape), DType::bf16), bias = random.normal_tensor({3});
   const Tensor a_log = random.normal_tensor({3}), da = random.normal_tensor(shape);
-  const auto gradients = [&](const Variable& x, const Variable& bias, const Variable& a_log, const Tensor& da) {
+  const auto gradients = [](const Variable& input, const Variable& shift, const Variable& rates, const Tensor& gradient) {
     Tape tape;
-    tape.backward(original_decay(tape, time_step(tape, x, bias), a_log), da);
+    tape.backward(original_decay(tape, time_step(tape, input, shift), rates), gradient);
   };
   const Variable x_here(x, true), bias_here(bias, true), a_log_here(a_log, true);
   const Variable x_there(to_gpu(x, DType::bf16), true), bias_there(to_gpu(bias), true), a_log_there(to_gpu(a_log), true);

@@ -10,9 +10,9 @@ using namespace testing;
 constexpr float kEps = 1e-5f;
 
 struct Data {
-  Data(Random& random, const Shape& shape, DType dtype, int64_t margin, bool gated)
-      : dtype(dtype),
-        margin(margin),
+  Data(Random& random, const Shape& shape, DType its_dtype, int64_t its_margin, bool gated)
+      : dtype(its_dtype),
+        margin(its_margin),
         x(rounded(random.normal_tensor(shape, 2), dtype)),
         weight(random.normal_tensor({shape[shape.rank() - 1]})),
         z(gated ? rounded(random.normal_tensor(shape, 2), dtype) : Tensor()),
@@ -51,7 +51,9 @@ void expect_match(const Data& data) {
   const RmsNormGradients d = data.gradients(), there = data.gradients_there();
   EXPECT_LT(gpu_error(there.x, d.x), most) << where;
   EXPECT_LT(gpu_error(there.weight, d.weight), 1e-4) << where;
-  if (data.z) EXPECT_LT(gpu_error(there.z, d.z), most) << where;
+  if (data.z) {
+    EXPECT_LT(gpu_error(there.z, d.z), most) << where;
+  }
 }
 
 TEST_P(RmsNormCuda, MatchesTheCpu) {
