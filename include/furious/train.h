@@ -47,8 +47,8 @@ struct TrainOptions {
   double clip = 0;  // the largest norm of the gradient; 0: any
 
   // How it is computed.
-  std::string device = "cpu";
-  std::string dtype = "f32";  // of matrix products: f32 or bf16
+  std::string device = "auto";  // cpu, cuda, cuda:1, …; auto: a GPU if there is one
+  std::string dtype = "auto";   // f32 or bf16, of matrix products and on a GPU of activations; auto: bf16 on a GPU
   int64_t threads = 0;        // 0: all cores
   bool recompute = false;     // keep only the inputs of layers: less memory, a third more work
 

@@ -9,6 +9,8 @@
 
 #include "base/error.h"
 #include "base/parallel.h"
+#include "cli/bench_rates.h"
+#include "cli/checks.h"
 #include "cli/commands.h"
 #include "cli/json_file.h"
 #include "ops/elementwise.h"
@@ -20,12 +22,6 @@
 
 namespace furious::cli {
 namespace {
-
-double seconds_of(const std::function<void()>& work) {
-  const auto start = std::chrono::steady_clock::now();
-  work();
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-}
 
 // Runs once to warm up, then until both `least_runs` and `least_seconds` are reached; the median of the runs.
 double median_seconds(const std::function<void()>& work, int least_runs, double least_seconds) {
@@ -96,20 +92,29 @@ nlohmann::json MixerBench::measure(const MixerSpec& spec, int64_t length, Form f
                                    double rate) const {
   const DType type = dtype_from_name(dtype);
   // As in a model: q, k and v are slices of one projection.
-  const Tensor qkv = random_tensor({batch, length, 3 * heads * dim}, 1, type, 3);
+  const Device where = device_from_name(device);
+  const auto there = [&](const Tensor& tensor) {
+    if (where.is_cpu()) return tensor;
+    const Tensor copy = Tensor::empty(tensor.shape(), tensor.dtype(), where);
+    copy_between(copy, tensor);
+    return copy;
+  };
+  const Tensor qkv = there(random_tensor({batch, length, 3 * heads * dim}, 1, type, 3));
   const auto part = [&](int64_t i) { return qkv.slice(2, i * heads * dim, heads * dim).split_dim(2, heads, dim); };
   MixerInputs inputs{part(0), part(1), part(2), {}, {}, {}};
   if (spec.decay) {
     inputs.log_decay = Tensor::empty({batch, length, heads}, DType::f32);
     fill_uniform(inputs.log_decay, static_cast<float>(-2 * mean_decay), 0, 1, 4);
+    inputs.log_decay = there(inputs.log_decay);
   }
-  const Tensor gradient = random_tensor({batch, length, heads, dim}, 1, type, 5);
+  const Tensor gradient = there(random_tensor({batch, length, heads, dim}, 1, type, 5));
   const MixerOptions options{form, chunk, false};
   MixerResult result;
   const double seconds = median_seconds(
       [&] {
         result = mixer_forward(spec, inputs, options);
         if (with_backward) mixer_backward(spec, inputs, result, gradient, {}, options);
+        synchronize(where);
       },
       3, least_seconds);
 
@@ -144,7 +149,6 @@ nlohmann::json MixerBench::measure(const MixerSpec& spec, int64_t length, Form f
 void MixerBench::run() const {
   JsonFile file(json);
   const MixerSpec mixer = spec();
-  require(device_from_name(device).is_cpu(), "bench mixer: device \"{}\" has no mixers yet; use --device cpu", device);
   std::vector<Form> wanted;
   for (const std::string& form : forms) {
     wanted.push_back(form_from_name(form));
@@ -175,58 +179,70 @@ void MixerBench::run() const {
   file.write(rows);
 }
 
-// Bytes per second that all threads together copy, reading and writing counted: what bounds the recurrent form.
-double copy_rate() {
-  constexpr int64_t kFloats = 64 << 20;
-  const Tensor from = Tensor::empty({kFloats}, DType::f32);
-  const Tensor to = Tensor::empty({kFloats}, DType::f32);
-  fill(from, 1);
-  fill(to, 0);
-  double best = 1e30;
-  for (int i = 0; i < 5; ++i) best = std::min(best, seconds_of([&] { copy(to, from); }));
-  return 2.0 * static_cast<double>(from.bytes()) / best;
+// Caches that have read `length` tokens, with numbers that are as good as any for their speed.
+MixerContents contents_after(const MixerSpec& spec, const MixerCache::Sizes& sizes, int64_t length, Device device) {
+  const MixerCache empty(spec, sizes);
+  const bool folded = spec.has_state() && length > empty.first_fold();
+  const int64_t pages = ((folded ? empty.window() : length) + CachePage::kTokens - 1) / CachePage::kTokens;
+  const auto numbers = [&](const Shape& shape) {
+    const Tensor x = Tensor::empty(shape, DType::f32, device);
+    fill(x, 0.01f);
+    return x;
+  };
+  MixerContents contents{length, folded ? 0 : length, {}, {}, {}, {}};
+  contents.k = numbers({sizes.batch, pages, sizes.k_heads, CachePage::kTokens, sizes.qk_dim});
+  contents.v = numbers({sizes.batch, pages, sizes.v_heads, CachePage::kTokens, sizes.v_dim});
+  const int64_t heads = std::max({sizes.q_heads, sizes.k_heads, sizes.v_heads});
+  if (spec.decay) {
+    contents.log_decay = numbers({sizes.batch, pages, heads, CachePage::kTokens});
+    fill(contents.log_decay, -0.001f);
+  }
+  if (folded)
+    contents.state = numbers({sizes.batch, heads, state_rows(spec, sizes.qk_dim), state_columns(spec, sizes.v_dim)});
+  return contents;
 }
 
 // One token after a context: the time of a step, folds included, beside reading the cache once.
 struct RecurrentBench {
   std::string preset = "2mamba";
   std::vector<int64_t> lengths{512, 2048, 16384};
-  int64_t batch = 1, heads = 16, dim = 64;
+  int64_t batch = 1, heads = 16, dim = 64, layers = 1;
+  std::string dtype = "f32", device = "cpu";
 
   void run() const;
 };
 
 void RecurrentBench::run() const {
   const MixerSpec spec = mixer_spec(preset);
-  const double rate = copy_rate();
-  fmt::print("recurrent {} ({}), batch {}, {} heads of {}, f32, {} threads; floor at {:.1f} GB/s copied\n\n", preset,
-             to_string(spec), batch, heads, dim, furious::threads(), rate / 1e9);
-  fmt::print("{:>9} {:>12} {:>12} {:>10} {:>12} {:>7}\n", "context", "cache MB", "us/token", "GB/s", "floor us",
-             "ratio");
+  const Device where = device_from_name(device);
+  const double rate = copy_rate(where);
+  fmt::print("recurrent {} ({}), batch {}, {} heads of {}, {}, {}; {:.1f} GB/s copied\n\n", preset, to_string(spec),
+             batch, heads, dim, dtype, where.is_cpu() ? fmt::format("{} threads", furious::threads()) : device,
+             rate / 1e9);
+  fmt::print("{:>9} {:>12} {:>12} {:>10} {:>12} {:>9}\n", "context", "cache MB", "us/token", "GB/s", "floor us",
+             "of copy");
+  const MixerCache::Sizes sizes{batch, heads, heads, heads, dim, dim};
   for (int64_t length : lengths) {
-    const auto tokens = [&](int64_t count, uint64_t stream) {
-      return random_tensor({batch, count, heads, dim}, 1, DType::f32, stream);
-    };
-    MixerInputs context{tokens(length, 1), tokens(length, 2), tokens(length, 3), {}, {}, {}};
+    std::vector<MixerCache> caches;
+    for (int64_t i = 0; i < layers; ++i)
+      caches.emplace_back(spec, sizes, contents_after(spec, sizes, length, where), where);
+    const Tensor token = to_device(random_tensor({batch, heads, dim}, 1, dtype_from_name(dtype), 5), where);
     Tensor decay;
     if (spec.decay) {
-      context.log_decay = Tensor::empty({batch, length, heads}, DType::f32);
-      fill_uniform(context.log_decay, -0.002f, 0, 1, 4);
-      decay = Tensor::empty({batch, heads}, DType::f32);
+      decay = Tensor::empty({batch, heads}, DType::f32, where);
       fill(decay, -0.001f);
     }
-    MixerCache cache(spec, {batch, heads, heads, heads, dim, dim});
-    cache.prefill(context);
-    const Tensor token = random_tensor({batch, heads, dim}, 1, DType::f32, 5);
     constexpr int kSteps = 256;
-    for (int i = 0; i < kSteps; ++i) cache.step(token, token, token, decay);
-    const double seconds = seconds_of([&] {
-      for (int i = 0; i < kSteps; ++i) cache.step(token, token, token, decay);
-    });
-    const auto bytes = static_cast<double>(cache.bytes());
-    const double per_token = seconds / kSteps;
-    fmt::print("{:>9} {:>12.2f} {:>12.1f} {:>10.1f} {:>12.1f} {:>7.2f}\n", length, bytes / 1e6, per_token * 1e6,
-               bytes / per_token / 1e9, bytes / rate * 1e6, per_token * rate / bytes);
+    const auto steps = [&] {
+      for (int i = 0; i < kSteps; ++i)
+        for (MixerCache& cache : caches) cache.step(token, token, token, decay);
+    };
+    steps();
+    const double per_token = seconds_of(steps, where) / static_cast<double>(kSteps * layers);
+    const auto bytes = static_cast<double>(caches[0].bytes());
+    fmt::print("{:>9} {:>12.2f} {:>12.1f} {:>10.1f} {:>12.1f} {:>7.0f} %\n", length, bytes / 1e6, per_token * 1e6,
+               bytes / per_token / 1e9, bytes / rate * 1e6, 100 * bytes / per_token / rate);
+    std::fflush(stdout);
   }
 }
 
@@ -274,6 +290,7 @@ void add_bench(CLI::App& app) {
   CLI::App* bench = app.add_subcommand("bench", "Measure speed on this machine, beside its floor");
   bench->require_subcommand(1);
   add_bench_step(*bench);
+  add_bench_decode(*bench);
   auto automatic = std::make_shared<AutoBench>();
   CLI::App* auto_command = bench->add_subcommand("auto", "Is the automatic choice between forms a good one here?");
   auto_command->add_option("--heads", automatic->heads, "Heads")->check(CLI::Range(1, 4096))->capture_default_str();
@@ -291,7 +308,18 @@ void add_bench(CLI::App& app) {
   step->add_option("--batch", recurrent->batch, "Sequences")->check(CLI::Range(1, 1 << 20))->capture_default_str();
   step->add_option("--heads", recurrent->heads, "Heads")->check(CLI::Range(1, 4096))->capture_default_str();
   step->add_option("--dim", recurrent->dim, "Dimension of a head")->check(CLI::Range(8, 256))->capture_default_str();
-  step->footer("Example: furious bench recurrent --preset softmax --length 1024,8192");
+  step->add_option("--layers", recurrent->layers, "Caches to step in turn: more than fit into the L2 of a GPU")
+      ->check(CLI::Range(1, 1024))
+      ->capture_default_str();
+  step->add_option("--dtype", recurrent->dtype, "Of q, k and v; f32, on a GPU also bf16")
+      ->check(CLI::IsMember({"f32", "bf16"}))
+      ->capture_default_str();
+  step->add_option("--device", recurrent->device, "cpu, cuda")
+      ->check(readable_by(device_from_name))
+      ->capture_default_str();
+  step->footer(
+      "Example: furious bench recurrent --preset softmax --length 1024,8192\n"
+      "Example: furious bench recurrent --device cuda --dtype bf16 --batch 64 --layers 4");
   step->callback([recurrent] { recurrent->run(); });
   auto options = std::make_shared<MixerBench>();
   CLI::App* command = bench->add_subcommand("mixer", "One mixer, forward and backward");
@@ -314,17 +342,17 @@ void add_bench(CLI::App& app) {
   command->add_option("--heads", options->heads, "Heads")->check(CLI::Range(1, 4096))->capture_default_str();
   command->add_option("--dim", options->dim, "Dimension of a head")->check(CLI::Range(8, 256))->capture_default_str();
   command->add_option("--chunk", options->chunk, "Tokens in a chunk; 0: by dimension")
-      ->check(CLI::NonNegativeNumber)
+      ->check(at_least(0))
       ->capture_default_str();
   command->add_option("--dtype", options->dtype, "f32, bf16, f16")
       ->check(CLI::IsMember({"f32", "bf16", "f16"}))
       ->capture_default_str();
-  command->add_option("--device", options->device, "cpu")->check(readable_by(device_from_name))->capture_default_str();
+  command->add_option("--device", options->device, "cpu, cuda, cuda:N")->check(readable_by(device_from_name))->capture_default_str();
   command->add_option("--mean-decay", options->mean_decay, "Log-decays are uniform in [-2x, 0]")
-      ->check(CLI::NonNegativeNumber)
+      ->check(at_least(0))
       ->capture_default_str();
   command->add_flag("--backward", options->backward, "Also forward and backward together");
-  command->add_option("--threads", options->threads, "0: all")->check(CLI::Range(0, 1024))->capture_default_str();
+  add_threads(*command, options->threads);
   command->add_option("--json", options->json, "Write the rows to this file");
   command->footer("Example: furious bench mixer --preset 2mamba --length 512,2048 --form auto,parallel --backward");
   command->callback([options] { options->run(); });

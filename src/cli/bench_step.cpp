@@ -88,20 +88,20 @@ TrainOptions StepBench::resolve() const {
   if (!named.size.empty()) options.hidden = options.intermediate = options.heads = options.layers = 0;
   flags.apply(options);
   options.arch = preset;
+  check_train_options(options);
   return options;
 }
 
 void StepBench::run() const {
   JsonFile file(json);
-  const TrainOptions options = resolve();
-  require(device_from_name(options.device).is_cpu(), "bench step: models do not train on \"{}\" yet; use --device cpu",
-          options.device);
+  const TrainOptions options = resolved(resolve());
+  const Device device = device_from_name(options.device);
   if (options.threads > 0) set_threads(static_cast<int>(options.threads));
   TrainData data;
   data.batches = std::make_unique<RandomBatches>(options.batch, options.length, vocabulary);
   Trainer trainer(options, std::move(data));
   trainer.step();  // asks the system for memory once and for all
-  Arena& arena = Arena::of({});
+  Arena& arena = Arena::of(device);
   arena.reset_peak();
   std::vector<TrainStep> done;
   for (int64_t i = 0; i < steps; ++i) done.push_back(trainer.step());
@@ -115,18 +115,19 @@ void StepBench::run() const {
   const double seconds = tokens / median.tokens_per_second;
   const double rate = flops / seconds / median.mfu;
   const auto peak = static_cast<int64_t>(arena.usage().peak);
-  fmt::print("{}: {:.1f} M parameters, {} layers of width {}, batch {} x {} tokens, {} products, {} threads\n",
-             config.arch, static_cast<double>(parameter_count(config)) / 1e6, config.layers, config.hidden,
-             options.batch, options.length, options.dtype, threads());
+  fmt::print("{}: {:.1f} M parameters, {} layers of width {}, batch {} x {} tokens, {} products, {}\n", config.arch,
+             static_cast<double>(parameter_count(config)) / 1e6, config.layers, config.hidden, options.batch,
+             options.length, options.dtype, device.is_cpu() ? fmt::format("{} threads", threads()) : options.device);
   fmt::print("{:.0f} tokens/s, median of {} steps of {:.1f} ms; {:.1f} MFLOP a token, {:.0f} % of {:.0f} GFLOP/s ({}); "
              "peak {:.2f} GB\n",
              median.tokens_per_second, steps, seconds * 1e3, flops / tokens / 1e6, 100 * median.mfu, rate / 1e9,
-             matmul_library(), static_cast<double>(peak) / 1e9);
+             matmul_library(device), static_cast<double>(peak) / 1e9);
   file.write(nlohmann::ordered_json{{"preset", options.arch},
                                     {"size", size_text(options, config)},
                                     {"parameters", parameter_count(config)},
                                     {"length", options.length},
                                     {"batch", options.batch},
+                                    {"device", options.device},
                                     {"dtype", options.dtype},
                                     {"threads", threads()},
                                     {"tokens_per_second", median.tokens_per_second},

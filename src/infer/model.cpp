@@ -29,9 +29,13 @@ Model::Parts::Parts(LanguageModel model, std::shared_ptr<const Tokenizer> its_to
 Model::Model(std::shared_ptr<const Parts> parts) : parts_(std::move(parts)) {}
 
 Model Model::load(const std::filesystem::path& given, const LoadOptions& options) {
-  require(device_from_name(options.device).is_cpu(), "device {}: models run on \"cpu\" only, so far", options.device);
+  const Device device = device_from_name(options.device);
+  const std::string dtype = !options.dtype.empty() ? options.dtype : device.is_cpu() ? "f32" : "bf16";
+  require(dtype == "f32" || dtype == "bf16", "dtype {}: models run in f32 or bf16", dtype);
   const std::filesystem::path path = checkpoint_of(given);
-  LanguageModel model = load_model(path, options.arch);
+  LanguageModel model = load_model(path, options.arch, device);
+  model.set_compute(compute_in(dtype_from_name(dtype), device));
+  if (dtype == "bf16") model.round_weights();
   const auto folder = std::filesystem::is_directory(path) ? path : path.parent_path();
   auto tokenizer = load_tokenizer(options.tokenizer.empty() ? folder.string() : options.tokenizer);
   return Model(std::make_shared<const Parts>(std::move(model), std::move(tokenizer), options.bos));

@@ -20,7 +20,7 @@ constexpr int64_t kPiece = 4096;
 Tensor repeated(const Tensor& x, int64_t times) {
   std::vector<int64_t> sizes(x.shape().begin(), x.shape().end());
   sizes[0] *= times;
-  const Tensor out = Tensor::empty(Shape(sizes), x.dtype());
+  const Tensor out = Tensor::empty(Shape(sizes), x.dtype(), x.device());
   for (int64_t i = 0; i < times; ++i) copy(out.slice(0, i * x.size(0), x.size(0)), x);
   return out;
 }
@@ -76,17 +76,19 @@ void Session::Memory::start() {
 // From here on every sequence has a row of its own.
 void Session::Memory::spread() {
   if (cache.batch() == sequences) return;
-  ModelCache::Contents contents = cache.contents();
+  const Device device = language_model().device();
+  ModelCache::Contents contents = cache.contents(device);
   for (auto& [name, tensor] : contents.tensors) tensor = repeated(tensor, sequences);
-  cache = ModelCache(language_model().config(), sequences, contents);
+  cache = ModelCache(language_model().config(), sequences, contents, device);
   logits = repeated(logits, sequences);
   history.resize(sequences, history[0]);
 }
 
 Session::Session(const Model& model, int sequences) {
   require(sequences >= 1, "session: {} sequences, expected 1 or more", sequences);
-  const ModelConfig& config = model.parts().language_model.config();
-  memory_ = std::make_unique<Memory>(Memory{model, sequences, ModelCache(config, 1), {}, {{}}});
+  const LanguageModel& language_model = model.parts().language_model;
+  ModelCache cache(language_model.config(), 1, language_model.device());
+  memory_ = std::make_unique<Memory>(Memory{model, sequences, std::move(cache), {}, {{}}});
 }
 
 Session::~Session() = default;
@@ -189,7 +191,7 @@ void Session::load(const std::filesystem::path& file) {
                  [](int32_t id) { return id >= 0; });
   }
   try {
-    memory.cache = ModelCache(config, rows, state.cache);
+    memory.cache = ModelCache(config, rows, state.cache, memory.language_model().device());
   } catch (const Error& error) {
     fail("{}: {}", file.string(), error.what());
   }

@@ -54,8 +54,8 @@ bool is_stray(const std::string& name) {
 }
 
 // Of a dtype that can be loaded, so that its shape is one of numbers that are there.
-const StoredTensor& stored_tensor(const SafetensorsReader& reader, const std::string& name,
-                                  const std::string& shape = "") {
+const StoredTensor& stored_tensor(const SafetensorsReader& reader, std::string_view name,
+                                  std::string_view shape = "") {
   const StoredTensor* const tensor = reader.find(name);
   require(tensor != nullptr, "{}: no tensor \"{}\"{}; the file is incomplete, or of another architecture",
           reader.path().string(), name, shape);
@@ -190,18 +190,19 @@ ModelConfig load_config(const fs::path& given, const std::string& arch) {
   return fs::exists(file, ignored) ? saved_config(file, arch) : release_config(SafetensorsReader(path), arch);
 }
 
-LanguageModel load_model(const fs::path& given, const std::string& arch) {
+LanguageModel load_model(const fs::path& given, const std::string& arch, Device device) {
   const fs::path path = checkpoint_of(given);
   const ModelConfig config = load_config(path, arch);
   const SafetensorsReader reader(path);
   check_tensors(reader, config);
-  return LanguageModel(config, [&](const std::string& name, const Tensor& out) {
+  const auto fill = [&](const std::string& name, const Tensor& out) {
     int64_t row = 0;
     for (const Piece& piece : pieces_of(reader, config, name, out.shape())) {
       reader.load_into(piece.name, out.slice(0, row, piece.shape[0]).view(piece.shape));
       row += piece.shape[0];
     }
-  });
+  };
+  return LanguageModel(config, fill, device);
 }
 
 void save_model(const fs::path& directory, const LanguageModel& model) {

@@ -19,7 +19,7 @@ std::filesystem::path checkpoint_of(const std::filesystem::path& path);
 //
 // Every tensor is compared with the configuration before the model is made. One that is missing, of another shape or
 // left over is an Error; only buffers that hold no weights (masks, rotary frequencies) may be left over.
-LanguageModel load_model(const std::filesystem::path& path, const std::string& arch = "");
+LanguageModel load_model(const std::filesystem::path& path, const std::string& arch = "", Device device = {});
 ModelConfig load_config(const std::filesystem::path& path, const std::string& arch = "");
 
 // Writes config.json and model.safetensors, with f32 weights, into an existing directory.

@@ -38,8 +38,8 @@ double dt_bias_of(double log_dt) {
 // move the others' numbers, or ones that `fill` gives. With a `visit`, it tells of them and makes none.
 class LanguageModel::Maker {
  public:
-  Maker(std::vector<Parameter>& parameters, uint64_t seed, Fill fill)
-      : parameters_(parameters), seed_(seed), fill_(std::move(fill)) {}
+  Maker(std::vector<Parameter>& parameters, Device device, uint64_t seed, Fill fill)
+      : parameters_(parameters), device_(device), seed_(seed), fill_(std::move(fill)) {}
   Maker(std::vector<Parameter>& parameters, Visit visit) : parameters_(parameters), visit_(std::move(visit)) {}
 
   Variable normal(const std::string& name, const Shape& shape) {
@@ -51,12 +51,14 @@ class LanguageModel::Maker {
   Variable constant(const std::string& name, const Shape& shape, float value) {
     return add(name, shape, [&](const Tensor& x, uint64_t) { furious::fill(x, value); });
   }
-  // f(u) of numbers u that are uniform in [low, high).
+  // f(u) of numbers u that are uniform in [low, high); f of the CPU, for the same bits everywhere.
   Variable mapped(const std::string& name, const Shape& shape, float low, float high, double (*f)(double)) {
-    return add(name, shape, [&](const Tensor& x, uint64_t stream) {
+    return add(name, shape, [&](const Tensor& out, uint64_t stream) {
+      const Tensor x = Tensor::empty(shape, DType::f32);
       fill_uniform(x, low, high, seed_, stream);
       for (int64_t i = 0; i < x.elements(); ++i)
         x.data<float>()[i] = static_cast<float>(f(static_cast<double>(x.data<float>()[i])));
+      copy_between(out, x);
     });
   }
 
@@ -67,7 +69,7 @@ class LanguageModel::Maker {
       visit_(name, shape);
       return {};
     }
-    const Tensor value = Tensor::empty(shape, DType::f32);
+    const Tensor value = Tensor::empty(shape, DType::f32, device_);
     if (fill_)
       fill_(name, value);
     else
@@ -78,16 +80,17 @@ class LanguageModel::Maker {
   }
 
   std::vector<Parameter>& parameters_;
+  Device device_;
   uint64_t seed_ = 0;
   Fill fill_;
   Visit visit_;
 };
 
-ModelCache::ModelCache(const ModelConfig& config, int64_t batch) : batch_(batch) {
+ModelCache::ModelCache(const ModelConfig& config, int64_t batch, Device device) : batch_(batch) {
   for (int64_t i = 0; i < config.layers; ++i) {
-    Layer layer{MixerCache(config.block.mixer(), cache_sizes(config, batch)), {}};
+    Layer layer{MixerCache(config.block.mixer(), cache_sizes(config, batch), device), {}};
     if (config.block.conv_window > 0)
-      layer.conv = Tensor::zeros({batch, config.block.conv_window - 1, config.qkv_width()}, DType::f32);
+      layer.conv = Tensor::zeros({batch, config.block.conv_window - 1, config.qkv_width()}, DType::f32, device);
     layers_.push_back(std::move(layer));
   }
 }
@@ -106,20 +109,23 @@ void for_each_tensor(int64_t layer, auto& mixer, auto& conv, auto&& f) {
 
 }  // namespace
 
-ModelCache::Contents ModelCache::contents() const {
+ModelCache::Contents ModelCache::contents(Device where) const {
   Contents contents;
   for (size_t i = 0; i < layers_.size(); ++i) {
-    const MixerContents mixer = layers_[i].mixer.contents();
+    const MixerContents mixer = layers_[i].mixer.contents(where);
+    const Tensor& conv = layers_[i].conv;
+    const Tensor conv_contents = conv ? to_device(to_dtype(conv, DType::f32), where) : conv;
     contents.tokens = mixer.tokens;
     contents.pending = mixer.pending;
-    for_each_tensor(static_cast<int64_t>(i), mixer, layers_[i].conv, [&](const std::string& name, const Tensor& x) {
+    for_each_tensor(static_cast<int64_t>(i), mixer, conv_contents, [&](const std::string& name, const Tensor& x) {
       if (x) contents.tensors[name] = x;
     });
   }
   return contents;
 }
 
-ModelCache::ModelCache(const ModelConfig& config, int64_t batch, const Contents& contents) : batch_(batch) {
+ModelCache::ModelCache(const ModelConfig& config, int64_t batch, const Contents& contents, Device device)
+    : batch_(batch) {
   size_t used = 0;
   for (int64_t i = 0; i < config.layers; ++i) {
     MixerContents mixer{contents.tokens, contents.pending, {}, {}, {}, {}};
@@ -134,8 +140,9 @@ ModelCache::ModelCache(const ModelConfig& config, int64_t batch, const Contents&
             "model_cache: the convolution's inputs are in the contents or in the model, but not in both");
     if (conv)
       ArgumentCheck("model_cache")
-          .dense("conv", conv, DType::f32, {batch, config.block.conv_window - 1, config.qkv_width()});
-    layers_.push_back({MixerCache(config.block.mixer(), cache_sizes(config, batch), mixer), conv});
+          .dense("conv", conv, DType::f32, {batch, config.block.conv_window - 1, config.qkv_width()}, conv.device());
+    layers_.push_back({MixerCache(config.block.mixer(), cache_sizes(config, batch), mixer, device),
+                       conv ? to_dtype(to_device(conv, device), DType::f32) : conv});  // its own: a step writes it
   }
   require(used == contents.tensors.size(), "model_cache: contents with {} tensors, the model knows {} of them",
           contents.tensors.size(), used);
@@ -148,18 +155,26 @@ int64_t ModelCache::bytes() const {
   return sum;
 }
 
-LanguageModel::LanguageModel(const ModelConfig& config, uint64_t seed) : LanguageModel(config) {
-  Maker maker(parameters_, seed, {});
+Compute compute_in(DType dtype, Device device) {
+  Compute compute;
+  compute.precision = dtype == DType::bf16 ? MatmulPrecision::bf16 : MatmulPrecision::f32;
+  if (!device.is_cpu()) compute.activations = dtype;
+  return compute;
+}
+
+LanguageModel::LanguageModel(const ModelConfig& config, uint64_t seed, Device device) : LanguageModel(config, device) {
+  Maker maker(parameters_, device, seed, {});
   make(maker);
 }
 
-LanguageModel::LanguageModel(const ModelConfig& config, const Fill& fill) : LanguageModel(config) {
-  Maker maker(parameters_, 0, fill);
+LanguageModel::LanguageModel(const ModelConfig& config, const Fill& fill, Device device)
+    : LanguageModel(config, device) {
+  Maker maker(parameters_, device, 0, fill);
   make(maker);
 }
 
 void LanguageModel::visit_parameters(const ModelConfig& config, const Visit& visit) {
-  LanguageModel model(config);
+  LanguageModel model(config, Device{});
   Maker maker(model.parameters_, visit);
   model.make(maker);
 }
@@ -206,6 +221,28 @@ void LanguageModel::make(Maker& maker) {
   if (!config.tie_embeddings) head_ = maker.normal("lm_head.weight", {config.vocabulary, config.hidden});
 }
 
+void LanguageModel::round_weights() {
+  const auto round = [](Variable& weight) {
+    if (weight) weight = Variable(to_dtype(weight.value(), DType::bf16));
+  };
+  head_ = output_weight();
+  round(head_);
+  for (Layer& l : layers_)
+    for (Variable* weight : {&l.qkv, &l.dt, &l.a_mask, &l.z_gate, &l.out, &l.gate, &l.up, &l.down}) round(*weight);
+}
+
+int64_t LanguageModel::bytes_per_token() const {
+  size_t bytes = 0;
+  const auto count = [&](const Variable& weight) { bytes += weight ? weight.value().bytes() : 0; };
+  count(norm_);
+  count(output_weight());
+  for (const Layer& l : layers_)
+    for (const Variable& weight : {l.input_norm, l.qkv, l.conv_weight, l.conv_bias, l.dt, l.dt_bias, l.a_mask, l.a_log,
+                                   l.d, l.z_gate, l.z_gate_bias, l.out_norm, l.out, l.mlp_norm, l.gate, l.up, l.down})
+      count(weight);
+  return static_cast<int64_t>(bytes);
+}
+
 Variable LanguageModel::mix(Tape& tape, const Variable& q, const Variable& k, const Variable& v,
                             const Variable& log_decay, const Tensor& boundaries, ModelCache::Layer* cache) const {
   if (cache == nullptr) return mixer(tape, config_.block.mixer(), q, k, v, log_decay, boundaries);
@@ -229,8 +266,13 @@ Variable LanguageModel::block(Tape& tape, const Layer& layer, const Variable& h,
       qkv = conv(tape, qkv, layer.conv_weight, layer.conv_bias, after, boundaries);
     } else {
       const Tensor before = qkv.value();
-      qkv = Variable(conv_forward(before, layer.conv_weight.value(), layer.conv_bias.value(), after, {}, cache->conv));
-      cache->conv = conv_state(before, block.conv_window, {}, cache->conv);
+      const Tensor weight = layer.conv_weight.value(), bias = layer.conv_bias.value();
+      if (before.size(1) == 1) {
+        qkv = Variable(conv_step(cache->conv, before.select(1, 0), weight, bias, after).view(before.shape()));
+      } else {
+        qkv = Variable(conv_forward(before, weight, bias, after, {}, cache->conv));
+        cache->conv = conv_state(before, block.conv_window, {}, cache->conv);
+      }
     }
   }
   const std::vector<Variable> parts = split_heads(
@@ -277,7 +319,7 @@ Variable LanguageModel::hidden(Tape& tape, const Tensor& tokens, const Tensor& b
   const auto seen = [observe](const std::string& place, const Variable& out) {
     if (observe) observe(place, out.value());
   };
-  Variable x = embedding(tape, embedding_, tokens);
+  Variable x = embedding(tape, embedding_, here("tokens", tokens, 0), compute_.activations);
   seen("model.embed_tokens", x);
   for (size_t i = 0; i < layers_.size(); ++i) {
     // Holds what it needs by value: recomputed() runs it again when this function has returned.
@@ -296,21 +338,44 @@ Variable LanguageModel::hidden(Tape& tape, const Tensor& tokens, const Tensor& b
   return x;
 }
 
+// Token ids that enter from the CPU, checked, on the model's device.
+Tensor LanguageModel::here(std::string_view argument, const Tensor& ids, int64_t first) const {
+  const ArgumentCheck check("language_model");
+  check.dtype(argument, ids, {DType::i32});
+  if (ids.device() == device_) return ids;
+  check.token_ids(argument, ids, first, config_.vocabulary);
+  return to_device(ids, device_);
+}
+
 Variable LanguageModel::loss(Tape& tape, const Tensor& tokens, const Tensor& targets, const Tensor& boundaries,
                              const Tensor& row_losses) const {
-  return cross_entropy(tape, hidden(tape, tokens, boundaries, nullptr), output_weight(), targets, row_losses,
+  const Tensor targets_here = here("targets", targets, kIgnoredTarget);
+  return cross_entropy(tape, hidden(tape, tokens, boundaries, nullptr), output_weight(), targets_here, row_losses,
                        compute_.precision);
 }
 
+Tensor LanguageModel::logits_of(const Tensor& h) const {
+  const Tensor weight = output_weight().value();
+  if (device_.is_cpu() || weight.dtype() == DType::f32) {
+    const Tensor exact = h.dtype() == DType::f32 && h.is_contiguous() ? h : to_dtype(h, DType::f32);
+    return to_device(linear_forward(exact, weight), {});
+  }
+  Shape shape = h.shape();
+  shape[h.rank() - 1] = weight.size(0);
+  const Tensor logits = Tensor::empty(shape, DType::f32, device_);
+  matmul(logits.as_matrix(), to_dtype(h, DType::bf16).as_matrix(), weight,
+         {.transpose_b = true, .precision = MatmulPrecision::bf16});
+  return to_device(logits, {});
+}
+
 Tensor LanguageModel::logits(const Tensor& tokens, const Tensor& boundaries) const {
-  return linear_forward(hidden(Tape::off(), tokens, boundaries, nullptr).value(), output_weight().value());
+  return logits_of(hidden(Tape::off(), tokens, boundaries, nullptr).value());
 }
 
 Tensor LanguageModel::read(ModelCache& cache, const Tensor& tokens) const {
   ArgumentCheck("language_model.read").shape("tokens", tokens, {cache.batch(), ArgumentCheck::kAny});
   const Tensor h = hidden(Tape::off(), tokens, {}, &cache).value();
-  const Tensor last = to_dtype(h.select(1, h.size(1) - 1), DType::f32);
-  return linear_forward(last, output_weight().value());
+  return logits_of(h.select(1, h.size(1) - 1));
 }
 
 std::string LanguageModel::first_not_finite(const Tensor& tokens, const Tensor& boundaries) const {
@@ -318,7 +383,8 @@ std::string LanguageModel::first_not_finite(const Tensor& tokens, const Tensor& 
   int64_t layers_done = 0;
   try {
     hidden(Tape::off(), tokens, boundaries, nullptr, [&](const std::string& place, const Tensor& out) {
-      if (first.empty() && !std::isfinite(gradient_norm(std::span(&out, 1)))) first = place;
+      const Tensor exact = out.dtype() == DType::f32 ? out : to_dtype(out, DType::f32);
+      if (first.empty() && !std::isfinite(gradient_norm(std::span(&exact, 1)))) first = place;
       if (place.ends_with(".mlp")) ++layers_done;
     });
   } catch (const Error&) {  // the mixer refuses decays that are not finite

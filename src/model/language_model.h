@@ -21,17 +21,18 @@ namespace furious {
 // What a model remembers of the sequences it has read: per layer the mixer's cache and the convolution's last inputs.
 class ModelCache {
  public:
-  ModelCache(const ModelConfig& config, int64_t batch);
+  ModelCache(const ModelConfig& config, int64_t batch, Device device = {});
 
-  // Everything it holds, to keep elsewhere and go on from later, to the bit. Every tensor begins with the batch.
+  // Everything it holds, to keep elsewhere and go on from later, to the bit and on any device. Every tensor is f32 and
+  // begins with the batch.
   struct Contents {
     int64_t tokens = 0;   // read
     int64_t pending = 0;  // of them not yet in the state (MixerContents)
     std::map<std::string, Tensor> tensors;
   };
-  Contents contents() const;
+  Contents contents(Device where = {}) const;
   // Goes on from there; what does not fit the model is refused.
-  ModelCache(const ModelConfig& config, int64_t batch, const Contents& contents);
+  ModelCache(const ModelConfig& config, int64_t batch, const Contents& contents, Device device = {});
 
   int64_t tokens() const { return layers_.front().mixer.tokens(); }
   int64_t batch() const { return batch_; }
@@ -41,7 +42,7 @@ class ModelCache {
   friend class LanguageModel;
   struct Layer {
     MixerCache mixer;
-    Tensor conv;  // [batch, window − 1, channels]; only with a convolution
+    Tensor conv;  // [batch, window − 1, channels] f32; only with a convolution
   };
   int64_t batch_;
   std::vector<Layer> layers_;
@@ -56,32 +57,44 @@ struct Parameter {
 struct Compute {
   MatmulPrecision precision = MatmulPrecision::f32;
   bool recompute = false;  // keep only the input of each layer for the backward pass, and run the layer again there
+  DType activations = DType::f32;  // bf16 only on a GPU
 };
+// Products in f32 or bf16; on a GPU activations too.
+Compute compute_in(DType dtype, Device device);
 
 class LanguageModel {
  public:
   // New weights: normal(0, 0.02), convolution uniform ±1/√window, decay and dt as Mamba-2 starts them.
-  LanguageModel(const ModelConfig& config, uint64_t seed);
+  // The same bits on every device.
+  LanguageModel(const ModelConfig& config, uint64_t seed, Device device = {});
   // Weights from elsewhere: `fill` is called once for each parameter, with its name and the f32 tensor to write.
   using Fill = std::function<void(const std::string& name, const Tensor& out)>;
-  LanguageModel(const ModelConfig& config, const Fill& fill);
+  LanguageModel(const ModelConfig& config, const Fill& fill, Device device = {});
 
   // Names and shapes of the parameters of such a model, in order, without making them.
   using Visit = std::function<void(const std::string& name, const Shape& shape)>;
   static void visit_parameters(const ModelConfig& config, const Visit& visit);
 
   const ModelConfig& config() const { return config_; }
+  Device device() const { return device_; }
   const std::vector<Parameter>& parameters() const { return parameters_; }
   void set_compute(const Compute& compute) { compute_ = compute; }
+  // For reading only: keeps the weights of products in bf16 beside the parameters, so that a token reads half the bytes.
+  // Such a model is not trained.
+  void round_weights();
+  int64_t bytes_per_token() const;  // of the weights that reading a token takes, however many sequences read one
+
+  // Tokens and targets may be on the CPU, whatever the model's device; what is not is not checked. Boundaries always are.
 
   // Mean cross-entropy of targets (i32 [batch, length], −1 ignored) after tokens of the same shape. Documents of a
-  // packed batch are kept apart by boundaries (ops/boundaries.h).
+  // packed batch are kept apart by boundaries (ops/boundaries.h). Loss and row_losses are on the model's device.
   Variable loss(Tape& tape, const Tensor& tokens, const Tensor& targets, const Tensor& boundaries = {},
                 const Tensor& row_losses = {}) const;
 
-  // Logits [batch, length, vocabulary] of a full pass.
+  // Logits [batch, length, vocabulary] of a full pass, f32 on the CPU.
   Tensor logits(const Tensor& tokens, const Tensor& boundaries = {}) const;
-  // Reads more tokens [batch, length] of every sequence of the cache; logits [batch, vocabulary] after the last.
+  // Reads more tokens [batch, length] of every sequence of the cache; logits [batch, vocabulary] after the last, f32 on
+  // the CPU.
   Tensor read(ModelCache& cache, const Tensor& tokens) const;
 
   // Where a full pass first meets a number that is not finite, as the checkpoint names the place
@@ -94,7 +107,7 @@ class LanguageModel {
     Variable mlp_norm, gate, up, down;
   };
 
-  explicit LanguageModel(const ModelConfig& config) : config_(config) {}
+  LanguageModel(const ModelConfig& config, Device device) : config_(config), device_(device) {}
 
   // Makes the parameters, in order.
   class Maker;
@@ -110,13 +123,17 @@ class LanguageModel {
                  ModelCache::Layer* cache) const;
   Variable mix(Tape& tape, const Variable& q, const Variable& k, const Variable& v, const Variable& log_decay,
                const Tensor& boundaries, ModelCache::Layer* cache) const;
-  Variable output_weight() const { return config_.tie_embeddings ? embedding_ : head_; }
+  Tensor here(std::string_view argument, const Tensor& ids, int64_t first) const;
+  Tensor logits_of(const Tensor& h) const;
+  Variable output_weight() const { return head_ ? head_ : embedding_; }
 
   ModelConfig config_;
+  Device device_;
   Compute compute_;
   std::vector<Parameter> parameters_;
   std::vector<Layer> layers_;
-  Variable embedding_, norm_, head_;
+  Variable embedding_, norm_;
+  Variable head_;  // not there where the embedding serves
 };
 
 }  // namespace furious

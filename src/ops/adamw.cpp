@@ -7,6 +7,7 @@
 #include "base/error.h"
 #include "base/parallel.h"
 #include "tensor/check.h"
+#include "tensor/dispatch.h"
 
 namespace furious {
 namespace {
@@ -27,7 +28,7 @@ void check_options(const AdamW& options, int64_t step, double gradient_scale) {
   require(std::isfinite(gradient_scale), "adamw: gradient scale is {}, expected a finite number", gradient_scale);
 }
 
-cpu::AdamWConstants constants_of(const AdamW& options, int64_t step, double gradient_scale) {
+AdamWConstants constants_of(const AdamW& options, int64_t step, double gradient_scale) {
   const auto t = static_cast<double>(step);
   return {.gradient_scale = static_cast<float>(gradient_scale),
           .beta1 = static_cast<float>(options.beta1),
@@ -46,47 +47,79 @@ struct Block {
 };
 
 std::vector<Block> blocks_of(std::span<const Tensor> tensors) {
-  const ArgumentCheck check("gradient_norm");
   std::vector<Block> blocks;
-  for (const Tensor& tensor : tensors) {
-    if (!tensor) continue;
-    check.dtype("gradients", tensor, {DType::f32});
-    check.device("gradients", tensor, {});
-    check.contiguous("gradients", tensor);
+  for (const Tensor& tensor : tensors)
     for (int64_t begin = 0; begin < tensor.elements(); begin += kNormBlock)
       blocks.push_back({tensor.data<float>() + begin, std::min(kNormBlock, tensor.elements() - begin)});
-  }
   return blocks;
+}
+
+void check_tensors(const AdamWTensors& tensors, Device device) {
+  const ArgumentCheck check("adamw");
+  check.present("parameter", tensors.parameter);
+  const std::vector<int64_t> shape(tensors.parameter.shape().begin(), tensors.parameter.shape().end());
+  check.dense("parameter", tensors.parameter, DType::f32, shape, device);
+  check.dense("gradient", tensors.gradient, DType::f32, shape, device);
+  check.dense("first_moment", tensors.first_moment, DType::f32, shape, device);
+  check.dense("second_moment", tensors.second_moment, DType::f32, shape, device);
 }
 
 }  // namespace
 
-void adamw_update(const Tensor& parameter, const Tensor& gradient, const Tensor& first_moment,
-                  const Tensor& second_moment, const AdamW& options, int64_t step, double gradient_scale) {
-  const ArgumentCheck check("adamw");
-  check.present("parameter", parameter);
-  const std::vector<int64_t> shape(parameter.shape().begin(), parameter.shape().end());
-  check.dense("parameter", parameter, DType::f32, shape);
-  check.dense("gradient", gradient, DType::f32, shape);
-  check.dense("first_moment", first_moment, DType::f32, shape);
-  check.dense("second_moment", second_moment, DType::f32, shape);
-  check_options(options, step, gradient_scale);
-  const cpu::AdamWConstants constants = constants_of(options, step, gradient_scale);
-  parallel_ranges(parameter.elements(), kGrain, [&](int64_t begin, int64_t end) {
-    cpu::adamw_update(end - begin, constants, parameter.data<float>() + begin, gradient.data<float>() + begin,
-                      first_moment.data<float>() + begin, second_moment.data<float>() + begin);
-  });
+namespace cpu {
+
+void adamw_update(std::span<const AdamWTensors> tensors, const AdamWConstants& constants) {
+  for (const auto& [parameter, gradient, first_moment, second_moment] : tensors) {
+    float* const p = parameter.data<float>();
+    const float* const g = gradient.data<float>();
+    float* const m = first_moment.data<float>();
+    float* const v = second_moment.data<float>();
+    parallel_ranges(parameter.elements(), kGrain, [&](int64_t begin, int64_t end) {
+      adamw_update(end - begin, constants, p + begin, g + begin, m + begin, v + begin);
+    });
+  }
 }
 
 double gradient_norm(std::span<const Tensor> gradients) {
   const std::vector<Block> blocks = blocks_of(gradients);
   std::vector<double> sums(blocks.size());
   parallel_ranges(static_cast<int64_t>(blocks.size()), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) sums[i] = cpu::sum_of_squares(blocks[i].data, blocks[i].count);
+    for (int64_t i = begin; i < end; ++i) sums[i] = sum_of_squares(blocks[i].data, blocks[i].count);
   });
   double total = 0;
   for (double sum : sums) total += sum;
   return std::sqrt(total);
+}
+
+}  // namespace cpu
+
+void adamw_update(std::span<const AdamWTensors> tensors, const AdamW& options, int64_t step, double gradient_scale) {
+  check_options(options, step, gradient_scale);
+  if (tensors.empty()) return;
+  const Device device = tensors.front().parameter.device();
+  for (const AdamWTensors& each : tensors) check_tensors(each, device);
+  FURIOUS_DISPATCH(device, adamw_update(tensors, constants_of(options, step, gradient_scale)));
+}
+
+void adamw_update(const Tensor& parameter, const Tensor& gradient, const Tensor& first_moment,
+                  const Tensor& second_moment, const AdamW& options, int64_t step, double gradient_scale) {
+  const AdamWTensors tensors{parameter, gradient, first_moment, second_moment};
+  adamw_update(std::span(&tensors, 1), options, step, gradient_scale);
+}
+
+double gradient_norm(std::span<const Tensor> gradients) {
+  const ArgumentCheck check("gradient_norm");
+  std::vector<Tensor> present;
+  for (const Tensor& gradient : gradients)
+    if (gradient) present.push_back(gradient);
+  if (present.empty()) return 0;
+  const Device device = present.front().device();
+  for (const Tensor& gradient : present) {
+    check.dtype("gradients", gradient, {DType::f32});
+    check.device("gradients", gradient, device);
+    check.contiguous("gradients", gradient);
+  }
+  return FURIOUS_DISPATCH(device, gradient_norm(present));
 }
 
 }  // namespace furious

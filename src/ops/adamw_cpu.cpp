@@ -15,7 +15,7 @@ namespace {
 namespace hn = hwy::HWY_NAMESPACE;
 
 template <class D>
-HWY_INLINE void update_at(D d, const cpu::AdamWConstants& c, float* parameter, const float* gradient,
+HWY_INLINE void update_at(D d, const AdamWConstants& c, float* parameter, const float* gradient,
                           float* first_moment, float* second_moment) {
   const auto g = hn::Mul(hn::Set(d, c.gradient_scale), hn::LoadU(d, gradient));
   const auto m = hn::MulAdd(hn::Set(d, c.beta1), hn::LoadU(d, first_moment), hn::Mul(hn::Set(d, c.one_minus_beta1), g));
@@ -28,7 +28,7 @@ HWY_INLINE void update_at(D d, const cpu::AdamWConstants& c, float* parameter, c
   hn::StoreU(hn::MulSub(hn::Set(d, c.decay), hn::LoadU(d, parameter), change), d, parameter);
 }
 
-void update(int64_t count, const cpu::AdamWConstants& c, float* parameter, const float* gradient, float* first_moment,
+void update(int64_t count, const AdamWConstants& c, float* parameter, const float* gradient, float* first_moment,
             float* second_moment) {
   const hn::ScalableTag<float> d;
   const hn::CappedTag<float, 1> one;  // rounds as a full vector does, so it does not matter where a thread's range ends

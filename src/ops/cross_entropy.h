@@ -8,7 +8,8 @@
 //
 // Logits exist for a few hundred rows at a time: what is wanted of their gradients is computed, for an upstream
 // gradient of 1, while they are there. Everything is f32 and contiguous; W may be bf16 or f16 when its gradient is not
-// wanted.
+// wanted. On a GPU h may be bf16: logits and dh are bf16 then, losses and dW f32; nothing waits for the device, so a graph
+// can capture it; and targets are not checked: one outside the vocabulary makes the loss NaN.
 #pragma once
 
 #include "ops/matmul.h"
@@ -26,8 +27,8 @@ struct CrossEntropyOptions {
 };
 
 struct CrossEntropyResult {
-  Tensor loss;  // [1]
-  int64_t counted = 0;
+  Tensor loss;     // f32 [1]
+  Tensor counted;  // n, i32 [1]
   Tensor hidden_gradient;
   Tensor weight_gradient;
 };
@@ -38,11 +39,24 @@ CrossEntropyResult cross_entropy_forward(const Tensor& hidden, const Tensor& wei
 Variable cross_entropy(Tape& tape, const Variable& hidden, const Variable& weight, const Tensor& targets,
                        const Tensor& row_losses = {}, MatmulPrecision precision = MatmulPrecision::f32);
 
+// Bytes of logits that exist at a time, at most.
+int64_t most_logit_bytes(Device device);
+
 namespace cpu {
-// The loss of every row of logits [rows, vocabulary]; with gradients, replaces each row by `coefficient` times the
-// gradient of its loss.
-void cross_entropy_rows(const Tensor& logits, const int32_t* targets, double* losses);
-void cross_entropy_rows_with_gradient(const Tensor& logits, const int32_t* targets, float coefficient, double* losses);
+// The number of targets that are not ignored.
+void count_targets(const Tensor& counted, const Tensor& targets);
+// losses (f64) of the rows of logits [rows, vocabulary]; with_gradient replaces each row by 1/n of its loss's gradient.
+void cross_entropy_rows(const Tensor& logits, const Tensor& targets, const Tensor& counted, bool with_gradient,
+                        const Tensor& losses);
+void mean_loss(const Tensor& loss, const Tensor& losses, const Tensor& counted);
+void scale(const Tensor& tensor, const Tensor& factor);  // tensor *= factor [1]
 }  // namespace cpu
+namespace cuda {
+void count_targets(const Tensor& counted, const Tensor& targets);
+void cross_entropy_rows(const Tensor& logits, const Tensor& targets, const Tensor& counted, bool with_gradient,
+                        const Tensor& losses);
+void mean_loss(const Tensor& loss, const Tensor& losses, const Tensor& counted);
+void scale(const Tensor& tensor, const Tensor& factor);
+}  // namespace cuda
 
 }  // namespace furious

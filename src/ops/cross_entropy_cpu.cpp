@@ -112,28 +112,23 @@ HWY_EXPORT(row_loss_with_gradient);
 
 namespace cpu {
 
-void cross_entropy_rows(const Tensor& logits, const int32_t* targets, double* losses) {
+void cross_entropy_rows(const Tensor& logits, const Tensor& targets, const Tensor& counted, bool with_gradient,
+                        const Tensor& losses) {
   const int64_t vocabulary = logits.size(1);
-  float* data = logits.data<float>();
-  parallel_ranges(logits.size(0), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row)
-      losses[row] = targets[row] == kIgnoredTarget
-                        ? 0.0
-                        : HWY_DYNAMIC_DISPATCH(row_loss)(data + row * vocabulary, vocabulary, targets[row]);
-  });
-}
-
-void cross_entropy_rows_with_gradient(const Tensor& logits, const int32_t* targets, float coefficient, double* losses) {
-  const int64_t vocabulary = logits.size(1);
-  float* data = logits.data<float>();
+  float* const data = logits.data<float>();
+  const int32_t* const ids = targets.data<int32_t>();
+  double* const row_losses = losses.data<double>();
+  const auto coefficient = static_cast<float>(1.0 / static_cast<double>(*counted.data<int32_t>()));
   parallel_ranges(logits.size(0), 1, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-      float* row_logits = data + row * vocabulary;
-      if (targets[row] == kIgnoredTarget) {
-        std::fill_n(row_logits, vocabulary, 0.0f);
-        losses[row] = 0;
+      float* const row_logits = data + row * vocabulary;
+      if (ids[row] == kIgnoredTarget) {
+        if (with_gradient) std::fill_n(row_logits, vocabulary, 0.0f);
+        row_losses[row] = 0;
+      } else if (with_gradient) {
+        row_losses[row] = HWY_DYNAMIC_DISPATCH(row_loss_with_gradient)(row_logits, vocabulary, ids[row], coefficient);
       } else {
-        losses[row] = HWY_DYNAMIC_DISPATCH(row_loss_with_gradient)(row_logits, vocabulary, targets[row], coefficient);
+        row_losses[row] = HWY_DYNAMIC_DISPATCH(row_loss)(row_logits, vocabulary, ids[row]);
       }
     }
   });

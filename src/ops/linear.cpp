@@ -6,27 +6,25 @@
 #include "base/error.h"
 #include "base/parallel.h"
 #include "tensor/check.h"
+#include "tensor/dispatch.h"
 
 namespace furious {
 namespace {
 
-// [..., columns] in f32 on the CPU, as a matrix. Any number of columns if `columns` is ArgumentCheck::kAny.
-Tensor checked_rows(const ArgumentCheck& check, std::string_view argument, const Tensor& tensor, int64_t columns) {
-  check.dtype(argument, tensor, {DType::f32});
-  check.device(argument, tensor, {});
+// [..., columns] as a matrix. Any number of columns if `columns` is ArgumentCheck::kAny.
+Tensor checked_rows(const ArgumentCheck& check, std::string_view argument, const Tensor& tensor, int64_t columns,
+                    Device device) {
+  check.rows(argument, tensor);
+  check.device(argument, tensor, device);
   check.contiguous(argument, tensor);
-  require(tensor.rank() >= 1, "{}: argument \"{}\" has rank 0, expected rank 1 or more", check.operation(), argument);
   require(columns == ArgumentCheck::kAny || tensor.size(-1) == columns,
           "{}: argument \"{}\" has shape {}, expected a last dimension of {}", check.operation(), argument,
           to_string(tensor.shape()), columns);
   return tensor.as_matrix();
 }
 
-void fill_rows(const Tensor& matrix, const Tensor& row) {
-  const float* from = row.data<float>();
-  float* to = matrix.data<float>();
-  const int64_t columns = matrix.size(1);
-  for (int64_t i = 0; i < matrix.size(0); ++i) std::copy_n(from, columns, to + i * columns);
+MatmulPrecision precision_for(const Tensor& x, MatmulPrecision precision) {
+  return x.dtype() == DType::bf16 ? MatmulPrecision::bf16 : precision;
 }
 
 constexpr int64_t kColumnBlock = 64;
@@ -42,20 +40,43 @@ void sum_columns(const float* first, int64_t rows, int64_t row_length, int64_t c
 
 }  // namespace
 
+namespace cpu {
+
+void fill_rows(const Tensor& matrix, const Tensor& row) {
+  const float* from = row.data<float>();
+  float* to = matrix.data<float>();
+  const int64_t columns = matrix.size(1);
+  for (int64_t i = 0; i < matrix.size(0); ++i) std::copy_n(from, columns, to + i * columns);
+}
+
+void linear_backward_bias(const GradientTarget& dbias, const Tensor& dy) {
+  const int64_t columns = dy.size(1);
+  const float* first = dy.data<float>();
+  float* sums = dbias.tensor.data<float>();
+  parallel_for((columns + kColumnBlock - 1) / kColumnBlock, [&](int64_t block) {
+    const int64_t begin = block * kColumnBlock;
+    sum_columns(first + begin, dy.size(0), columns, std::min(kColumnBlock, columns - begin), dbias.holds_sum,
+                sums + begin);
+  });
+}
+
+}  // namespace cpu
+
 Tensor linear_forward(const Tensor& x, const Tensor& weight, const Tensor& bias, MatmulPrecision precision) {
   const ArgumentCheck check("linear");
   check.rank("weight", weight, 2);
-  check.device("weight", weight, {});
   check.contiguous("weight", weight);
   check.dtype("weight", weight, {DType::f32, DType::bf16, DType::f16});
-  const Tensor rows = checked_rows(check, "x", x, weight.size(1));
-  if (bias) check.dense("bias", bias, DType::f32, {weight.size(0)});
+  const Device device = weight.device();
+  const Tensor rows = checked_rows(check, "x", x, weight.size(1), device);
+  if (bias) check.dense("bias", bias, DType::f32, {weight.size(0)}, device);
   Shape shape = x.shape();
   shape[x.rank() - 1] = weight.size(0);
-  const Tensor y = Tensor::empty(shape, DType::f32);
+  const Tensor y = Tensor::empty(shape, x.dtype(), device);
   const Tensor y_rows = y.as_matrix();
-  if (bias) fill_rows(y_rows, bias);
-  matmul(y_rows, rows, weight, {.transpose_b = true, .accumulate = bias.defined(), .precision = precision});
+  if (bias && y.elements() > 0) FURIOUS_DISPATCH(device, fill_rows(y_rows, bias));
+  matmul(y_rows, rows, weight,
+         {.transpose_b = true, .accumulate = bias.defined(), .precision = precision_for(x, precision)});
   return y;
 }
 
@@ -63,34 +84,34 @@ void linear_backward_input(const GradientTarget& dx, const Tensor& dy, const Ten
                            MatmulPrecision precision) {
   const ArgumentCheck check("linear_backward_input");
   check.rank("weight", weight, 2);
-  const Tensor to = checked_rows(check, "dx", dx.tensor, weight.size(1));
-  const Tensor from = checked_rows(check, "dy", dy, weight.size(0));
+  const Tensor to = checked_rows(check, "dx", dx.tensor, weight.size(1), weight.device());
+  const Tensor from = checked_rows(check, "dy", dy, weight.size(0), weight.device());
   check.shape("dy as a matrix", from, {to.size(0), weight.size(0)});
-  matmul(to, from, weight, {.accumulate = dx.holds_sum, .precision = precision});
+  check.dtype("dy", dy, {dx.tensor.dtype()});
+  matmul(to, from, weight, {.accumulate = dx.holds_sum, .precision = precision_for(dy, precision)});
 }
 
 void linear_backward_weight(const GradientTarget& dweight, const Tensor& dy, const Tensor& x,
                             MatmulPrecision precision) {
   const ArgumentCheck check("linear_backward_weight");
-  const Tensor rows = checked_rows(check, "x", x, ArgumentCheck::kAny);
-  const Tensor from = checked_rows(check, "dy", dy, ArgumentCheck::kAny);
+  check.present("dweight", dweight.tensor);
+  const Device device = dweight.tensor.device();
+  const Tensor rows = checked_rows(check, "x", x, ArgumentCheck::kAny, device);
+  const Tensor from = checked_rows(check, "dy", dy, ArgumentCheck::kAny, device);
   check.shape("dy as a matrix", from, {rows.size(0), ArgumentCheck::kAny});
-  check.dense("dweight", dweight.tensor, DType::f32, {from.size(1), rows.size(1)});
-  matmul(dweight.tensor, from, rows, {.transpose_a = true, .accumulate = dweight.holds_sum, .precision = precision});
+  check.dtype("dy", dy, {x.dtype()});
+  check.dense("dweight", dweight.tensor, DType::f32, {from.size(1), rows.size(1)}, device);
+  matmul(dweight.tensor, from, rows,
+         {.transpose_a = true, .accumulate = dweight.holds_sum, .precision = precision_for(dy, precision)});
 }
 
 void linear_backward_bias(const GradientTarget& dbias, const Tensor& dy) {
   const ArgumentCheck check("linear_backward_bias");
-  const Tensor from = checked_rows(check, "dy", dy, ArgumentCheck::kAny);
-  const int64_t columns = from.size(1);
-  check.dense("dbias", dbias.tensor, DType::f32, {columns});
-  const float* first = from.data<float>();
-  float* sums = dbias.tensor.data<float>();
-  parallel_for((columns + kColumnBlock - 1) / kColumnBlock, [&](int64_t block) {
-    const int64_t begin = block * kColumnBlock;
-    sum_columns(first + begin, from.size(0), columns, std::min(kColumnBlock, columns - begin), dbias.holds_sum,
-                sums + begin);
-  });
+  check.present("dbias", dbias.tensor);
+  const Device device = dbias.tensor.device();
+  const Tensor from = checked_rows(check, "dy", dy, ArgumentCheck::kAny, device);
+  check.dense("dbias", dbias.tensor, DType::f32, {from.size(1)}, device);
+  FURIOUS_DISPATCH(device, linear_backward_bias(dbias, from));
 }
 
 Variable linear(Tape& tape, const Variable& x, const Variable& weight, const Variable& bias,

@@ -4,7 +4,8 @@
 //
 //   dx = dy W             dW = dyᵀ x          db = Σ_rows dy
 //
-// x and its kin are f32 and contiguous, of any rank from 1; W may be stored as bf16 or f16 when no gradient is wanted.
+// x and its kin are f32, on a GPU also bf16, of one dtype and contiguous, of any rank from 1. bf16 is multiplied as such,
+// whatever the precision. b and gradients of W and b are f32; W is f32, or bf16 or f16 when no gradient is wanted.
 #pragma once
 
 #include "ops/matmul.h"
@@ -24,5 +25,14 @@ void linear_backward_bias(const GradientTarget& dbias, const Tensor& dy);
 
 Variable linear(Tape& tape, const Variable& x, const Variable& weight, const Variable& bias = {},
                 MatmulPrecision precision = MatmulPrecision::f32);
+
+namespace cpu {
+void fill_rows(const Tensor& matrix, const Tensor& row);  // each row of the matrix becomes `row`
+void linear_backward_bias(const GradientTarget& dbias, const Tensor& dy);
+}  // namespace cpu
+namespace cuda {
+void fill_rows(const Tensor& matrix, const Tensor& row);
+void linear_backward_bias(const GradientTarget& dbias, const Tensor& dy);
+}  // namespace cuda
 
 }  // namespace furious

@@ -11,6 +11,7 @@
 #include "base/parallel.h"
 #include "ops/elementwise.h"
 #include "tensor/check.h"
+#include "tensor/dispatch.h"
 
 #ifdef FURIOUS_ONEDNN
 #include <dnnl.hpp>
@@ -27,15 +28,10 @@ struct Product {
   Tensor a;
   Tensor b;
   MatmulOptions options;
-  int64_t rows = 0;
-  int64_t columns = 0;
-  int64_t inner = 0;
+  int64_t rows = out.size(0);
+  int64_t columns = out.size(1);
+  int64_t inner = a.size(options.transpose_a ? 0 : 1);
 };
-
-// The distance between rows. A single row may have any stride, but the libraries insist on one that is long enough.
-int64_t row_stride(const Tensor& matrix) {
-  return matrix.size(0) > 1 ? matrix.stride(0) : std::max<int64_t>(matrix.size(1), 1);
-}
 
 #ifdef FURIOUS_ONEDNN
 
@@ -130,50 +126,55 @@ bool has_bf16() {
 
 #endif
 
-void check_matrix(const ArgumentCheck& check, std::string_view argument, const Tensor& matrix) {
+void check_matrix(const ArgumentCheck& check, std::string_view argument, const Tensor& matrix, Device device) {
   check.rank(argument, matrix, 2);
-  check.device(argument, matrix, {});
+  check.device(argument, matrix, device);
   check.unit_inner_stride(argument, matrix);
   require(matrix.size(0) <= 1 || matrix.stride(0) >= matrix.size(1),
           "matmul: argument \"{}\" of shape {} has rows that overlap (stride {})", argument, to_string(matrix.shape()),
           matrix.stride(0));
 }
 
-Product checked_product(const Tensor& out, const Tensor& a, const Tensor& b, const MatmulOptions& options) {
+void check_product(const Tensor& out, const Tensor& a, const Tensor& b, const MatmulOptions& options) {
   const ArgumentCheck check("matmul");
-  check_matrix(check, "out", out);
-  check_matrix(check, "a", a);
-  check_matrix(check, "b", b);
-  check.dtype("out", out, {DType::f32});
-  check.dtype("a", a, {DType::f32});
+  check_matrix(check, "out", out, out.device());
+  check_matrix(check, "a", a, out.device());
+  check_matrix(check, "b", b, out.device());
+  const bool cpu = out.device().is_cpu();
+  check.dtype("out", out, cpu ? std::vector{DType::f32} : std::vector{DType::f32, DType::bf16});
+  check.dtype("a", a, cpu ? std::vector{DType::f32} : std::vector{DType::f32, DType::bf16});
   check.dtype("b", b, {DType::f32, DType::bf16, DType::f16});
-  Product product{out, a, b, options, out.size(0), out.size(1), a.size(options.transpose_a ? 0 : 1)};
+  require(out.dtype() == DType::f32 || multiplied_in(a, b, options.precision) == DType::bf16,
+          "matmul: argument \"out\" has dtype bf16, but {} and {} multiplied in f32 give f32", name_of(a.dtype()),
+          name_of(b.dtype()));
   const auto check_shape = [&](std::string_view argument, const Tensor& matrix, bool transpose, int64_t first,
                                int64_t second) {
     check.shape(argument, matrix, transpose ? std::vector{second, first} : std::vector{first, second});
   };
-  check_shape("a", a, options.transpose_a, product.rows, product.inner);
-  check_shape("b", b, options.transpose_b, product.inner, product.columns);
-  require(matmul_supports(options.precision),
-          "matmul: bf16 products were asked for, but {} has none on this CPU; use precision f32", matmul_library());
-  require(!omp_in_parallel(), "matmul: called inside a parallel loop");
-  return product;
-}
-
-void clear(const Tensor& matrix) {
-  for (int64_t row = 0; row < matrix.size(0); ++row)
-    std::fill_n(matrix.data<float>() + row * matrix.stride(0), matrix.size(1), 0.0f);
+  const int64_t inner = a.size(options.transpose_a ? 0 : 1);
+  check_shape("a", a, options.transpose_a, out.size(0), inner);
+  check_shape("b", b, options.transpose_b, inner, out.size(1));
 }
 
 }  // namespace
 
+DType multiplied_in(const Tensor& a, const Tensor& b, MatmulPrecision precision) {
+  const bool both_bf16 = a.dtype() == DType::bf16 && b.dtype() == DType::bf16;
+  return precision == MatmulPrecision::bf16 || both_bf16 ? DType::bf16 : DType::f32;
+}
+
+int64_t row_stride(const Tensor& matrix) {
+  return matrix.size(0) > 1 ? matrix.stride(0) : std::max<int64_t>(matrix.size(1), 1);
+}
+
+namespace cpu {
+
 void matmul(const Tensor& out, const Tensor& a, const Tensor& b, const MatmulOptions& options) {
-  Product product = checked_product(out, a, b, options);
-  if (product.rows == 0 || product.columns == 0) return;
-  if (product.inner == 0) {
-    if (!options.accumulate) clear(out);
-    return;
-  }
+  require(matmul_supports(options.precision),
+          "matmul: bf16 products were asked for, but {} has none on this CPU; use precision f32",
+          cpu::matmul_library({}));
+  require(!omp_in_parallel(), "matmul: called inside a parallel loop");
+  Product product{out, a, b, options};
   const bool bf16 = options.precision == MatmulPrecision::bf16;
   if (b.dtype() == DType::f16 || (b.dtype() == DType::bf16 && !bf16)) product.b = to_dtype(b, DType::f32);
   if (bf16)
@@ -182,27 +183,23 @@ void matmul(const Tensor& out, const Tensor& a, const Tensor& b, const MatmulOpt
     multiply_f32(product);
 }
 
-bool matmul_supports(MatmulPrecision precision) {
-  return precision == MatmulPrecision::f32 || has_bf16();
-}
-
-double matmul_rate(MatmulPrecision precision) {
+double matmul_rate(MatmulPrecision precision, Device) {
   constexpr int64_t kSize = 1536;
   const Tensor a = Tensor::empty({kSize, kSize}, DType::f32);
   const Tensor b = Tensor::empty({kSize, kSize}, DType::f32);
   const Tensor out = Tensor::empty({kSize, kSize}, DType::f32);
-  fill(a, 1);
-  fill(b, 1);
+  cpu::fill(a, 1);
+  cpu::fill(b, 1);
   double best = std::numeric_limits<double>::infinity();
   for (int run = 0; run < 6; ++run) {
     const auto start = std::chrono::steady_clock::now();
-    matmul(out, a, b, {.precision = precision});
+    furious::matmul(out, a, b, {.precision = precision});
     best = std::min(best, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
   }
   return 2.0 * kSize * kSize * kSize / best;
 }
 
-std::string matmul_library() {
+std::string matmul_library(Device) {
 #ifdef FURIOUS_ONEDNN
   const dnnl_version_t* version = dnnl_version();
   return fmt::format("oneDNN {}.{}.{}", version->major, version->minor, version->patch);
@@ -210,6 +207,30 @@ std::string matmul_library() {
   const std::string_view build = openblas_get_config();  // "OpenBLAS 0.3.21 DYNAMIC_ARCH …"
   return std::string(build.substr(0, build.find(' ', build.find(' ') + 1)));
 #endif
+}
+
+}  // namespace cpu
+
+void matmul(const Tensor& out, const Tensor& a, const Tensor& b, const MatmulOptions& options) {
+  check_product(out, a, b, options);
+  if (out.elements() == 0) return;
+  if (a.elements() == 0) {
+    if (!options.accumulate) fill(out, 0.0f);
+    return;
+  }
+  FURIOUS_DISPATCH(out.device(), matmul(out, a, b, options));
+}
+
+bool matmul_supports(MatmulPrecision precision, Device device) {
+  return precision == MatmulPrecision::f32 || !device.is_cpu() || has_bf16();
+}
+
+double matmul_rate(MatmulPrecision precision, Device device) {
+  return FURIOUS_DISPATCH(device, matmul_rate(precision, device));
+}
+
+std::string matmul_library(Device device) {
+  return FURIOUS_DISPATCH(device, matmul_library(device));
 }
 
 }  // namespace furious

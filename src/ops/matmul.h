@@ -1,10 +1,15 @@
-// Matrix products, the one place that knows the library behind them (oneDNN, or OpenBLAS without it):
+// Matrix products, the one place that knows the libraries behind them (oneDNN, or OpenBLAS without it; cuBLASLt):
 //
 //   out = op(a) op(b)      or, with accumulate,      out += op(a) op(b)            op: as it is, or transposed
 //
-// out and a are f32; b is f32, or bf16 or f16 (weights), converted first. All are matrices on the CPU with unit inner
-// stride and any distance between rows; out overlaps neither a nor b. The library brings its own threads: not to be
-// called inside a parallel loop. Same bits for the same shapes, strides and number of threads.
+// Matrices with unit inner stride and any distance between rows, all on one device; out overlaps neither a nor b. Sums
+// are f32. Factors that are not of the type they are multiplied in are converted first.
+//
+// CPU: out and a are f32; b is f32, or bf16 or f16 (weights). The library brings its own threads: not to be called inside
+// a parallel loop. Same bits for the same shapes, strides and number of threads.
+//
+// GPU: factors are f32 or bf16, b also f16; two bf16 factors are multiplied as they are whatever the precision. out is
+// f32, or bf16 if the factors are multiplied in bf16. Same bits on the same GPU.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +19,7 @@
 
 namespace furious {
 
-// What the factors are rounded to before they are multiplied; sums and result are f32 in both.
+// What the factors are rounded to before they are multiplied.
 enum class MatmulPrecision : uint8_t { f32, bf16 };
 
 struct MatmulOptions {
@@ -26,12 +31,28 @@ struct MatmulOptions {
 
 void matmul(const Tensor& out, const Tensor& a, const Tensor& b, const MatmulOptions& options = {});
 
-// Whether library and CPU have products of this precision; without, matmul refuses it with an Error.
-bool matmul_supports(MatmulPrecision precision);
+// Whether library and device have products of this precision; without, matmul refuses it with an Error.
+bool matmul_supports(MatmulPrecision precision, Device device = {});
 
-// Flop/s of a large product on all threads, measured now: the best of a few runs, so that floors are not soft.
-double matmul_rate(MatmulPrecision precision = MatmulPrecision::f32);
+// Flop/s of a large product on the whole device, measured now: the best of a few runs, so that floors are not soft.
+double matmul_rate(MatmulPrecision precision = MatmulPrecision::f32, Device device = {});
 
-std::string matmul_library();  // "oneDNN 2.6.3", "OpenBLAS 0.3.21"
+std::string matmul_library(Device device = {});  // "oneDNN 2.6.3", "OpenBLAS 0.3.21", "cuBLASLt 13.0.0"
+
+// The type that factors are multiplied in on a GPU.
+DType multiplied_in(const Tensor& a, const Tensor& b, MatmulPrecision precision);
+// The distance between rows. A single row may have any stride, but the libraries insist on one that is long enough.
+int64_t row_stride(const Tensor& matrix);
+
+namespace cpu {
+void matmul(const Tensor& out, const Tensor& a, const Tensor& b, const MatmulOptions& options);
+double matmul_rate(MatmulPrecision precision, Device device);
+std::string matmul_library(Device device);
+}  // namespace cpu
+namespace cuda {
+void matmul(const Tensor& out, const Tensor& a, const Tensor& b, const MatmulOptions& options);
+double matmul_rate(MatmulPrecision precision, Device device);
+std::string matmul_library(Device device);
+}  // namespace cuda
 
 }  // namespace furious

@@ -21,7 +21,7 @@ GradientTarget Variable::gradient_target() const {
   require(needs_gradient(), "tape: a gradient for a variable that needs none");
   if (node_->whole) place_in_whole();
   const bool holds_sum = node_->gradient.defined();
-  if (!holds_sum) node_->gradient = Tensor::empty(node_->value.shape(), DType::f32, node_->value.device());
+  if (!holds_sum) node_->gradient = Tensor::empty_like(node_->value);
   return {node_->gradient, holds_sum};
 }
 

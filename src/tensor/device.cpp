@@ -6,6 +6,7 @@
 #include <new>
 
 #include "base/error.h"
+#include "base/memory.h"
 #include "tensor/device_cuda.h"
 
 namespace furious {
@@ -26,6 +27,23 @@ Device device_from_name(std::string_view name) {
   fail("unknown device \"{}\"; expected \"cpu\", \"cuda\" or \"cuda:N\"", name);
 }
 
+Device usable_device(std::string_view name) {
+  if (name == "cpu") return {};
+  const auto found = static_cast<int>(describe_cuda_devices().size());
+  if (name == "auto") return found > 0 ? Device{DeviceKind::cuda, 0} : Device{};
+  const Device device = device_from_name(name);
+#ifdef FURIOUS_CUDA
+  require(found > 0,
+          "device {}: no GPU that can be used was found; nvidia-smi should list one, with a driver as new as CUDA {}.{}, "
+          "or use \"cpu\"",
+          name, cuda_version() / 1000, cuda_version() % 1000 / 10);
+  require(device.index < found, "device {}: there are {}, counted from cuda:0", name, found);
+#else
+  fail("device {}: this furious was built without CUDA; use \"cpu\" or build the cuda preset", name);
+#endif
+  return device;
+}
+
 #ifndef FURIOUS_CUDA
 std::vector<std::string> describe_cuda_devices() {
   return {};
@@ -40,6 +58,9 @@ void copy_cuda(int, void*, const void*, size_t) {
   fail("this furious was built without CUDA; it has no memory to copy to or from");
 }
 void clear_cuda(int, void*, size_t) {}
+int64_t available_cuda(int) {
+  return 0;
+}
 }  // namespace memory
 void synchronize_cuda(int) {}
 #endif
@@ -76,6 +97,10 @@ void clear(Device device, void* pointer, size_t bytes) {
     std::memset(pointer, 0, bytes);
   else
     clear_cuda(device.index, pointer, bytes);
+}
+
+int64_t available(Device device) {
+  return device.is_cpu() ? available_memory() : available_cuda(device.index);
 }
 
 }  // namespace memory

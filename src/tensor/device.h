@@ -20,6 +20,7 @@ struct Device {
 
 std::string name_of(Device device);                // "cpu", "cuda:0"
 Device device_from_name(std::string_view name);    // "cpu", "cuda", "cuda:1"
+Device usable_device(std::string_view name);       // also "auto": a GPU if there is one; an Error where it is not there
 std::vector<std::string> describe_cuda_devices();  // one line each; empty without a CUDA build, driver or GPU
 
 void synchronize(Device device);  // waits until the device has done all it was given; nothing to wait for on the CPU
@@ -29,6 +30,7 @@ void* allocate(Device device, size_t bytes);
 void release(Device device, void* pointer);
 void copy(Device to_device, void* to, Device from_device, const void* from, size_t bytes);  // done when it returns
 void clear(Device device, void* pointer, size_t bytes);  // to zeros
+int64_t available(Device device);                        // bytes that may still be taken
 }  // namespace memory
 
 }  // namespace furious

@@ -21,6 +21,10 @@ void synchronize_cuda(int index) {
   cuda::check(cudaStreamSynchronize(cuda::stream(device)), name_of(device));
 }
 
+int cuda_version() {
+  return CUDART_VERSION;
+}
+
 std::vector<std::string> describe_cuda_devices() {
   int count = 0;
   if (cudaGetDeviceCount(&count) != cudaSuccess) return {};  // no driver, or one too old for this toolkit
@@ -70,6 +74,15 @@ void copy_cuda(int index, void* to, const void* from, size_t bytes) {
 void clear_cuda(int index, void* pointer, size_t bytes) {
   const Device device{DeviceKind::cuda, index};
   cuda::check(cudaMemsetAsync(pointer, 0, bytes, cuda::stream(device)), name_of(device));
+}
+
+int64_t available_cuda(int index) {
+  const Device device{DeviceKind::cuda, index};
+  size_t available = 0;
+  size_t total = 0;
+  cuda::check(cudaSetDevice(index), name_of(device));
+  cuda::check(cudaMemGetInfo(&available, &total), name_of(device));
+  return static_cast<int64_t>(available);
 }
 
 }  // namespace memory

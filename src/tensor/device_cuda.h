@@ -2,10 +2,12 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 namespace furious {
 
 void synchronize_cuda(int index);
+int cuda_version();  // of the toolkit: 1000 · major + 10 · minor
 
 namespace memory {
 
@@ -14,6 +16,7 @@ void release_cuda(int index, void* pointer);
 void copy_cuda(int index, void* to, const void* from, size_t bytes);  // in the order of that device's work; either end
                                                                       // on any device; done when it returns
 void clear_cuda(int index, void* pointer, size_t bytes);
+int64_t available_cuda(int index);
 
 }  // namespace memory
 }  // namespace furious

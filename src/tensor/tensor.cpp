@@ -165,4 +165,11 @@ void copy_between(const Tensor& out, const Tensor& in) {
   memory::copy(out.device(), out.raw(), in.device(), in.raw(), in.bytes());
 }
 
+Tensor to_device(const Tensor& in, Device device) {
+  if (!in || in.device() == device) return in;
+  const Tensor out = Tensor::empty(in.shape(), in.dtype(), device);
+  copy_between(out, in);
+  return out;
+}
+
 }  // namespace furious

@@ -91,5 +91,7 @@ class Tensor {
 
 // out = in across devices; contiguous, of one shape and dtype.
 void copy_between(const Tensor& out, const Tensor& in);
+// The same numbers on a device: a copy, or `in` where it is there already. Contiguous.
+Tensor to_device(const Tensor& in, Device device);
 
 }  // namespace furious

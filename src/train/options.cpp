@@ -8,11 +8,12 @@
 #include "base/error.h"
 #include "base/names.h"
 #include "data/batches.h"
+#include "tensor/device.h"
 
 namespace furious {
 namespace {
 
-constexpr int64_t kAny = std::numeric_limits<int64_t>::max();
+constexpr int64_t kAny = int64_t{1} << 60;  // and one more, or twice as many, is still a number
 
 template <class Number>
 Number parsed(const std::string& name, const std::string& text) {
@@ -96,8 +97,9 @@ std::vector<TrainOption> make_table() {
   t.number("beta1", &O::beta1, 0, 1, "Of AdamW");
   t.number("beta2", &O::beta2, 0, 1, "Of AdamW");
   t.number("clip", &O::clip, 0, 1e9, "Largest norm of the gradient; 0: any");
-  t.text("device", &O::device, "cpu");
-  t.text("dtype", &O::dtype, "Of matrix products: f32, bf16", {"f32", "bf16"});
+  t.text("device", &O::device, "cpu, cuda, cuda:N; auto: a GPU if there is one");
+  t.text("dtype", &O::dtype, "Of products, on a GPU also of activations: f32, bf16; auto: bf16 on a GPU",
+         {"auto", "f32", "bf16"});
   t.number("threads", &O::threads, 0, 4096, "0: all cores");
   t.flag("recompute", &O::recompute, "Run layers again in the backward pass: less memory, more work");
   t.text("out", &O::out, "Folder of the run");
@@ -152,14 +154,21 @@ std::string to_toml(const TrainOptions& options) {
 }
 
 void check_train_options(const TrainOptions& options) {
-  require(!options.data.empty(), "train: no data; give --data with a folder of `furious tokenize`");
-  require(!options.out.empty(), "train: no folder for the run; give --out");
+  TrainOptions ignored;
+  for (const TrainOption& option : train_options()) option.set(ignored, option.get(options));  // a program may set any
   require(options.batch % options.accumulate == 0, "train: a batch of {} cannot be computed in {} equal parts",
           options.batch, options.accumulate);
   require(options.schedule_steps == 0 || options.schedule_steps > options.warmup,
           "train: schedule-steps is {}, expected more than the {} of warmup", options.schedule_steps, options.warmup);
   require(options.beta1 < 1 && options.beta2 < 1, "train: beta1 and beta2 are {} and {}, expected less than 1",
           options.beta1, options.beta2);
+}
+
+TrainOptions resolved(TrainOptions options) {
+  const Device device = usable_device(options.device);
+  options.device = name_of(device);
+  if (options.dtype == "auto") options.dtype = device.is_cpu() ? "f32" : "bf16";
+  return options;
 }
 
 ModelConfig model_config(const TrainOptions& options, int64_t vocabulary) {

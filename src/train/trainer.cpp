@@ -7,7 +7,6 @@
 
 #include "base/error.h"
 #include "base/hash.h"
-#include "base/memory.h"
 #include "data/synthetic.h"
 #include "eval/test_loss.h"
 #include "infer/model_parts.h"
@@ -17,6 +16,7 @@
 #include "ops/adamw.h"
 #include "ops/cross_entropy.h"
 #include "ops/elementwise.h"
+#include "tensor/arena.h"
 #include "train/options.h"
 
 namespace furious {
@@ -78,11 +78,21 @@ std::string gib(int64_t bytes) {
   return fmt::format("{:.2f} GiB", static_cast<double>(bytes) / (1 << 30));
 }
 
+DType dtype_of(const TrainOptions& options) {
+  return options.dtype == "bf16" ? DType::bf16 : DType::f32;
+}
+
+TrainingMemory needed_memory(const TrainOptions& options, const ModelConfig& config, int64_t parts, bool recompute) {
+  const Device device = device_from_name(options.device);
+  return training_memory(config, options.batch / parts, options.length, recompute, device,
+                         compute_in(dtype_of(options), device).activations);
+}
+
 void check_memory(const TrainOptions& options, const ModelConfig& config) {
-  const auto needed = [&](int64_t parts, bool recompute) {
-    return training_memory(config, options.batch / parts, options.length, recompute);
-  };
-  const int64_t available = available_memory();
+  const auto needed = [&](int64_t parts, bool recompute) { return needed_memory(options, config, parts, recompute); };
+  const Device device = device_from_name(options.device);
+  const Arena::Usage held = Arena::of(device).usage();  // what is held and not in use serves as well
+  const int64_t available = memory::available(device) + static_cast<int64_t>(held.reserved - held.live);
   const TrainingMemory memory = needed(options.accumulate, options.recompute);
   if (memory.total() <= available) return;
   std::string advice = "take a smaller --size, --length or --batch";
@@ -95,10 +105,16 @@ void check_memory(const TrainOptions& options, const ModelConfig& config) {
       break;
     }
   }
-  fail("train: needs about {} of memory ({} for {} parameters with gradients and optimizer, {} for activations), "
+  fail("train: needs about {} of memory on {} ({} for {} parameters with gradients and optimizer, {} for activations), "
        "but {} are free; {}",
-       gib(memory.total()), gib(memory.parameters), parameter_count(config), gib(memory.activations), gib(available),
+       gib(memory.total()), options.device, gib(memory.parameters), parameter_count(config), gib(memory.activations), gib(available),
        advice);
+}
+
+double number(const Tensor& loss) {
+  float value = 0;
+  memory::copy({}, &value, loss.device(), loss.raw(), sizeof(value));
+  return static_cast<double>(value);
 }
 
 int64_t counted_targets(const Batch& batch) {
@@ -106,11 +122,19 @@ int64_t counted_targets(const Batch& batch) {
   return batch.targets.elements() - std::count(targets, targets + batch.targets.elements(), kIgnoredTarget);
 }
 
-Json training_metadata(const SafetensorsReader& file) {
+// What training.safetensors says beside its tensors.
+struct SavedTraining {
+  int64_t step = 0;
+  std::string data;  // its fingerprint
+  std::map<std::string, std::string> options;
+};
+
+SavedTraining saved_training(const SafetensorsReader& file) {
   const auto found = file.metadata().find("furious");
   require(found != file.metadata().end(), "{}: was not written by furious train", file.path().string());
   try {
-    return Json::parse(found->second);
+    const Json saved = Json::parse(found->second);
+    return {saved.at("step"), saved.at("data"), saved.at("options")};
   } catch (const Json::exception& error) {
     fail("{}: its metadata is damaged: {}", file.path().string(), error.what());
   }
@@ -126,7 +150,8 @@ TrainData TrainData::open(const TrainOptions& options) {
   return open_dataset(options);
 }
 
-Trainer::Trainer(const TrainOptions& options, TrainData data) : options_(options), data_(std::move(data)) {
+Trainer::Trainer(const TrainOptions& options, TrainData data)
+    : options_(resolved(options)), device_(device_from_name(options_.device)), data_(std::move(data)) {
   const int64_t vocabulary = data_.batches->vocabulary_size();
   ModelConfig config;
   if (options.init.empty()) {
@@ -136,82 +161,116 @@ Trainer::Trainer(const TrainOptions& options, TrainData data) : options_(options
     require(config.vocabulary >= vocabulary, "train: {} knows {} tokens, but the data has {}", options.init,
             config.vocabulary, vocabulary);
   }
-  check_memory(options, config);
-  model_ = std::make_unique<LanguageModel>(options.init.empty() ? LanguageModel(config, options.seed)
-                                                                : load_model(options.init));
+  check_memory(options_, config);
+  model_ = std::make_unique<LanguageModel>(options.init.empty() ? LanguageModel(config, options.seed, device_)
+                                                                : load_model(options.init, "", device_));
   for (const Parameter& parameter : model_->parameters()) {
     const Shape& shape = parameter.value.value().shape();
-    moments_.push_back({Tensor::zeros(shape, DType::f32), Tensor::zeros(shape, DType::f32)});
+    moments_.push_back({Tensor::zeros(shape, DType::f32, device_), Tensor::zeros(shape, DType::f32, device_)});
   }
   prepare();
 }
 
 Trainer::Trainer(const TrainOptions& options, const fs::path& checkpoint)
-    : options_(options), data_(TrainData::open(options)) {
+    : options_(resolved(options)), device_(device_from_name(options_.device)), data_(TrainData::open(options)) {
   const SafetensorsReader file(checkpoint / kTrainingFile);
-  const Json saved = training_metadata(file);
-  const std::string fingerprint = saved.value("data", "");
-  require(fingerprint == data_.fingerprint, "train: {} was trained on other data than {} holds; to go on with new data, "
+  const SavedTraining saved = saved_training(file);
+  require(saved.data == data_.fingerprint, "train: {} was trained on other data than {} holds; to go on with new data, "
           "begin a new run with --init", checkpoint.string(), options.data);
-  check_memory(options, load_config(checkpoint));
-  model_ = std::make_unique<LanguageModel>(load_model(checkpoint));
+  check_memory(options_, load_config(checkpoint));
+  model_ = std::make_unique<LanguageModel>(load_model(checkpoint, "", device_));
   for (const Parameter& parameter : model_->parameters()) {
     Moments moments{Tensor::empty_like(parameter.value.value()), Tensor::empty_like(parameter.value.value())};
     file.load_into(first_moment_of(parameter), moments.first);
     file.load_into(second_moment_of(parameter), moments.second);
     moments_.push_back(moments);
   }
-  step_ = saved.value("step", int64_t{0});
+  step_ = saved.step;
   prepare();
 }
 
 void Trainer::prepare() {
-  const bool bf16 = options_.dtype == "bf16";
-  const MatmulPrecision precision = bf16 ? MatmulPrecision::bf16 : MatmulPrecision::f32;
-  require(matmul_supports(precision), "train: {} has no bf16 products on this CPU; use --dtype f32", matmul_library());
-  model_->set_compute({precision, options_.recompute});
+  Compute compute = compute_in(dtype_of(options_), device_);
+  require(matmul_supports(compute.precision, device_), "train: {} has no bf16 products on this CPU; use --dtype f32",
+          matmul_library(device_));
+  compute.recompute = options_.recompute;
+  model_->set_compute(compute);
   flops_ = training_flops(model_->config(), options_.batch, options_.length);
-  flops_rate_ = matmul_rate(precision);
+  flops_rate_ = matmul_rate(compute.precision, device_);
+}
+
+TrainingMemory Trainer::memory() const {
+  return needed_memory(options_, model_->config(), options_.accumulate, options_.recompute);
 }
 
 void Trainer::diverged(const std::string& what) const {
   throw Diverged(fmt::format("train: step {}: {}", step_ + 1, what));
 }
 
-double Trainer::part_loss(const Batch& batch, float weight) {
-  const auto not_finite = [&] {
-    const std::string place = model_->first_not_finite(batch.inputs, batch.boundaries);
-    diverged(fmt::format("the loss is not a number; the first place where is {}",
-                         place.empty() ? "the output projection" : place));
-  };
+// Says where in the model numbers end, if they do for this batch.
+void Trainer::check_finite(const Batch& batch) const {
+  const std::string place = model_->first_not_finite(batch.inputs, batch.boundaries);
+  if (!place.empty()) diverged(fmt::format("the loss is not a number; the first place where is {}", place));
+}
+
+void Trainer::check_loss(double loss, const Batch& batch) const {
+  if (std::isfinite(loss)) return;
+  check_finite(batch);
+  diverged("the loss is not a number; the first place where is the output projection");
+}
+
+// Forward and backward. On a GPU nothing waits for the loss, which is read when the step's work is done.
+Tensor Trainer::part_loss(const Batch& batch, float weight) {
   Tape tape;
   Variable loss;
   try {
     loss = model_->loss(tape, batch.inputs, batch.targets, batch.boundaries);
-  } catch (const Error&) {  // perhaps because a mixer was given decays that are not finite
-    if (!model_->first_not_finite(batch.inputs, batch.boundaries).empty()) not_finite();
+  } catch (const Error&) {  // perhaps because a mixer of the CPU was given decays that are not finite
+    if (device_.is_cpu()) check_finite(batch);
     throw;
   }
-  const auto value = static_cast<double>(loss.value().data<float>()[0]);
-  if (!std::isfinite(value)) not_finite();
-  const Tensor gradient = Tensor::empty({1}, DType::f32);
+  if (device_.is_cpu()) check_loss(number(loss.value()), batch);
+  const Tensor gradient = Tensor::empty({1}, DType::f32, device_);
   fill(gradient, weight);
   tape.backward(loss, gradient);
-  return value * static_cast<double>(weight);
+  return loss.value();
 }
 
-double Trainer::accumulate_gradients() {
+std::vector<Trainer::Part> Trainer::accumulate_gradients() {
   const int64_t rows = options_.batch / options_.accumulate;
-  std::vector<Batch> parts;
+  std::vector<Part> parts;
   int64_t counted = 0;
   for (int64_t part = 0; part < options_.accumulate; ++part) {
-    parts.push_back(data_.batches->at(step_, {part * rows, rows}));
-    counted += counted_targets(parts.back());
+    parts.push_back({data_.batches->at(step_, {part * rows, rows}), 0, {}});
+    counted += counted_targets(parts.back().batch);
   }
-  double loss = 0;
-  for (const Batch& part : parts)
-    loss += part_loss(part, static_cast<float>(counted_targets(part)) / static_cast<float>(std::max<int64_t>(1, counted)));
-  return loss;
+  for (Part& part : parts) {
+    part.weight =
+        static_cast<float>(counted_targets(part.batch)) / static_cast<float>(std::max<int64_t>(1, counted));
+    part.loss = part_loss(part.batch, part.weight);
+  }
+  return parts;
+}
+
+double Trainer::total_loss(const std::vector<Part>& parts) const {
+  double sum = 0;
+  for (const Part& part : parts) {
+    const double loss = number(part.loss);
+    check_loss(loss, part.batch);
+    sum += loss * static_cast<double>(part.weight);
+  }
+  return sum;
+}
+
+void Trainer::update(double gradient_scale, double lr) {
+  std::vector<AdamWTensors> tensors;
+  for (size_t i = 0; i < moments_.size(); ++i) {
+    const Variable& parameter = model_->parameters()[i].value;
+    if (parameter.gradient())
+      tensors.push_back({parameter.value(), parameter.gradient(), moments_[i].first, moments_[i].second});
+    parameter.clear_gradient();
+  }
+  adamw_update(tensors, {lr, options_.weight_decay, options_.beta1, options_.beta2, 1e-8}, step_, gradient_scale);
 }
 
 TrainStep Trainer::step() {
@@ -219,10 +278,11 @@ TrainStep Trainer::step() {
   const std::vector<Parameter>& parameters = model_->parameters();
   for (const Parameter& parameter : parameters) parameter.value.clear_gradient();
   TrainStep done;
-  done.loss = accumulate_gradients();
+  const std::vector<Part> parts = accumulate_gradients();
   std::vector<Tensor> gradients;
   for (const Parameter& parameter : parameters) gradients.push_back(parameter.value.gradient());
-  done.gradient_norm = gradient_norm(gradients);
+  done.gradient_norm = gradient_norm(gradients);  // waits for the device: by now the losses are there too
+  done.loss = total_loss(parts);
   if (!std::isfinite(done.gradient_norm)) {
     // The backward pass goes from the last parameter to the first: the last that is broken was the first to break.
     for (size_t i = parameters.size(); i-- > 0;)
@@ -243,13 +303,9 @@ TrainStep Trainer::step() {
   done.step = step_;
   done.lr = learning_rate(options_, step_);
   const double scale = options_.clip > 0 && done.gradient_norm > options_.clip ? options_.clip / done.gradient_norm : 1;
-  const AdamW adamw{done.lr, options_.weight_decay, options_.beta1, options_.beta2, 1e-8};
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    if (gradients[i])
-      adamw_update(parameters[i].value.value(), gradients[i], moments_[i].first, moments_[i].second, adamw, step_, scale);
-    gradients[i] = {};
-    parameters[i].value.clear_gradient();
-  }
+  gradients.clear();
+  update(scale, done.lr);
+  // On a GPU the update is still under way, and its time counts in the next step, which waits for it.
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   done.tokens_per_second = static_cast<double>(options_.batch * options_.length) / seconds;
   done.mfu = flops_ / seconds / flops_rate_;
@@ -259,9 +315,19 @@ TrainStep Trainer::step() {
 std::optional<double> Trainer::test_loss() const {
   if (!data_.test) return {};
   constexpr int64_t kEndless = 8;  // batches of a task that has no end
-  int64_t batches = data_.test_batches > 0 ? data_.test_batches : kEndless;
-  if (options_.eval_batches > 0) batches = std::min(batches, options_.eval_batches);
-  return furious::test_loss(*model_, *data_.test, batches).mean();
+  // A part of a batch at a time: in more parts the same tokens.
+  int64_t batches = data_.test_batches > 0 ? data_.test_batches : kEndless * options_.accumulate;
+  if (options_.eval_batches > 0) batches = std::min(batches, options_.eval_batches * options_.accumulate);
+  const Batch first = data_.test->at(0);
+  TestLoss loss;
+  try {
+    loss = furious::test_loss(*model_, *data_.test, batches);
+  } catch (const Error&) {
+    check_finite(first);
+    throw;
+  }
+  check_loss(loss.sum, first);
+  return loss.mean();
 }
 
 std::string Trainer::sample(int64_t tokens) const {
@@ -290,14 +356,8 @@ void Trainer::save(const fs::path& directory) const {
 
 TrainOptions saved_options(const fs::path& checkpoint) {
   const SafetensorsReader file(checkpoint / kTrainingFile);
-  const Json saved = training_metadata(file);
   TrainOptions options;
-  try {
-    for (const auto& [name, text] : saved.at("options").items())
-      set_train_option(options, name, text.get<std::string>());
-  } catch (const Json::exception& error) {
-    fail("{}: its metadata is damaged: {}", file.path().string(), error.what());
-  }
+  for (const auto& [name, text] : saved_training(file).options) set_train_option(options, name, text);
   return options;
 }
 

@@ -9,6 +9,7 @@
 #include "data/batches.h"
 #include "data/dataset.h"
 #include "furious/train.h"
+#include "model/cost.h"
 #include "model/language_model.h"
 
 namespace furious {
@@ -48,18 +49,31 @@ class Trainer {
   int64_t steps_done() const { return step_; }
   const LanguageModel& model() const { return *model_; }
   const TrainData& data() const { return data_; }
+  TrainingMemory memory() const;  // what it needs, about
 
  private:
   struct Moments {
     Tensor first, second;
   };
 
+  // A part of a batch, and its loss, on the device.
+  struct Part {
+    Batch batch;
+    float weight = 0;
+    Tensor loss;
+  };
+
   void prepare();
-  double accumulate_gradients();
-  double part_loss(const Batch& batch, float weight);
+  std::vector<Part> accumulate_gradients();
+  Tensor part_loss(const Batch& batch, float weight);
+  double total_loss(const std::vector<Part>& parts) const;
+  void check_finite(const Batch& batch) const;
+  void check_loss(double loss, const Batch& batch) const;
+  void update(double gradient_scale, double lr);
   [[noreturn]] void diverged(const std::string& what) const;
 
-  TrainOptions options_;
+  TrainOptions options_;  // resolved
+  Device device_;
   TrainData data_;
   std::unique_ptr<LanguageModel> model_;
   std::vector<Moments> moments_;

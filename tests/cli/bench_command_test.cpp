@@ -42,6 +42,12 @@ TEST(BenchCommand, TimesTheRecurrentForm) {
   expect_run("bench recurrent --preset mamba3", 2, {"did you mean \"mamba2\""});
 }
 
+TEST(BenchCommand, TimesDecoding) {
+  expect_run("bench decode --preset mamba2 --size mini --vocab 300 --batch 1,2 --context 3 --tokens 2", 0,
+             {"tokens/s", "of floor", "     2 "});
+  expect_run("bench decode --preset mamba3", 1, {"did you mean \"mamba2\""});
+}
+
 TEST(BenchCommand, BadOptionsAreUsageErrors) {
   expect_run("bench mixer --preset 2mama", 2, {"did you mean \"2mamba\""});
   expect_run("bench mixer --form paralel", 2, {"did you mean \"parallel\""});

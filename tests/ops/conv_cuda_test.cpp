@@ -8,14 +8,14 @@ namespace {
 using namespace testing;
 
 struct Data {
-  Data(Random& random, const Shape& shape, DType type, int64_t around, bool packed)
-      : dtype(type),
-        margin(around),
-        x(rounded(random.normal_tensor(shape), type)),
+  Data(Random& random, const Shape& shape, DType its_dtype, int64_t its_margin, bool packed)
+      : dtype(its_dtype),
+        margin(its_margin),
+        x(rounded(random.normal_tensor(shape), dtype)),
         weight(random.normal_tensor({shape[2], random.integer(2, 4)})),
         bias(random.normal_tensor({shape[2]})),
-        dy(rounded(random.normal_tensor(shape), type)),
-        x_there(gpu_copy(x, type, around)),
+        dy(rounded(random.normal_tensor(shape), dtype)),
+        x_there(gpu_copy(x, dtype, margin)),
         activation(random.pick<Activation>({Activation::none, Activation::relu, Activation::silu})) {
     if (!packed) return;
     std::vector<int32_t> starts;

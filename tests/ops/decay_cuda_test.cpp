@@ -123,12 +123,16 @@ TEST(DecayCuda, RecordsItsGradients) {
   const Shape shape{2, 5, 3};
   const Tensor x = rounded(random.normal_tensor(shape), DType::bf16), bias = random.normal_tensor({3});
   const Tensor a_log = random.normal_tensor({3}), da = random.normal_tensor(shape);
+  const auto gradients = [](const Variable& input, const Variable& shift, const Variable& rates,
+                            const Tensor& gradient) {
+    Tape tape;
+    tape.backward(original_decay(tape, time_step(tape, input, shift), rates), gradient);
+  };
   const Variable x_here(x, true), bias_here(bias, true), a_log_here(a_log, true);
   const Variable x_there(to_gpu(x, DType::bf16), true), bias_there(to_gpu(bias), true),
       a_log_there(to_gpu(a_log), true);
-  Tape tape;
-  tape.backward(original_decay(tape, time_step(tape, x_here, bias_here), a_log_here), da);
-  tape.backward(original_decay(tape, time_step(tape, x_there, bias_there), a_log_there), to_gpu(da));
+  gradients(x_here, bias_here, a_log_here, da);
+  gradients(x_there, bias_there, a_log_there, to_gpu(da));
   EXPECT_LT(gpu_error(x_there.gradient(), x_here.gradient()), tolerance(DType::bf16));
   EXPECT_LT(gpu_error(bias_there.gradient(), bias_here.gradient()), 1e-4);
   EXPECT_LT(gpu_error(a_log_there.gradient(), a_log_here.gradient()), 1e-4);

@@ -20,6 +20,7 @@ inline std::string small_data(const TemporaryFolder& folder, const std::string& 
 
 inline TrainOptions small_options(const std::string& data, const std::string& out) {
   TrainOptions options;
+  options.device = "cpu";
   options.hidden = options.intermediate = 32;
   options.heads = options.layers = 2;
   options.data = data;

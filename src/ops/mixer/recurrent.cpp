@@ -5,9 +5,9 @@
 
 #include "base/error.h"
 #include "ops/elementwise.h"
-#include "ops/mixer/cpu.h"
-#include "ops/mixer/recurrent_cpu.h"
+#include "ops/mixer/recurrent_kernels.h"
 #include "tensor/check.h"
+#include "tensor/dispatch.h"
 
 namespace furious {
 namespace {
@@ -18,9 +18,14 @@ int64_t pages_for(int64_t tokens) {
   return (tokens + CachePage::kTokens - 1) / CachePage::kTokens;
 }
 
+// Of q, k and v.
+std::vector<DType> dtypes_on(Device device) {
+  return device.is_cpu() ? std::vector{DType::f32} : std::vector{DType::f32, DType::bf16};
+}
+
 }  // namespace
 
-MixerCache::MixerCache(const MixerSpec& spec, const Sizes& sizes) : spec_(spec) {
+MixerCache::MixerCache(const MixerSpec& spec, const Sizes& sizes, Device device) : spec_(spec), device_(device) {
   const auto in_range = [](int64_t dim) { return dim >= kSmallestDim && dim <= kLargestDim; };
   require(in_range(sizes.qk_dim) && in_range(sizes.v_dim), "mixer_cache: dimensions {} and {}, expected {} to {}",
           sizes.qk_dim, sizes.v_dim, kSmallestDim, kLargestDim);
@@ -42,6 +47,7 @@ MixerCache::MixerCache(const MixerSpec& spec, const Sizes& sizes) : spec_(spec) 
   shape_.scale = spec.scale > 0 ? spec.scale : 1.0f / std::sqrt(static_cast<float>(sizes.qk_dim));
   if (!spec.has_state()) return;
   const int64_t token = sizes.k_heads * sizes.qk_dim + sizes.v_heads * sizes.v_dim + (spec.decay ? heads : 0);
+  // Counted as on the CPU, so that every device folds at the same tokens.
   const int64_t state = heads * cpu::head_state_numbers(shape_);
   window_ = std::clamp<int64_t>(state / token, 1, kLongestWindow);
   // Whole pages of plain k and v that take no less than the state and the pages of a window.
@@ -49,8 +55,8 @@ MixerCache::MixerCache(const MixerSpec& spec, const Sizes& sizes) : spec_(spec) 
   first_fold_ = CachePage::kTokens * ((state + page - 1) / page + pages_for(window_));
 }
 
-MixerCache::MixerCache(const MixerSpec& spec, const Sizes& sizes, const MixerContents& contents)
-    : MixerCache(spec, sizes) {
+MixerCache::MixerCache(const MixerSpec& spec, const Sizes& sizes, const MixerContents& contents, Device device)
+    : MixerCache(spec, sizes, device) {
   const ArgumentCheck check("mixer_cache");
   const bool folded = contents.state.defined();
   require(!folded || spec.has_state(), "mixer_cache: contents with a state, but an exponential score has none");
@@ -59,50 +65,60 @@ MixerCache::MixerCache(const MixerSpec& spec, const Sizes& sizes, const MixerCon
   require(contents.pending >= 0 && contents.pending <= most && contents.pending <= contents.tokens &&
               (folded || contents.pending == contents.tokens),
           "mixer_cache: {} tokens of {} in the window cannot be", contents.pending, contents.tokens);
+  const auto dense = [&](std::string_view name, const Tensor& x, std::vector<int64_t> sizes_wanted) {
+    check.dense(name, x, DType::f32, std::move(sizes_wanted), x.device());
+    return to_device(x, device_);
+  };
   if (folded) {
-    check.dense("state", contents.state, DType::f32,
-                {shape_.batch, shape_.heads, shape_.state_rows, shape_.state_columns});
+    const Tensor state =
+        dense("state", contents.state, {shape_.batch, shape_.heads, shape_.state_rows, shape_.state_columns});
     state_ = new_state();
-    cpu::cache_load(spec_, shape_, contents.state, state_);
+    FURIOUS_DISPATCH(device_, cache_load(spec_, shape_, state, state_));
   }
   tokens_ = contents.tokens;
-  pending_ = contents.pending;
-  const int64_t pages = pages_kept(folded, pending_);
+  const int64_t pages = pages_kept(folded, contents.pending);
   if (pages == 0) return;
-  check.dense("k", contents.k, DType::f32, {shape_.batch, pages, shape_.k_heads, CachePage::kTokens, shape_.qk_dim});
-  check.dense("v", contents.v, DType::f32, {shape_.batch, pages, shape_.v_heads, CachePage::kTokens, shape_.v_dim});
-  if (spec_.decay)
-    check.dense("log_decay", contents.log_decay, DType::f32, {shape_.batch, pages, shape_.heads, CachePage::kTokens});
+  constexpr int64_t kTokens = CachePage::kTokens;
+  const Tensor k = dense("k", contents.k, {shape_.batch, pages, shape_.k_heads, kTokens, shape_.qk_dim});
+  const Tensor v = dense("v", contents.v, {shape_.batch, pages, shape_.v_heads, kTokens, shape_.v_dim});
+  Tensor log_decay;
+  if (spec_.decay) log_decay = dense("log_decay", contents.log_decay, {shape_.batch, pages, shape_.heads, kTokens});
+  reserve(pages * kTokens);
   for (int64_t p = 0; p < pages; ++p) {
-    pages_.push_back(new_page());
-    copy(pages_[p].k, contents.k.select(1, p));
-    copy(pages_[p].v, contents.v.select(1, p));
-    if (spec_.decay) copy(pages_[p].log_decay, contents.log_decay.select(1, p));
+    const CachePage& page = recent_.pages[p];
+    copy(page.k, k.select(1, p));
+    copy(page.v, v.select(1, p));
+    if (spec_.decay) copy(page.log_decay, log_decay.select(1, p));
   }
+  recent_.pending = contents.pending;
+  FURIOUS_DISPATCH(device_, cache_window_changed(device_, shape_, recent_));
+  if (spec_.decay) FURIOUS_DISPATCH(device_, cache_sum_decay(shape_, recent_));
 }
 
 int64_t MixerCache::pages_kept(bool folded, int64_t pending) const {
   return pages_for(folded ? window_ : pending);
 }
 
-MixerContents MixerCache::contents() const {
-  MixerContents contents{tokens_, pending_, {}, {}, {}, {}};
+MixerContents MixerCache::contents(Device where) const {
+  MixerContents contents{tokens_, recent_.pending, {}, {}, {}, {}};
   if (state_) {
-    contents.state = Tensor::empty({shape_.batch, shape_.heads, shape_.state_rows, shape_.state_columns}, DType::f32);
-    cpu::cache_store(spec_, shape_, state_, contents.state);
+    const Tensor state =
+        Tensor::empty({shape_.batch, shape_.heads, shape_.state_rows, shape_.state_columns}, DType::f32, device_);
+    FURIOUS_DISPATCH(device_, cache_store(spec_, shape_, state_, state));
+    contents.state = to_device(state, where);
   }
-  const int64_t pages = pages_kept(state_.defined(), pending_);
+  const int64_t pages = pages_kept(state_.defined(), recent_.pending);
   if (pages == 0) return contents;
   const auto gather = [&](Tensor CachePage::*member) {
-    const Tensor page = new_page().*member;
+    const Tensor page = new_page(DType::f32).*member;
     std::vector<int64_t> sizes(page.shape().begin(), page.shape().end());
     sizes.insert(sizes.begin() + 1, pages);
-    const Tensor all = Tensor::zeros(Shape(sizes), DType::f32);
-    for (int64_t p = 0; p < pages_for(pending_); ++p) {
-      const int64_t used = std::min(CachePage::kTokens, pending_ - p * CachePage::kTokens);
-      copy(all.select(1, p).slice(2, 0, used), (pages_[p].*member).slice(2, 0, used));
+    const Tensor all = Tensor::zeros(Shape(sizes), DType::f32, device_);
+    for (int64_t p = 0; p < pages_for(recent_.pending); ++p) {
+      const int64_t used = std::min(CachePage::kTokens, recent_.pending - p * CachePage::kTokens);
+      copy(all.select(1, p).slice(2, 0, used), (recent_.pages[p].*member).slice(2, 0, used));
     }
-    return all;
+    return to_device(all, where);
   };
   contents.k = gather(&CachePage::k);
   contents.v = gather(&CachePage::v);
@@ -112,52 +128,68 @@ MixerContents MixerCache::contents() const {
 
 int64_t MixerCache::bytes() const {
   size_t sum = state_ ? state_.bytes() : 0;
-  for (const CachePage& page : pages_)
-    sum += page.k.bytes() + page.v.bytes() + (page.log_decay ? page.log_decay.bytes() : 0);
+  for (const CachePage& page : recent_.pages)
+    for (const Tensor& x : {page.k, page.v, page.log_decay, page.total}) sum += x ? x.bytes() : 0;
   return static_cast<int64_t>(sum);
 }
 
-CachePage MixerCache::new_page() const {
+CachePage MixerCache::new_page(DType dtype) const {
   CachePage page;
-  page.k = Tensor::empty({shape_.batch, shape_.k_heads, CachePage::kTokens, shape_.qk_dim}, DType::f32);
-  page.v = Tensor::empty({shape_.batch, shape_.v_heads, CachePage::kTokens, shape_.v_dim}, DType::f32);
-  if (spec_.decay) page.log_decay = Tensor::empty({shape_.batch, shape_.heads, CachePage::kTokens}, DType::f32);
+  page.k = Tensor::empty({shape_.batch, shape_.k_heads, CachePage::kTokens, shape_.qk_dim}, dtype, device_);
+  page.v = Tensor::empty({shape_.batch, shape_.v_heads, CachePage::kTokens, shape_.v_dim}, dtype, device_);
+  const Shape decays{shape_.batch, shape_.heads, CachePage::kTokens};
+  if (spec_.decay) page.log_decay = Tensor::empty(decays, DType::f32, device_);
+  if (spec_.decay && !device_.is_cpu()) page.total = Tensor::empty(decays, DType::f64, device_);
   return page;
 }
 
-void MixerCache::append(const Tensor& k, const Tensor& v, const Tensor& log_decay) {
-  const int64_t at = pending_ % CachePage::kTokens;
-  if (at == 0 && pending_ / CachePage::kTokens == static_cast<int64_t>(pages_.size())) pages_.push_back(new_page());
-  const CachePage& page = pages_[pending_ / CachePage::kTokens];
-  copy(page.k.select(2, at), k);
-  copy(page.v.select(2, at), v);
-  if (spec_.decay) copy(page.log_decay.select(2, at), log_decay);
-  ++pending_;
-  ++tokens_;
+// Makes room for so many pending tokens.
+void MixerCache::reserve(int64_t tokens) {
+  std::vector<CachePage>& pages = recent_.pages;
+  if (static_cast<int64_t>(pages.size()) >= pages_for(tokens)) return;
+  while (static_cast<int64_t>(pages.size()) < pages_for(tokens)) pages.push_back(new_page(dtype_));
+  FURIOUS_DISPATCH(device_, cache_window_changed(device_, shape_, recent_));
+}
+
+// From here on the pages hold k and v so: as the model computes, which a cache made from contents cannot know before.
+void MixerCache::keep_as(DType dtype) {
+  if (dtype == dtype_) return;
+  dtype_ = dtype;
+  for (CachePage& page : recent_.pages) {
+    page.k = to_dtype(page.k, dtype);
+    page.v = to_dtype(page.v, dtype);
+  }
+  recent_.listed = 0;
+  FURIOUS_DISPATCH(device_, cache_window_changed(device_, shape_, recent_));
 }
 
 Tensor MixerCache::new_state() const {
-  return Tensor::zeros({shape_.batch, shape_.heads, cpu::head_state_numbers(shape_)}, DType::f32);
+  const int64_t numbers = FURIOUS_DISPATCH(device_, head_state_numbers(shape_));
+  return Tensor::zeros({shape_.batch, shape_.heads, numbers}, DType::f32, device_);
 }
 
 void MixerCache::fold() {
   if (!state_) state_ = new_state();
-  cpu::cache_fold(spec_, shape_, pages_, pending_, state_);
+  FURIOUS_DISPATCH(device_, cache_fold(spec_, shape_, recent_, state_));
   drop_window();
 }
 
 void MixerCache::drop_window() {
-  pending_ = 0;
+  recent_.pending = 0;
   // The pages of a window are used again; those of the long first window go back.
-  pages_.resize(std::min<size_t>(pages_.size(), pages_for(window_)));
+  recent_.pages.resize(std::min<size_t>(recent_.pages.size(), pages_for(window_)));
+  FURIOUS_DISPATCH(device_, cache_window_changed(device_, shape_, recent_));
 }
 
 Tensor MixerCache::step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& log_decay) {
   const ArgumentCheck check("mixer_cache.step");
+  check.present("q", q);
+  const std::vector<DType> dtypes = dtypes_on(device_);
   const auto check_rows = [&](std::string_view argument, const Tensor& x, int64_t heads, int64_t dim) {
     check.shape(argument, x, {shape_.batch, heads, dim});
-    check.dtype(argument, x, {DType::f32});
-    check.device(argument, x, {});
+    check.dtype(argument, x, dtypes);
+    check.dtype(argument, x, {q.dtype()});
+    check.device(argument, x, device_);
     check.unit_inner_stride(argument, x);
   };
   check_rows("q", q, shape_.q_heads, shape_.qk_dim);
@@ -166,16 +198,19 @@ Tensor MixerCache::step(const Tensor& q, const Tensor& k, const Tensor& v, const
   require(spec_.decay == log_decay.defined(), "mixer_cache.step: argument \"log_decay\" {}",
           spec_.decay ? "is missing, but the spec has decay" : "was given, but the spec has no decay");
   if (spec_.decay) {
-    check.dense("log_decay", log_decay, DType::f32, {shape_.batch, shape_.heads});
-    for (int64_t i = 0; i < log_decay.elements(); ++i)
+    check.dense("log_decay", log_decay, DType::f32, {shape_.batch, shape_.heads}, device_);
+    for (int64_t i = 0; device_.is_cpu() && i < log_decay.elements(); ++i)
       require(log_decay.data<float>()[i] <= 0 && std::isfinite(log_decay.data<float>()[i]),
               "mixer_cache.step: argument \"log_decay\" holds {}, expected finite values of at most 0",
               log_decay.data<float>()[i]);
   }
-  if (first_fold_ > 0 && pending_ >= (state_ ? window_ : first_fold_)) fold();
-  append(k, v, log_decay);
-  const Tensor out = Tensor::empty({shape_.batch, shape_.heads, shape_.v_dim}, DType::f32);
-  cpu::cache_read(spec_, shape_, pages_, pending_, state_, q, out);
+  keep_as(q.dtype());
+  if (first_fold_ > 0 && recent_.pending >= (state_ ? window_ : first_fold_)) fold();
+  reserve(recent_.pending + 1);
+  const Tensor out = Tensor::empty({shape_.batch, shape_.heads, shape_.v_dim}, q.dtype(), device_);
+  FURIOUS_DISPATCH(device_, cache_step(spec_, shape_, recent_, state_, q, k, v, log_decay, out));
+  ++recent_.pending;
+  ++tokens_;
   return out;
 }
 
@@ -186,12 +221,14 @@ Tensor MixerCache::prefill(const MixerInputs& inputs, const MixerOptions& option
   check.shape("q", inputs.q, {shape_.batch, given.length, shape_.q_heads, shape_.qk_dim});
   check.shape("k", inputs.k, {shape_.batch, given.length, shape_.k_heads, shape_.qk_dim});
   check.shape("v", inputs.v, {shape_.batch, given.length, shape_.v_heads, shape_.v_dim});
-  check.dtype("q", inputs.q, {DType::f32});
+  check.dtype("q", inputs.q, dtypes_on(device_));
+  check.device("q", inputs.q, device_);
   require(!inputs.boundaries && !inputs.initial_state,
           "{}: boundaries and an initial state are not taken; the cache is the state", kOperation);
   const auto token = [&](const Tensor& x, int64_t t) { return x ? x.select(1, t) : Tensor(); };
   if (tokens_ > 0 && !spec_.has_state()) {  // a KV cache grows token by token
-    const Tensor out = Tensor::empty({shape_.batch, given.length, shape_.heads, shape_.v_dim}, DType::f32);
+    const Tensor out =
+        Tensor::empty({shape_.batch, given.length, shape_.heads, shape_.v_dim}, inputs.v.dtype(), device_);
     for (int64_t t = 0; t < given.length; ++t) {
       const Tensor decay = spec_.decay ? to_dtype(token(inputs.log_decay, t), DType::f32) : Tensor();
       copy(out.select(1, t), step(token(inputs.q, t), token(inputs.k, t), token(inputs.v, t), decay));
@@ -200,28 +237,32 @@ Tensor MixerCache::prefill(const MixerInputs& inputs, const MixerOptions& option
   }
   MixerInputs with_state = inputs;
   MixerOptions forward = options;
+  keep_as(inputs.q.dtype());
   // Tokens that still fit into the first window stay plain, also when earlier ones were read through a state.
-  forward.final_state = spec_.has_state() && (state_ || pending_ + given.length >= first_fold_);
+  forward.final_state = spec_.has_state() && (state_ || recent_.pending + given.length >= first_fold_);
   if (tokens_ > 0) with_state.initial_state = state();
   const MixerResult result = mixer_forward(spec_, with_state, forward);
   if (forward.final_state) {
     if (!state_) state_ = new_state();
-    cpu::cache_load(spec_, shape_, result.final_state, state_);
+    FURIOUS_DISPATCH(device_, cache_load(spec_, shape_, result.final_state, state_));
     drop_window();
-    tokens_ += given.length;
   } else {
-    for (int64_t t = 0; t < given.length; ++t)
-      append(token(inputs.k, t), token(inputs.v, t), token(inputs.log_decay, t));
+    reserve(recent_.pending + given.length);
+    FURIOUS_DISPATCH(device_, cache_append(spec_, shape_, recent_, inputs.k, inputs.v, inputs.log_decay));
+    recent_.pending += given.length;
+    FURIOUS_DISPATCH(device_, cache_window_changed(device_, shape_, recent_));
   }
+  tokens_ += given.length;
   return result.out;
 }
 
 Tensor MixerCache::state() const {
   require(spec_.has_state(), "mixer_cache.state: an exponential score has no state of constant size");
   const Tensor packed = state_ ? to_dtype(state_, DType::f32) : new_state();
-  if (pending_ > 0) cpu::cache_fold(spec_, shape_, pages_, pending_, packed);
-  const Tensor out = Tensor::empty({shape_.batch, shape_.heads, shape_.state_rows, shape_.state_columns}, DType::f32);
-  cpu::cache_store(spec_, shape_, packed, out);
+  if (recent_.pending > 0) FURIOUS_DISPATCH(device_, cache_fold(spec_, shape_, recent_, packed));
+  const Tensor out =
+      Tensor::empty({shape_.batch, shape_.heads, shape_.state_rows, shape_.state_columns}, DType::f32, device_);
+  FURIOUS_DISPATCH(device_, cache_store(spec_, shape_, packed, out));
   return out;
 }
 

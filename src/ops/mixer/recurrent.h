@@ -22,6 +22,17 @@ struct CachePage {
   Tensor k;          // [batch, k_heads, kTokens, qk_dim]
   Tensor v;          // [batch, v_heads, kTokens, v_dim]
   Tensor log_decay;  // [batch, heads, kTokens]; with decay only
+  Tensor total;      // on a GPU, with decay: f64 sums of log_decay from the first pending token up to each
+};
+
+// The tokens that are kept as they came.
+struct CacheWindow {
+  std::vector<CachePage> pages;
+  int64_t pending = 0;  // tokens in the pages
+  // What the kernels of a GPU know of them: the addresses of the pages, and counters of which the first is `pending`,
+  // so that a step is the same work from token to token.
+  Tensor table, counters;
+  int64_t listed = 0;  // pages in the table
 };
 
 // Everything that a MixerCache holds, to keep elsewhere and go on from later. A cache with a state has room for a whole
@@ -41,16 +52,19 @@ class MixerCache {
     int64_t batch = 1, q_heads = 1, k_heads = 1, v_heads = 1, qk_dim = 0, v_dim = 0;
   };
 
-  MixerCache(const MixerSpec& spec, const Sizes& sizes);
-  // Goes on from contents(), to the bit; contents that cannot be of such a cache are refused.
-  MixerCache(const MixerSpec& spec, const Sizes& sizes, const MixerContents& contents);
-  MixerContents contents() const;
+  MixerCache(const MixerSpec& spec, const Sizes& sizes, Device device = {});
+  // Goes on from contents(), to the bit; contents that cannot be of such a cache are refused. They are f32 on any
+  // device: what one device has written another can read.
+  MixerCache(const MixerSpec& spec, const Sizes& sizes, const MixerContents& contents, Device device = {});
+  MixerContents contents(Device where = {}) const;
 
-  // The next token of every sequence: q, k, v [batch, their heads, dim] f32 with unit inner stride, log_decay
-  // [batch, heads] f32 exactly when the spec has decay. Returns the mixer's output [batch, heads, v_dim].
+  // The next token of every sequence: q, k, v [batch, their heads, dim] f32 (on a GPU also bf16: the cache keeps k and
+  // v so, the state in f32) with unit inner stride, log_decay [batch, heads] f32 exactly when the spec has decay.
+  // Returns the mixer's output [batch, heads, v_dim]. On a GPU nobody looks at the values of log_decay.
   Tensor step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& log_decay = {});
 
-  // Many tokens at once, as mixer_forward takes them (f32, no boundaries, no initial state); returns its output.
+  // Many tokens at once, as mixer_forward takes them (of such dtypes, no boundaries, no initial state); returns its
+  // output.
   Tensor prefill(const MixerInputs& inputs, const MixerOptions& options = {});
 
   int64_t tokens() const { return tokens_; }  // seen so far
@@ -62,20 +76,23 @@ class MixerCache {
   Tensor state() const;
 
  private:
-  void append(const Tensor& k, const Tensor& v, const Tensor& log_decay);
+  void reserve(int64_t tokens);
+  void keep_as(DType dtype);
   void fold();
   void drop_window();
   Tensor new_state() const;
-  CachePage new_page() const;
+  CachePage new_page(DType dtype) const;
   // The pages of contents(): a whole window after the first fold, before it those that hold tokens.
   int64_t pages_kept(bool folded, int64_t pending) const;
 
   MixerSpec spec_;
+  Device device_;
   MixerShape shape_;        // of one token
   int64_t window_ = 0;      // tokens between folds
   int64_t first_fold_ = 0;  // tokens before the first; 0: never
-  int64_t tokens_ = 0, pending_ = 0;
-  std::vector<CachePage> pages_;
+  int64_t tokens_ = 0;
+  DType dtype_ = DType::f32;  // of k and v in the pages
+  CacheWindow recent_;
   Tensor state_;  // [batch, heads, numbers of a packed head state]; not there before the first fold
 };
 

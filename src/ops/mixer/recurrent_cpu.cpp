@@ -6,8 +6,9 @@
 #include <limits>
 
 #include "hwy/highway.h"
+#include "ops/elementwise.h"
 #include "ops/mixer/head-inl.h"
-#include "ops/mixer/recurrent_cpu.h"
+#include "ops/mixer/recurrent_kernels.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace furious {
@@ -226,14 +227,33 @@ int64_t cpu::head_state_numbers(const MixerShape& shape) {
   return HWY_DYNAMIC_DISPATCH(packed_numbers)(shape);
 }
 
-void cpu::cache_read(const MixerSpec& spec, const MixerShape& shape, const std::vector<CachePage>& pages,
-                     int64_t pending, const Tensor& state, const Tensor& q, const Tensor& out) {
-  HWY_DYNAMIC_DISPATCH(read_cache)(spec, shape, pages, pending, state, q, out);
+namespace {
+
+void append_token(const CacheWindow& window, int64_t slot, const Tensor& k, const Tensor& v, const Tensor& log_decay) {
+  const CachePage& page = window.pages[slot / CachePage::kTokens];
+  const int64_t at = slot % CachePage::kTokens;
+  copy(page.k.select(2, at), k);
+  copy(page.v.select(2, at), v);
+  if (log_decay) copy(page.log_decay.select(2, at), log_decay);
 }
 
-void cpu::cache_fold(const MixerSpec& spec, const MixerShape& shape, const std::vector<CachePage>& pages,
-                     int64_t pending, const Tensor& state) {
-  HWY_DYNAMIC_DISPATCH(fold_cache)(spec, shape, pages, pending, state);
+}  // namespace
+
+void cpu::cache_append(const MixerSpec&, const MixerShape&, const CacheWindow& window, const Tensor& k, const Tensor& v,
+                       const Tensor& log_decay) {
+  for (int64_t t = 0; t < k.size(1); ++t)
+    append_token(window, window.pending + t, k.select(1, t), v.select(1, t),
+                 log_decay ? log_decay.select(1, t) : Tensor());
+}
+
+void cpu::cache_step(const MixerSpec& spec, const MixerShape& shape, const CacheWindow& window, const Tensor& state,
+                     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& log_decay, const Tensor& out) {
+  append_token(window, window.pending, k, v, log_decay);
+  HWY_DYNAMIC_DISPATCH(read_cache)(spec, shape, window.pages, window.pending + 1, state, q, out);
+}
+
+void cpu::cache_fold(const MixerSpec& spec, const MixerShape& shape, const CacheWindow& window, const Tensor& state) {
+  HWY_DYNAMIC_DISPATCH(fold_cache)(spec, shape, window.pages, window.pending, state);
 }
 
 void cpu::cache_load(const MixerSpec& spec, const MixerShape& shape, const Tensor& from, const Tensor& state) {

@@ -1,0 +1,33 @@
+// What the benchmarks measure with.
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+
+#include "ops/elementwise.h"
+
+namespace furious::cli {
+
+// Until the device has done it all.
+template <class Work>
+double seconds_of(Work&& work, Device device = {}) {
+  synchronize(device);
+  const auto start = std::chrono::steady_clock::now();
+  work();
+  synchronize(device);
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+// Bytes per second that the whole device copies, reading and writing counted: what bounds the recurrent form.
+inline double copy_rate(Device device) {
+  const int64_t floats = device.is_cpu() ? 64 << 20 : 512 << 20;
+  const Tensor from = Tensor::empty({floats}, DType::f32, device);
+  const Tensor to = Tensor::empty({floats}, DType::f32, device);
+  fill(from, 1);
+  fill(to, 0);
+  double best = 1e30;
+  for (int i = 0; i < 5; ++i) best = std::min(best, seconds_of([&] { copy(to, from); }, device));
+  return 2.0 * static_cast<double>(from.bytes()) / best;
+}
+
+}  // namespace furious::cli
