@@ -49,10 +49,12 @@ void expect_match(const Data& data) {
   EXPECT_LT(gpu_error(actual.y, expected.y), most) << where;
   EXPECT_LT(gpu_error(actual.inverse_rms, expected.inverse_rms), 1e-5) << where;
   const RmsNormGradients d = data.gradients(), there = data.gradients_there();
-  EXPECT_LT(gpu_error(there.x, d.x), most) << where;
+  // Rows of one or two elements hardly have a gradient: it cancels.
+  const double most_of_gradient = data.x.size(-1) > 2 ? most : 0.05;
+  EXPECT_LT(gpu_error(there.x, d.x), most_of_gradient) << where;
   EXPECT_LT(gpu_error(there.weight, d.weight), 1e-4) << where;
   if (data.z) {
-    EXPECT_LT(gpu_error(there.z, d.z), most) << where;
+    EXPECT_LT(gpu_error(there.z, d.z), most_of_gradient) << where;
   }
 }
 

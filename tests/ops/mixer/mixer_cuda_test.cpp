@@ -41,11 +41,16 @@ void compare(const MixerCase& c, DType dtype, double tolerance) {
     EXPECT_LE(relative_error(actual.result.final_state, expected.result.final_state), tolerance) << "final state";
   }
   if (c.inputs.initial_state) return;
-  EXPECT_LE(relative_error(actual.gradients.q, expected.gradients.q), 2 * tolerance) << "dq";
-  EXPECT_LE(relative_error(actual.gradients.k, expected.gradients.k), 2 * tolerance) << "dk";
-  EXPECT_LE(relative_error(actual.gradients.v, expected.gradients.v), 2 * tolerance) << "dv";
+  // Under the sum norm gradients are differences that may cancel, to nothing for a document of one token: what came in
+  // sets the scale.
+  double scale = 0;
+  for (const double g : to_doubles(c.out_gradient)) scale += g * g;
+  scale = std::sqrt(scale);
+  EXPECT_LE(relative_error(actual.gradients.q, expected.gradients.q, scale), tolerance) << "dq";
+  EXPECT_LE(relative_error(actual.gradients.k, expected.gradients.k, scale), tolerance) << "dk";
+  EXPECT_LE(relative_error(actual.gradients.v, expected.gradients.v, scale), tolerance) << "dv";
   if (c.spec.decay) {
-    EXPECT_LE(relative_error(actual.gradients.log_decay, expected.gradients.log_decay), 4 * tolerance) << "da";
+    EXPECT_LE(relative_error(actual.gradients.log_decay, expected.gradients.log_decay, scale), 2 * tolerance) << "da";
   }
 }
 
@@ -71,7 +76,7 @@ TEST(MixerCuda, TensorCores) {
       for (const double strongest : {0.01, 1.0, 20.0}) {
         CaseLimits limits;
         limits.dim = dim;
-        limits.longest = 400;
+        limits.longest = 300;
         limits.states = false;
         limits.strongest_decay = strongest;
         compare(random_case(random, spec, limits), DType::bf16, 1e-2);
@@ -86,8 +91,8 @@ TEST(MixerCuda, LongerThanManyTiles) {
   for (const MixerSpec& spec : all_specs()) {
     CaseLimits limits;
     limits.dim = 64;
-    limits.shortest = 1000;
-    limits.longest = 1500;
+    limits.shortest = 700;
+    limits.longest = 800;
     limits.states = limits.boundaries = false;
     limits.strongest_decay = 0.02;
     compare(random_case(random, spec, limits), DType::bf16, 1e-2);
