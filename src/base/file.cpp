@@ -9,10 +9,12 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <random>
 #include <system_error>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -110,17 +112,22 @@ int create_directory(const fs::path& path) {
   return ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
 }
 
-// Removes what writers of this name left behind when they were killed.
-void remove_orphans(const fs::path& target) {
-  const std::string prefix = target.filename().string() + std::string(kTemporaryMark);
+// Removes what killed writers left behind, where its name begins so.
+void remove_orphans(const fs::path& directory, const std::string& beginning) {
   std::error_code ignored;
   std::vector<fs::path> candidates;
-  for (const fs::directory_entry& entry : fs::directory_iterator(directory_of(target), ignored))
-    if (entry.path().filename().string().starts_with(prefix)) candidates.push_back(entry.path());
+  for (const fs::directory_entry& entry : fs::directory_iterator(directory, ignored)) {
+    const std::string name = entry.path().filename().string();
+    if (name.starts_with(beginning) && name.find(kTemporaryMark) != name.npos) candidates.push_back(entry.path());
+  }
   for (const fs::path& candidate : candidates) {
     const Descriptor descriptor = open_to_read(candidate, O_NOFOLLOW | O_NONBLOCK);
     if (descriptor.valid() && ::flock(descriptor.number(), LOCK_EX | LOCK_NB) == 0) fs::remove_all(candidate, ignored);
   }
+}
+
+void remove_orphans_of(const fs::path& target) {
+  remove_orphans(directory_of(target), target.filename().string() + std::string(kTemporaryMark));
 }
 
 // 0 or an errno. Some file systems know no sync of a directory (EINVAL) and need none.
@@ -252,7 +259,7 @@ std::string read_text(const fs::path& path, uint64_t max_bytes) {
 AtomicFile::AtomicFile(const fs::path& path, uint64_t expected_bytes) : path_(path), expected_bytes_(expected_bytes) {
   require(path.has_filename() && !is_a_directory(path), "{}: is a directory, expected the name of a file to write",
           path.string());
-  remove_orphans(path);
+  remove_orphans_of(path);
   Temporary temporary = make_temporary(path, create_file);
   temporary_ = temporary.path;
   file_ = temporary.descriptor.release();
@@ -302,6 +309,22 @@ void write_text(const fs::path& path, std::string_view text) {
   file.commit();
 }
 
+DirectoryLock::DirectoryLock(const fs::path& directory) {
+  Descriptor descriptor = open_to_read(directory, O_DIRECTORY);
+  require(descriptor.valid(), "{}: cannot be opened: {}", directory.string(), reason(errno));
+  // Other errors than EWOULDBLOCK: a file system without locks. A process that was killed may take a moment to end.
+  for (int tries = 20; ::flock(descriptor.number(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK; --tries) {
+    require(tries > 0, "{}: another process is at work there; wait for it, or choose another directory",
+            directory.string());
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  }
+  descriptor_ = descriptor.release();
+}
+
+DirectoryLock::~DirectoryLock() {
+  ::close(descriptor_);
+}
+
 fs::path file_detail::set_aside_name(const fs::path& path) {
   fs::path name = path;
   name += ".old-furious";
@@ -330,12 +353,16 @@ void recover_directory(const fs::path& path) {
   if (!is_there(target)) rename_or_fail(aside, target);
 }
 
+void remove_leftovers(const fs::path& directory) {
+  remove_orphans(directory, "");
+}
+
 void replace_directory(const fs::path& path, const std::function<void(const fs::path&)>& build) {
   const fs::path target = without_trailing_slash(path);
   require(!is_there(target) || is_a_directory(target), "{}: is a file, expected the name of a directory to write",
           target.string());
   recover_directory(target);
-  remove_orphans(target);
+  remove_orphans_of(target);
   const TemporaryDirectory temporary(target);  // in the end it holds, and removes, the old directory
   try {
     build(temporary.path());

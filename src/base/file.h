@@ -63,6 +63,19 @@ class AtomicFile {
 
 void write_text(const std::filesystem::path& path, std::string_view text);  // through AtomicFile
 
+// A directory that one process at a time works in; an Error says that another one does. Ends with the process, however
+// that ends.
+class DirectoryLock {
+ public:
+  explicit DirectoryLock(const std::filesystem::path& directory);
+  ~DirectoryLock();
+  DirectoryLock(const DirectoryLock&) = delete;
+  DirectoryLock& operator=(const DirectoryLock&) = delete;
+
+ private:
+  int descriptor_;
+};
+
 // Makes a directory whole or not at all: build(temporary) fills an empty directory beside `path`; it is synced and
 // takes the place of `path` in one step. A crash at any point leaves the old or the new directory there. What `build`
 // throws leaves the old one untouched; an Error says so.
@@ -72,6 +85,9 @@ void replace_directory(const std::filesystem::path& path,
 // Call before reading a directory that replace_directory writes. Some file systems (NFS) cannot exchange two
 // directories in one step; a crash between the two steps leaves the old one under another name, and this puts it back.
 void recover_directory(const std::filesystem::path& path);
+
+// Removes every temporary in a directory that a crash left there, also of names that nobody writes again.
+void remove_leftovers(const std::filesystem::path& directory);
 
 namespace file_detail {
 // How replace_directory exchanges `temporary` and an existing `path` on such a file system.

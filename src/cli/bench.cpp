@@ -10,6 +10,7 @@
 #include "base/error.h"
 #include "base/parallel.h"
 #include "cli/bench_rates.h"
+#include "cli/checks.h"
 #include "cli/commands.h"
 #include "cli/json_file.h"
 #include "ops/elementwise.h"
@@ -91,20 +92,29 @@ nlohmann::json MixerBench::measure(const MixerSpec& spec, int64_t length, Form f
                                    double rate) const {
   const DType type = dtype_from_name(dtype);
   // As in a model: q, k and v are slices of one projection.
-  const Tensor qkv = random_tensor({batch, length, 3 * heads * dim}, 1, type, 3);
+  const Device where = device_from_name(device);
+  const auto there = [&](const Tensor& tensor) {
+    if (where.is_cpu()) return tensor;
+    const Tensor copy = Tensor::empty(tensor.shape(), tensor.dtype(), where);
+    copy_between(copy, tensor);
+    return copy;
+  };
+  const Tensor qkv = there(random_tensor({batch, length, 3 * heads * dim}, 1, type, 3));
   const auto part = [&](int64_t i) { return qkv.slice(2, i * heads * dim, heads * dim).split_dim(2, heads, dim); };
   MixerInputs inputs{part(0), part(1), part(2), {}, {}, {}};
   if (spec.decay) {
     inputs.log_decay = Tensor::empty({batch, length, heads}, DType::f32);
     fill_uniform(inputs.log_decay, static_cast<float>(-2 * mean_decay), 0, 1, 4);
+    inputs.log_decay = there(inputs.log_decay);
   }
-  const Tensor gradient = random_tensor({batch, length, heads, dim}, 1, type, 5);
+  const Tensor gradient = there(random_tensor({batch, length, heads, dim}, 1, type, 5));
   const MixerOptions options{form, chunk, false};
   MixerResult result;
   const double seconds = median_seconds(
       [&] {
         result = mixer_forward(spec, inputs, options);
         if (with_backward) mixer_backward(spec, inputs, result, gradient, {}, options);
+        synchronize(where);
       },
       3, least_seconds);
 
@@ -139,7 +149,6 @@ nlohmann::json MixerBench::measure(const MixerSpec& spec, int64_t length, Form f
 void MixerBench::run() const {
   JsonFile file(json);
   const MixerSpec mixer = spec();
-  require(device_from_name(device).is_cpu(), "bench mixer: device \"{}\" has no mixers yet; use --device cpu", device);
   std::vector<Form> wanted;
   for (const std::string& form : forms) {
     wanted.push_back(form_from_name(form));
@@ -333,17 +342,17 @@ void add_bench(CLI::App& app) {
   command->add_option("--heads", options->heads, "Heads")->check(CLI::Range(1, 4096))->capture_default_str();
   command->add_option("--dim", options->dim, "Dimension of a head")->check(CLI::Range(8, 256))->capture_default_str();
   command->add_option("--chunk", options->chunk, "Tokens in a chunk; 0: by dimension")
-      ->check(CLI::NonNegativeNumber)
+      ->check(at_least(0))
       ->capture_default_str();
   command->add_option("--dtype", options->dtype, "f32, bf16, f16")
       ->check(CLI::IsMember({"f32", "bf16", "f16"}))
       ->capture_default_str();
-  command->add_option("--device", options->device, "cpu")->check(readable_by(device_from_name))->capture_default_str();
+  command->add_option("--device", options->device, "cpu, cuda, cuda:N")->check(readable_by(device_from_name))->capture_default_str();
   command->add_option("--mean-decay", options->mean_decay, "Log-decays are uniform in [-2x, 0]")
-      ->check(CLI::NonNegativeNumber)
+      ->check(at_least(0))
       ->capture_default_str();
   command->add_flag("--backward", options->backward, "Also forward and backward together");
-  command->add_option("--threads", options->threads, "0: all")->check(CLI::Range(0, 1024))->capture_default_str();
+  add_threads(*command, options->threads);
   command->add_option("--json", options->json, "Write the rows to this file");
   command->footer("Example: furious bench mixer --preset 2mamba --length 512,2048 --form auto,parallel --backward");
   command->callback([options] { options->run(); });

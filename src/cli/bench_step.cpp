@@ -88,6 +88,7 @@ TrainOptions StepBench::resolve() const {
   if (!named.size.empty()) options.hidden = options.intermediate = options.heads = options.layers = 0;
   flags.apply(options);
   options.arch = preset;
+  check_train_options(options);
   return options;
 }
 

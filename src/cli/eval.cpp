@@ -8,6 +8,7 @@
 
 #include "base/error.h"
 #include "base/parallel.h"
+#include "cli/checks.h"
 #include "cli/commands.h"
 #include "cli/json_file.h"
 #include "cli/progress.h"
@@ -22,18 +23,17 @@ namespace fs = std::filesystem;
 
 struct EvalCommand {
   std::string model, data, arch, json, device = "auto", dtype = "auto";
-  std::string packing = "packed", split = "test";
+  std::string packing, split = "test";
   int64_t length = 0, batch = 8, max_batches = 0;
   int threads = 0;
 
-  int64_t length_or_default() const;
+  TrainOptions trained_with() const;
   void run() const;
 };
 
-// What the model was trained with, where that is known.
-int64_t EvalCommand::length_or_default() const {
-  if (length > 0) return length;
-  return fs::exists(fs::path(model) / "training.safetensors") ? saved_options(model).length : 512;
+// Where that is not known, the defaults of training.
+TrainOptions EvalCommand::trained_with() const {
+  return fs::exists(fs::path(model) / "training.safetensors") ? saved_options(model) : TrainOptions();
 }
 
 void check_tokenizer(const std::string& model, const Dataset& data) {
@@ -54,10 +54,12 @@ void EvalCommand::run() const {
   check_tokenizer(model, dataset);
   BatchOptions options;
   options.batch = batch;
-  options.length = length_or_default();
-  options.packing = packing_from_name(packing);
+  const TrainOptions trained = trained_with();
+  options.length = length > 0 ? length : trained.length;
+  options.packing = packing_from_name(packing.empty() ? trained.packing : packing);
   options.order = Order::once;
-  const DatasetBatches batches(dataset, split == name_of(Split::test) ? Split::test : Split::train, options);
+  const Split part = split == name_of(Split::test) ? Split::test : Split::train;
+  const DatasetBatches batches(dataset, part, options);
   const int64_t steps = max_batches > 0 ? std::min(max_batches, batches.steps()) : batches.steps();
   LanguageModel language_model = load_model(model, arch, where);
   language_model.set_compute(compute_in(bf16 ? DType::bf16 : DType::f32, where));
@@ -77,12 +79,12 @@ void EvalCommand::run() const {
       });
   const double seconds = line.seconds();
   line.clear();
-  require(loss.tokens > 0, "eval: {} has no token to predict", dataset.tokens(Split::test).name());
+  require(loss.tokens > 0, "eval: {} has no token to predict", dataset.tokens(part).name());
   fmt::print("loss            {:.5f} per token\nperplexity      {:.4f}\n", loss.mean(), loss.perplexity());
   fmt::print("loss            {:.5f} per byte of text\nbits            {:.5f} per byte of text\n", loss.per_byte(),
              loss.bits_per_byte());
   fmt::print("predicted       {} tokens, {} bytes of text; {} of {} batches of {} x {} ({}, {})\n", loss.tokens,
-             loss.text_bytes, done, batches.steps(), batch, options.length, split, packing);
+             loss.text_bytes, done, batches.steps(), batch, options.length, split, name_of(options.packing));
   fmt::print("time            {:.1f} s, {:.0f} tokens/s\n", seconds, static_cast<double>(loss.tokens) / seconds);
   file.write(nlohmann::ordered_json{{"loss", loss.mean()},
                                     {"perplexity", loss.perplexity()},
@@ -93,7 +95,7 @@ void EvalCommand::run() const {
                                     {"batches", done},
                                     {"batch", batch},
                                     {"length", options.length},
-                                    {"packing", packing},
+                                    {"packing", name_of(options.packing)},
                                     {"split", split},
                                     {"seconds", seconds}});
 }
@@ -103,24 +105,24 @@ void EvalCommand::run() const {
 void add_eval(CLI::App& app) {
   auto options = std::make_shared<EvalCommand>();
   CLI::App* command = app.add_subcommand("eval", "Measure how well a model predicts a tokenized text");
-  command->add_option("model", options->model, "A checkpoint directory or a .safetensors file")->required();
+  command->add_option("model", options->model, "A checkpoint directory, a training run or a .safetensors file")->required();
   command->add_option("--data", options->data, "Folder with token shards, as furious tokenize makes them")->required();
   command->add_option("--split", options->split, "The part of the data")
       ->check(CLI::IsMember({"test", "train"}))
       ->capture_default_str();
-  command->add_option("--length", options->length, "Tokens of a row; by default as in training, or else 512")
-      ->check(CLI::PositiveNumber);
-  command->add_option("--batch", options->batch, "Rows at once")->check(CLI::PositiveNumber)->capture_default_str();
+  command->add_option("--length", options->length, "Tokens of a row; by default as in training, else 512")
+      ->check(CLI::Range(1, 1 << 26));
+  command->add_option("--batch", options->batch, "Rows at once")->check(CLI::Range(1, 1 << 24))->capture_default_str();
   command
       ->add_option("--packing", options->packing,
-                   "packed: windows over all documents; isolated: the same, documents apart; rows: one per document")
-      ->check(CLI::IsMember({"packed", "isolated", "rows"}))
-      ->capture_default_str();
+                   "packed: windows over all documents; isolated: the same, documents apart; rows: one per document; "
+                   "by default as in training, else packed")
+      ->check(CLI::IsMember({"packed", "isolated", "rows"}));
   command->add_option("--max-batches", options->max_batches, "Stop after so many; 0: all")
-      ->check(CLI::NonNegativeNumber)
+      ->check(at_least(0))
       ->capture_default_str();
   command->add_option("--arch", options->arch, "The architecture, for weights without a config.json");
-  command->add_option("--threads", options->threads, "0: all")->check(CLI::NonNegativeNumber)->capture_default_str();
+  add_threads(*command, options->threads);
   command->add_option("--device", options->device, "cpu, cuda, cuda:N; auto: a GPU if there is one")
       ->capture_default_str();
   command->add_option("--dtype", options->dtype, "Of products, on a GPU also of activations; auto: bf16 on a GPU")

@@ -11,6 +11,7 @@
 
 #include "base/file.h"
 #include "base/parallel.h"
+#include "cli/checks.h"
 #include "cli/commands.h"
 #include "cli/json_file.h"
 #include "cli/progress.h"
@@ -73,6 +74,7 @@ void GenerateCommand::run() const {
   if (!prompt && !prompt_file && standard_input.empty() && load_state.empty())
     throw CLI::RequiredError("One of --prompt, --prompt-file, - and --load-state");
   JsonFile file(json);
+  if (!save_state.empty()) AtomicFile(save_state, 0);  // a place that cannot be written is said first
   const std::string text = prompt_text();
   if (threads > 0) set_threads(threads);
   Session session(Model::load(model, load), sequences);
@@ -118,10 +120,10 @@ void GenerateCommand::run() const {
 
 void add_sampling(CLI::App& command, Sampling& sampling) {
   command.add_option("--temperature", sampling.temperature, "0: always the most probable token")
-      ->check(CLI::NonNegativeNumber)
+      ->check(at_least(0))
       ->capture_default_str();
   command.add_option("--top-k", sampling.top_k, "Choose among the K most probable tokens; 0: all")
-      ->check(CLI::NonNegativeNumber)
+      ->check(at_least(0))
       ->capture_default_str();
   command.add_option("--top-p", sampling.top_p, "Choose among the most probable tokens of this total probability")
       ->check(CLI::Range(1e-9, 1.0))
@@ -129,7 +131,7 @@ void add_sampling(CLI::App& command, Sampling& sampling) {
   command
       .add_option("--repetition-penalty", sampling.repetition_penalty,
                   "Above 1: tokens among the last 256 become less probable")
-      ->check(CLI::PositiveNumber)
+      ->check(at_least(1e-3))
       ->capture_default_str();
   command.add_option("--seed", sampling.seed, "Sequence i draws from seed + i - 1")->capture_default_str();
 }
@@ -148,20 +150,20 @@ void add_generate(CLI::App& app) {
       ->excludes(prompt)
       ->excludes(prompt_file);
   command->add_option("--tokens", options->write.tokens, "New tokens, at most")
-      ->check(CLI::NonNegativeNumber)
+      ->check(at_least(0))
       ->capture_default_str();
   add_sampling(*command, options->write.sampling);
   command->add_option("--stop", options->write.stop, "End before this text; may be given several times")
       ->allow_extra_args(false);
   command->add_option("--sequences", options->sequences, "Texts to write from the same prompt")
-      ->check(CLI::PositiveNumber)
+      ->check(at_least(1))
       ->capture_default_str();
   command->add_option("--save-state", options->save_state, "Keep in this file what the model remembers at the end");
   command->add_option("--load-state", options->load_state, "Go on from there; a prompt is read after it");
   command->add_flag("--bos", options->load.bos, "The text begins with bos");
   command->add_option("--arch", options->load.arch, "The architecture, for weights without a config.json");
   command->add_option("--tokenizer", options->load.tokenizer, "Instead of the one in the checkpoint");
-  command->add_option("--threads", options->threads, "0: all")->check(CLI::NonNegativeNumber)->capture_default_str();
+  add_threads(*command, options->threads);
   command->add_option("--device", options->load.device, "Where the model runs: cpu, cuda")->capture_default_str();
   command->add_option("--dtype", options->load.dtype, "f32, bf16; without: bf16 on a GPU, f32 on the CPU")
       ->check(CLI::IsMember({"f32", "bf16"}));

@@ -67,5 +67,9 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "furious: %s\n", error.what());
     return 1;
   }
+  if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) {
+    std::fprintf(stderr, "furious: not all of the output could be written: the disk is full, or nobody reads it\n");
+    return 1;
+  }
   return 0;
 }

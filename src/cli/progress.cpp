@@ -4,8 +4,8 @@
 #include <sys/ioctl.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <csignal>
+#include <cstdio>
 
 namespace furious::cli {
 namespace {
@@ -28,21 +28,19 @@ bool ProgressLine::due() const {
 void ProgressLine::show(const std::string& line) {
   shown_ = Clock::now();
   drawn_ = terminal_;
-  if (terminal_)
-    fmt::print(stderr, "\r\033[K{}", line.substr(0, terminal_width() - 1));
-  else
-    fmt::print(stderr, "{}: {}\n", name_, line);
+  const std::string text = terminal_ ? "\r\033[K" + line.substr(0, terminal_width() - 1) : name_ + ": " + line + "\n";
+  std::fputs(text.c_str(), stderr);  // does not throw: the work goes on where nobody reads along
   std::fflush(stderr);
 }
 
 void ProgressLine::print(const std::string& text) {
   clear();
-  fmt::print("{}\n", text);
+  std::fputs((text + "\n").c_str(), stdout);
   std::fflush(stdout);
 }
 
 void ProgressLine::clear() {
-  if (drawn_) fmt::print(stderr, "\r\033[K");
+  if (drawn_) std::fputs("\r\033[K", stderr);
   drawn_ = false;
 }
 

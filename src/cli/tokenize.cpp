@@ -3,6 +3,7 @@
 
 #include <memory>
 
+#include "cli/checks.h"
 #include "cli/commands.h"
 #include "cli/progress.h"
 #include "data/tokenize.h"
@@ -68,10 +69,10 @@ void add_tokenize(CLI::App& app) {
       ->capture_default_str();
   command->add_option("--seed", options->seed, "Chooses the held-out documents")->capture_default_str();
   command->add_option("--shard-tokens", options->shard_tokens, "Tokens after which a new shard begins")
-      ->check(CLI::PositiveNumber)
+      ->check(at_least(1))
       ->capture_default_str();
   command->add_flag("--bos", options->bos, "Begin documents with bos; they always end with eos");
-  command->add_option("--threads", options->threads, "0: all")->check(CLI::NonNegativeNumber)->capture_default_str();
+  add_threads(*command, options->threads);
   command->footer(
       "Interrupted in any way, the same command goes on where it was.\n"
       "Example: furious tokenize corpus/ more-*.jsonl.zst --tokenizer tokenizer.model --out data");

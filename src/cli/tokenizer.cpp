@@ -6,6 +6,7 @@
 
 #include "base/file.h"
 #include "base/parallel.h"
+#include "cli/checks.h"
 #include "cli/commands.h"
 #include "data/corpus_lines.h"
 #include "data/tokenizer.h"
@@ -71,7 +72,7 @@ void add_tokenizer_train(CLI::App& tokenizer) {
   command->add_option("--sentences", options->training.sentences, "Lines to learn from, at most; more are sampled")
       ->check(CLI::Range(int64_t{1000}, int64_t{1} << 40))
       ->capture_default_str();
-  command->add_option("--threads", options->threads, "0: all")->check(CLI::NonNegativeNumber)->capture_default_str();
+  add_threads(*command, options->threads);
   command->footer("Example: furious tokenizer train corpus/ --vocab 8192 --out tokenizer.model");
   command->callback([options] { options->run(); });
 }

@@ -1,10 +1,12 @@
 // `furious train`: a model from token shards.
 #include <fmt/format.h>
 
-#include <fstream>
+#include <csignal>
 #include <memory>
+#include <sstream>
 
 #include "base/error.h"
+#include "base/file.h"
 #include "cli/commands.h"
 #include "cli/progress.h"
 #include "cli/train_flags.h"
@@ -24,8 +26,7 @@ struct TrainCommand {
 };
 
 void apply_config(TrainOptions& options, const std::string& path) {
-  std::ifstream file(path);
-  require(file.good(), "train: cannot read --config {}", path);
+  std::istringstream file(read_text(path));
   try {
     for (const CLI::ConfigItem& item : CLI::ConfigTOML().from_config(file)) {
       if (item.name == "++" || item.name == "--") continue;  // where a section begins and ends
@@ -60,7 +61,10 @@ std::string step_text(const TrainStep& step, int64_t steps, double seconds_left)
 
 void TrainCommand::run() const {
   const TrainOptions options = resolve();
+  if (options.data.empty()) throw CLI::RequiredError("--data");
+  if (options.out.empty()) throw CLI::RequiredError("--out");
   stop_on_signals();
+  std::signal(SIGPIPE, SIG_IGN);  // Ctrl-C also ends the `tee` that reads along, before the checkpoint is saved
   ProgressLine line("train");
   int64_t first = 0;
   TrainObserver observer;

@@ -35,7 +35,8 @@ TrainFlags::TrainFlags(CLI::App& command, const TrainOptions& defaults, const st
 void TrainFlags::apply(TrainOptions& options) const {
   for (const auto& [option, flag] : flags_) {
     if (flag->count() == 0) continue;
-    option->set(options, option->kind == TrainOption::Kind::flag ? "true" : flag->as<std::string>());
+    const bool is_flag = option->kind == TrainOption::Kind::flag;  // --recompute, but also --recompute=false
+    option->set(options, is_flag ? fmt::format("{}", flag->as<bool>()) : flag->as<std::string>());
   }
 }
 

@@ -1,13 +1,7 @@
 #include "data/tokenize.h"
 
-#include <fcntl.h>
-#include <sys/file.h>
-#include <unistd.h>
-
-#include <cerrno>
 #include <chrono>
 #include <condition_variable>
-#include <cstring>
 #include <filesystem>
 #include <map>
 #include <mutex>
@@ -166,24 +160,6 @@ class EncodingPool {
   int64_t end_ = -1;  // number of blocks, once it is known
   bool stopped_ = false;
   std::vector<std::thread> threads_;
-};
-
-// Keeps a second process away from a folder that one is writing.
-class FolderLock {
- public:
-  explicit FolderLock(const std::string& folder) : handle_(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC)) {
-    require(handle_ >= 0, "cannot open \"{}\": {}", folder, std::strerror(errno));
-    if (::flock(handle_, LOCK_EX | LOCK_NB) != 0) {
-      ::close(handle_);
-      fail("\"{}\" is being written by another process", folder);
-    }
-  }
-  ~FolderLock() { ::close(handle_); }
-  FolderLock(const FolderLock&) = delete;
-  FolderLock& operator=(const FolderLock&) = delete;
-
- private:
-  int handle_;
 };
 
 // What is being written: the shards of both splits, and how far the corpus has been read for them.
@@ -407,7 +383,7 @@ TokenizeResult tokenize_corpus(const TokenizeOptions& options, const TokenizeHoo
   std::error_code failed;
   fs::create_directories(folder, failed);
   require(!failed, "cannot create folder \"{}\": {}", folder, failed.message());
-  const FolderLock lock(folder);
+  const DirectoryLock lock(folder);
 
   TokenizeResult result;
   for (const InputFile& file : files) result.progress.disk_bytes_total += file.size;

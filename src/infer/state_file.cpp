@@ -104,8 +104,11 @@ SavedState load_state(const std::filesystem::path& file, const ModelConfig& conf
           "version of furious",
           metadata.origin(), metadata.text("version"), kVersion);
   const ModelConfig theirs = config_from_json(metadata.text("config"), metadata.origin());
-  require(theirs == config, "{}: the state of another model: {} with {} layers, this one is {} with {} layers",
-          metadata.origin(), theirs.arch, theirs.layers, config.arch, config.layers);
+  const auto described = [](const ModelConfig& c) {
+    return fmt::format("{} with {} layers of width {} and {} token ids", c.arch, c.layers, c.hidden, c.vocabulary);
+  };
+  require(theirs == config, "{}: the state of another model: {}; this one is {}", metadata.origin(), described(theirs),
+          described(config));
   require(metadata.text("model") == model_fingerprint,
           "{}: the state of another model: of the same shape, but with other weights or another tokenizer",
           metadata.origin());

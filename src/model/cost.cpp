@@ -56,16 +56,18 @@ double training_flops(const ModelConfig& config, int64_t batch, int64_t length) 
 
 TrainingMemory training_memory(const ModelConfig& config, int64_t batch, int64_t length, bool recompute, Device device,
                                DType activations) {
+  constexpr int64_t kMost = int64_t{1} << 56;  // numbers: what nobody has, and still fits when counted in bytes
   const int64_t tokens = batch * length;
   const int64_t layer = kept_by_layer(config);
   const int64_t layers = recompute ? config.layers * config.hidden + layer : config.layers * layer;
   // Beside the layers: embedding, last norm, its gradient; and what one layer's backward pass works on.
   const int64_t around = 4 * config.hidden + config.qkv_width() + 2 * config.intermediate;
   const auto size = static_cast<int64_t>(size_of(activations));
-  int64_t output = std::min(most_logit_bytes(device), tokens * config.vocabulary * size);
+  const auto product = [&](int64_t a, int64_t b) { return a > kMost / b ? kMost : a * b; };
+  int64_t output = std::min(most_logit_bytes(device), product(tokens, config.vocabulary) * size);
   if (activations == DType::bf16) output += config.vocabulary * config.hidden * size;  // the weight, rounded
   return {4 * parameter_count(config) * static_cast<int64_t>(sizeof(float)),
-          tokens * (layers + around) * size + output};
+          product(tokens, layers + around) * size + output};
 }
 
 }  // namespace furious

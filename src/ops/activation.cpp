@@ -2,6 +2,7 @@
 
 #include "ops/activation_kernels.h"
 #include "tensor/check.h"
+#include "tensor/dispatch.h"
 
 namespace furious {
 
@@ -9,7 +10,7 @@ Tensor activation_forward(const Tensor& x, Activation activation) {
   const ArgumentCheck check("activation");
   check.rows("x", x);
   Tensor y = Tensor::empty_like(x);
-  cpu::activation_forward(y, x, activation);
+  FURIOUS_DISPATCH(x.device(), activation_forward(y, x, activation));
   return y;
 }
 
@@ -18,7 +19,7 @@ void activation_backward(const Tensor& dx, const Tensor& dy, const Tensor& x, Ac
   check.rows("x", x);
   check.rows("dx", dx, x);
   check.rows("dy", dy, x);
-  cpu::activation_backward(dx, dy, x, activation);
+  FURIOUS_DISPATCH(x.device(), activation_backward(dx, dy, x, activation));
 }
 
 Variable activation(Tape& tape, const Variable& x, Activation activation) {

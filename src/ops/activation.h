@@ -3,7 +3,8 @@
 //   relu:  y = max(x, 0)       dx = dy where x > 0, else 0
 //   silu:  y = x σ(x)          dx = dy σ(x) (1 + x σ(−x))
 //
-// x is f32 of any shape whose innermost stride is 1 (a view of a fused projection); y is contiguous.
+// x is f32 (on a GPU also bf16) of any shape whose innermost stride is 1 (a view of a fused projection); y is
+// contiguous.
 #pragma once
 
 #include "ops/tape.h"

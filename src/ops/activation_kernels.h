@@ -8,3 +8,10 @@ void activation_forward(const Tensor& y, const Tensor& x, Activation activation)
 void activation_backward(const Tensor& dx, const Tensor& dy, const Tensor& x, Activation activation);
 
 }  // namespace furious::cpu
+
+namespace furious::cuda {
+
+void activation_forward(const Tensor& y, const Tensor& x, Activation activation);
+void activation_backward(const Tensor& dx, const Tensor& dy, const Tensor& x, Activation activation);
+
+}  // namespace furious::cuda

@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kThreads)
     update_element(constants, parameter[i], gradient[i], first[i], second[i]);
 }
 
-// The sum of a block's numbers, in one order; valid in thread 0.
+// The sum of a block's numbers, in one order, for thread 0.
 __device__ double block_total(double x) {
   __shared__ double parts[kThreads];
   parts[threadIdx.x] = x;
@@ -93,7 +93,7 @@ __device__ double block_total(double x) {
     __syncthreads();
     if (threadIdx.x < half) parts[threadIdx.x] += parts[threadIdx.x + half];
   }
-  return parts[0];
+  return threadIdx.x == 0 ? parts[0] : 0.0;
 }
 
 __global__ void __launch_bounds__(kThreads) square_kernel(const __grid_constant__ Norm launch, double* sums) {

@@ -1,5 +1,7 @@
 #include "ops/boundaries.h"
 
+#include <mutex>
+#include <numeric>
 #include <span>
 
 #include "base/error.h"
@@ -40,6 +42,33 @@ std::vector<Segment> segments_of(std::string_view operation, const Tensor& bound
     segments.push_back({row, begin, length});
   }
   return segments;
+}
+
+Tensor positions_on(Device device, std::span<const Segment> segments, int64_t batch, int64_t length) {
+  if (static_cast<int64_t>(segments.size()) <= batch) return {};
+  struct Kept {
+    std::mutex mutex;
+    std::vector<Segment> segments;
+    Tensor positions;
+  };
+  static Kept kept;
+  const std::lock_guard lock(kept.mutex);
+  const Shape shape{batch, length};
+  if (kept.positions && kept.positions.shape() == shape && kept.positions.device() == device &&
+      std::ranges::equal(kept.segments, segments))
+    return kept.positions;
+  kept.positions = {};
+  kept.segments.assign(segments.begin(), segments.end());
+  const Tensor here = Tensor::empty(shape, DType::i32);
+  int32_t* to = here.data<int32_t>();
+  for (const Segment& segment : segments) {
+    std::iota(to, to + segment.length(), 0);
+    to += segment.length();
+  }
+  const Tensor there = Tensor::empty(shape, DType::i32, device);
+  copy_between(there, here);
+  kept.positions = there;
+  return there;
 }
 
 }  // namespace furious

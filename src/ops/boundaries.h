@@ -28,6 +28,11 @@ struct Segment {
 // The segments of every row, in order; together they cover each token once. Errors name `operation`.
 std::vector<Segment> segments_of(std::string_view operation, const Tensor& boundaries, int64_t batch, int64_t length);
 
+// For kernels on a device: of every token its position in its segment, i32 [batch, length] over there. Not there if
+// every row is one segment, which needs nothing from the host. Kept until other segments come: all layers of a step
+// share them.
+Tensor positions_on(Device device, std::span<const Segment> segments, int64_t batch, int64_t length);
+
 // body(segment, begin, end) for every segment that has tokens among [first, last) of the flattened sequence, with the
 // part [begin, end) of its row that lies there.
 template <class Body>

@@ -5,6 +5,7 @@
 #include "ops/conv_kernels.h"
 #include "ops/elementwise.h"
 #include "tensor/check.h"
+#include "tensor/dispatch.h"
 
 namespace furious {
 namespace {
@@ -13,9 +14,9 @@ void check_window(const ArgumentCheck& check, int64_t window) {
   require(window >= 2 && window <= 4, "{}: a window of {} tokens, expected 2, 3 or 4", check.operation(), window);
 }
 
-void check_parameters(const ArgumentCheck& check, int64_t channels, const Tensor& weight, const Tensor& bias) {
-  check.dense("weight", weight, DType::f32, {channels, ArgumentCheck::kAny});
-  check.dense("bias", bias, DType::f32, {channels});
+void check_parameters(const ArgumentCheck& check, const Tensor& x, const Tensor& weight, const Tensor& bias) {
+  check.dense("weight", weight, DType::f32, {x.size(-1), ArgumentCheck::kAny}, x.device());
+  check.dense("bias", bias, DType::f32, {x.size(-1)}, x.device());
   check_window(check, weight.size(1));
 }
 
@@ -24,8 +25,8 @@ void check_input(const ArgumentCheck& check, const Tensor& x) {
   check.rows("x", x);
 }
 
-void check_state(const ArgumentCheck& check, const Tensor& state, int64_t batch, int64_t window, int64_t channels) {
-  check.dense("state", state, DType::f32, {batch, window - 1, channels});
+void check_state(const ArgumentCheck& check, const Tensor& state, int64_t window, const Tensor& x) {
+  check.dense("state", state, DType::f32, {x.size(0), window - 1, x.size(-1)}, x.device());
 }
 
 }  // namespace
@@ -34,11 +35,11 @@ Tensor conv_forward(const Tensor& x, const Tensor& weight, const Tensor& bias, A
                     const Tensor& boundaries, const Tensor& state) {
   const ArgumentCheck check("conv");
   check_input(check, x);
-  check_parameters(check, x.size(2), weight, bias);
-  if (state) check_state(check, state, x.size(0), weight.size(1), x.size(2));
+  check_parameters(check, x, weight, bias);
+  if (state) check_state(check, state, weight.size(1), x);
   const std::vector<Segment> segments = segments_of("conv", boundaries, x.size(0), x.size(1));
   Tensor y = Tensor::empty_like(x);
-  cpu::conv_forward(y, x, weight, bias, activation, segments, state);
+  FURIOUS_DISPATCH(x.device(), conv_forward(y, x, weight, bias, activation, segments, state));
   return y;
 }
 
@@ -47,17 +48,23 @@ Tensor conv_state(const Tensor& x, int64_t window, const Tensor& boundaries, con
   check_input(check, x);
   check_window(check, window);
   const int64_t past = window - 1;
-  if (state) check_state(check, state, x.size(0), window, x.size(2));
-  Tensor result = Tensor::zeros({x.size(0), past, x.size(2)}, DType::f32);
-  if (state && x.size(1) == 0) copy(result, state);
-  for (const Segment& segment : segments_of("conv_state", boundaries, x.size(0), x.size(1))) {
-    if (segment.end < x.size(1)) continue;
-    const Tensor row = result.select(0, segment.batch);
-    const int64_t kept = std::min(past, segment.length());
-    copy(row.slice(0, past - kept, kept), x.select(0, segment.batch).slice(0, segment.end - kept, kept));
-    if (state && segment.begin == 0)
-      copy(row.slice(0, 0, past - kept), state.select(0, segment.batch).slice(0, kept, past - kept));
+  if (state) check_state(check, state, window, x);
+  Tensor result = Tensor::zeros({x.size(0), past, x.size(2)}, DType::f32, x.device());
+  // Of some rows, whose last document starts at `begin`.
+  const auto carry = [&](const Tensor& to, const Tensor& from, const Tensor& before, int64_t begin) {
+    const int64_t kept = std::min(past, x.size(1) - begin);
+    copy(to.slice(-2, past - kept, kept), from.slice(-2, x.size(1) - kept, kept));
+    if (before && begin == 0) copy(to.slice(-2, 0, past - kept), before.slice(-2, kept, past - kept));
+  };
+  const std::vector<Segment> segments = segments_of("conv_state", boundaries, x.size(0), x.size(1));
+  if (static_cast<int64_t>(segments.size()) <= x.size(0)) {
+    carry(result, x, state, 0);
+    return result;
   }
+  for (const Segment& segment : segments)
+    if (segment.end == x.size(1))
+      carry(result.select(0, segment.batch), x.select(0, segment.batch),
+            state ? state.select(0, segment.batch) : Tensor(), segment.begin);
   return result;
 }
 
@@ -66,10 +73,10 @@ Tensor conv_step(const Tensor& state, const Tensor& x, const Tensor& weight, con
   const ArgumentCheck check("conv_step");
   check.rank("x", x, 2);
   check.rows("x", x);
-  check_parameters(check, x.size(1), weight, bias);
-  check_state(check, state, x.size(0), weight.size(1), x.size(1));
+  check_parameters(check, x, weight, bias);
+  check_state(check, state, weight.size(1), x);
   Tensor y = Tensor::empty_like(x);
-  cpu::conv_step(y, state, x, weight, bias, activation);
+  FURIOUS_DISPATCH(x.device(), conv_step(y, state, x, weight, bias, activation));
   return y;
 }
 
@@ -77,13 +84,13 @@ void conv_backward(const ConvGradients& out, const Tensor& dy, const Tensor& x, 
                    const Tensor& bias, Activation activation, const Tensor& boundaries) {
   const ArgumentCheck check("conv backward");
   check_input(check, x);
-  check_parameters(check, x.size(2), weight, bias);
+  check_parameters(check, x, weight, bias);
   check.rows("dy", dy, x);
   check.rows("dx", out.x, x);
-  check.dense("dweight", out.weight, DType::f32, {weight.size(0), weight.size(1)});
-  check.dense("dbias", out.bias, DType::f32, {bias.size(0)});
+  check.dense("dweight", out.weight, DType::f32, {weight.size(0), weight.size(1)}, x.device());
+  check.dense("dbias", out.bias, DType::f32, {bias.size(0)}, x.device());
   const std::vector<Segment> segments = segments_of("conv backward", boundaries, x.size(0), x.size(1));
-  cpu::conv_backward(out, dy, x, weight, bias, activation, segments);
+  FURIOUS_DISPATCH(x.device(), conv_backward(out, dy, x, weight, bias, activation, segments));
 }
 
 Variable conv(Tape& tape, const Variable& x, const Variable& weight, const Variable& bias, Activation activation,

@@ -6,10 +6,10 @@
 //   dbias[c] = Σ_{b,t} dpre[b,t,c]             dweight[c,s] = Σ_{b,t} dpre[b,t,c] · x[b, t−(w−1)+s, c]
 //
 // The window w is 2, 3 or 4; the last tap is the current token (PyTorch's conv1d order). Inputs before the start of a
-// document are zero. x is f32 [batch, length, channels] and may be a view with contiguous rows; weight is
-// [channels, w], bias [channels]. The backward pass computes pre again rather than storing it.
+// document are zero. x is f32 (on a GPU also bf16) [batch, length, channels] and may be a view with contiguous rows;
+// weight [channels, w] and bias [channels] are f32. The backward pass computes pre again rather than storing it.
 //
-// The state [batch, w−1, channels] holds the inputs before the next token, oldest first. A row that starts from a state
+// The state [batch, w−1, channels], always f32, holds the inputs before the next token, oldest first. A row that starts from a state
 // continues its document: a sequence that is cut anywhere and carried over by its state gives the bits of one pass.
 #pragma once
 

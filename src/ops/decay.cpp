@@ -2,32 +2,41 @@
 
 #include "ops/decay_kernels.h"
 #include "tensor/check.h"
+#include "tensor/dispatch.h"
 
 namespace furious {
 namespace {
 
+// The gradient of a result that is f32 whatever its input is.
+void check_f32_rows(const ArgumentCheck& check, std::string_view name, const Tensor& tensor, const Tensor& input) {
+  check.shape(name, tensor, {input.shape().begin(), input.shape().end()});
+  check.rows(name, tensor);
+  check.dtype(name, tensor, {DType::f32});
+  check.device(name, tensor, input.device());
+}
+
 void check_softplus(const ArgumentCheck& check, const Tensor& x, const Tensor& bias) {
   check.rank("x", x, 3);
   check.rows("x", x);
-  if (bias) check.dense("bias", bias, DType::f32, {x.size(2)});
+  if (bias) check.dense("bias", bias, DType::f32, {x.size(2)}, x.device());
 }
 
 void check_original_decay(const ArgumentCheck& check, const Tensor& dt, const Tensor& a_log) {
   check.rank("dt", dt, 3);
   check.rows("dt", dt);
-  check.dense("A_log", a_log, DType::f32, {dt.size(2)});
+  check.dense("A_log", a_log, DType::f32, {dt.size(2)}, dt.device());
 }
 
 void check_discretize(const ArgumentCheck& check, const Tensor& v, const Tensor& dt) {
   check.rank("v", v, 4);
   check.rows("v", v);
-  check.dense("dt", dt, DType::f32, {v.size(0), v.size(1), v.size(2)});
+  check.dense("dt", dt, DType::f32, {v.size(0), v.size(1), v.size(2)}, v.device());
 }
 
 void check_d_residual(const ArgumentCheck& check, const Tensor& v, const Tensor& d) {
   check.rank("v", v, 4);
   check.rows("v", v);
-  check.dense("D", d, DType::f32, {v.size(2), v.size(3)});
+  check.dense("D", d, DType::f32, {v.size(2), v.size(3)}, v.device());
 }
 
 Variable scaled_softplus(Tape& tape, const Variable& x, const Variable& bias, float sign) {
@@ -44,8 +53,8 @@ Variable scaled_softplus(Tape& tape, const Variable& x, const Variable& bias, fl
 
 Tensor softplus_forward(const Tensor& x, const Tensor& bias, float sign) {
   check_softplus(ArgumentCheck("softplus"), x, bias);
-  Tensor y = Tensor::empty_like(x);
-  cpu::softplus_forward(y, x, bias, sign);
+  Tensor y = Tensor::empty(x.shape(), DType::f32, x.device());
+  FURIOUS_DISPATCH(x.device(), softplus_forward(y, x, bias, sign));
   return y;
 }
 
@@ -53,16 +62,16 @@ void softplus_backward(const SoftplusGradients& out, const Tensor& dy, const Ten
                        float sign) {
   const ArgumentCheck check("softplus backward");
   check_softplus(check, x, bias);
-  check.rows("dy", dy, x);
+  check_f32_rows(check, "dy", dy, x);
   check.rows("dx", out.x, x);
-  if (bias) check.dense("dbias", out.bias, DType::f32, {x.size(2)});
-  cpu::softplus_backward(out, dy, x, bias, sign);
+  if (bias) check.dense("dbias", out.bias, DType::f32, {x.size(2)}, x.device());
+  FURIOUS_DISPATCH(x.device(), softplus_backward(out, dy, x, bias, sign));
 }
 
 Tensor original_decay_forward(const Tensor& dt, const Tensor& a_log) {
   check_original_decay(ArgumentCheck("original_decay"), dt, a_log);
-  Tensor a = Tensor::empty_like(dt);
-  cpu::original_decay_forward(a, dt, a_log);
+  Tensor a = Tensor::empty(dt.shape(), DType::f32, dt.device());
+  FURIOUS_DISPATCH(dt.device(), original_decay_forward(a, dt, a_log));
   return a;
 }
 
@@ -70,16 +79,16 @@ void original_decay_backward(const OriginalDecayGradients& out, const Tensor& da
                              const Tensor& a_log) {
   const ArgumentCheck check("original_decay backward");
   check_original_decay(check, dt, a_log);
-  check.rows("da", da, dt);
+  check_f32_rows(check, "da", da, dt);
   check.rows("ddt", out.dt, dt);
-  check.dense("dA_log", out.a_log, DType::f32, {dt.size(2)});
-  cpu::original_decay_backward(out, da, dt, a_log);
+  check.dense("dA_log", out.a_log, DType::f32, {dt.size(2)}, dt.device());
+  FURIOUS_DISPATCH(dt.device(), original_decay_backward(out, da, dt, a_log));
 }
 
 Tensor discretize_forward(const Tensor& v, const Tensor& dt) {
   check_discretize(ArgumentCheck("discretize"), v, dt);
   Tensor y = Tensor::empty_like(v);
-  cpu::discretize_forward(y, v, dt);
+  FURIOUS_DISPATCH(v.device(), discretize_forward(y, v, dt));
   return y;
 }
 
@@ -88,8 +97,8 @@ void discretize_backward(const DiscretizeGradients& out, const Tensor& dy, const
   check_discretize(check, v, dt);
   check.rows("dy", dy, v);
   check.rows("dv", out.v, v);
-  check.dense("ddt", out.dt, DType::f32, {v.size(0), v.size(1), v.size(2)});
-  cpu::discretize_backward(out, dy, v, dt);
+  check.dense("ddt", out.dt, DType::f32, {v.size(0), v.size(1), v.size(2)}, v.device());
+  FURIOUS_DISPATCH(v.device(), discretize_backward(out, dy, v, dt));
 }
 
 Tensor d_residual_forward(const Tensor& o, const Tensor& v, const Tensor& d) {
@@ -97,7 +106,7 @@ Tensor d_residual_forward(const Tensor& o, const Tensor& v, const Tensor& d) {
   check_d_residual(check, v, d);
   check.rows("o", o, v);
   Tensor y = Tensor::empty_like(v);
-  cpu::d_residual_forward(y, o, v, d);
+  FURIOUS_DISPATCH(v.device(), d_residual_forward(y, o, v, d));
   return y;
 }
 
@@ -106,8 +115,8 @@ void d_residual_backward(const DResidualGradients& out, const Tensor& dy, const 
   check_d_residual(check, v, d);
   check.rows("dy", dy, v);
   check.rows("dv", out.v, v);
-  check.dense("dD", out.d, DType::f32, {v.size(2), v.size(3)});
-  cpu::d_residual_backward(out, dy, v, d);
+  check.dense("dD", out.d, DType::f32, {v.size(2), v.size(3)}, v.device());
+  FURIOUS_DISPATCH(v.device(), d_residual_backward(out, dy, v, d));
 }
 
 Variable time_step(Tape& tape, const Variable& x, const Variable& dt_bias) {

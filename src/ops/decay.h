@@ -10,8 +10,9 @@
 //   D residual       y  = o + D ⊙ v                  D [heads, dim]; v before discretization
 //
 // with softplus(x) = max(x, 0) + ln(1 + e^−|x|), which neither overflows nor loses its tail, and softplus' = σ. So a ≤
-// 0 always. All tensors are f32; x and v may be views with contiguous rows; results are contiguous. dt_bias and A_log
-// are [heads].
+// 0 always. x, o and v may be views with contiguous rows and, on a GPU, bf16; so may the dt of a. Then v', y and the
+// gradients of x, o, v and that dt are bf16 too; all else (a, dt and what comes in as their gradient, D, dt_bias and
+// A_log [heads]) is f32. Results are contiguous.
 #pragma once
 
 #include "ops/tape.h"

@@ -15,3 +15,17 @@ void d_residual_forward(const Tensor& y, const Tensor& o, const Tensor& v, const
 void d_residual_backward(const DResidualGradients& out, const Tensor& dy, const Tensor& v, const Tensor& d);
 
 }  // namespace furious::cpu
+
+namespace furious::cuda {
+
+void softplus_forward(const Tensor& y, const Tensor& x, const Tensor& bias, float sign);
+void softplus_backward(const SoftplusGradients& out, const Tensor& dy, const Tensor& x, const Tensor& bias, float sign);
+void original_decay_forward(const Tensor& a, const Tensor& dt, const Tensor& a_log);
+void original_decay_backward(const OriginalDecayGradients& out, const Tensor& da, const Tensor& dt,
+                             const Tensor& a_log);
+void discretize_forward(const Tensor& y, const Tensor& v, const Tensor& dt);
+void discretize_backward(const DiscretizeGradients& out, const Tensor& dy, const Tensor& v, const Tensor& dt);
+void d_residual_forward(const Tensor& y, const Tensor& o, const Tensor& v, const Tensor& d);
+void d_residual_backward(const DResidualGradients& out, const Tensor& dy, const Tensor& v, const Tensor& d);
+
+}  // namespace furious::cuda

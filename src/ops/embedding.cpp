@@ -5,6 +5,7 @@
 #include "base/error.h"
 #include "base/parallel.h"
 #include "tensor/check.h"
+#include "tensor/dispatch.h"
 
 namespace furious {
 namespace {
@@ -33,31 +34,25 @@ void gather_rows(const Tensor& table, const Tensor& tokens, const Tensor& y) {
                   });
 }
 
-}  // namespace
-
-Tensor embedding_forward(const Tensor& table, const Tensor& tokens) {
-  const ArgumentCheck check("embedding");
-  check.rank("table", table, 2);
-  check.dtype("table", table, {DType::f32, DType::bf16, DType::f16});
-  check.device("table", table, {});
-  check.contiguous("table", table);
-  check.token_ids("tokens", tokens, 0, table.size(0));
-  const Tensor y = Tensor::empty(shape_of_rows(tokens, table.size(1)), DType::f32);
-  with_float_type(table.dtype(), [&](auto zero) { gather_rows<decltype(zero)>(table, tokens, y); });
-  return y;
+// On a GPU the ids are taken on trust.
+void check_tokens(const ArgumentCheck& check, const Tensor& tokens, const Tensor& table) {
+  if (table.device().is_cpu()) return check.token_ids("tokens", tokens, 0, table.size(0));
+  check.dtype("tokens", tokens, {DType::i32});
+  check.device("tokens", tokens, table.device());
+  check.contiguous("tokens", tokens);
 }
 
-void embedding_backward(const GradientTarget& dtable, const Tensor& dy, const Tensor& tokens) {
-  const ArgumentCheck check("embedding_backward");
-  check.dense("dtable", dtable.tensor, DType::f32, {ArgumentCheck::kAny, ArgumentCheck::kAny});
-  const int64_t vocabulary = dtable.tensor.size(0);
+}  // namespace
+
+void cpu::embedding_forward(const Tensor& y, const Tensor& table, const Tensor& tokens) {
+  with_float_type(table.dtype(), [&](auto zero) { gather_rows<decltype(zero)>(table, tokens, y); });
+}
+
+void cpu::embedding_backward(const GradientTarget& dtable, const Tensor& dy, const Tensor& tokens) {
   const int64_t dim = dtable.tensor.size(1);
-  check.token_ids("tokens", tokens, 0, vocabulary);
-  const Shape expected = shape_of_rows(tokens, dim);
-  check.dense("dy", dy, DType::f32, {expected.begin(), expected.end()});
   float* sums = dtable.tensor.data<float>();
   if (!dtable.holds_sum)
-    parallel_ranges(vocabulary * dim, kGrain,
+    parallel_ranges(dtable.tensor.elements(), kGrain,
                     [&](int64_t begin, int64_t end) { std::fill(sums + begin, sums + end, 0.0f); });
   const int32_t* ids = tokens.data<int32_t>();
   const float* from = dy.data<float>();
@@ -71,10 +66,35 @@ void embedding_backward(const GradientTarget& dtable, const Tensor& dy, const Te
   });
 }
 
+Tensor embedding_forward(const Tensor& table, const Tensor& tokens, DType dtype) {
+  const ArgumentCheck check("embedding");
+  check.rank("table", table, 2);
+  if (table.device().is_cpu())
+    check.dtype("table", table, {DType::f32, DType::bf16, DType::f16});
+  else
+    check.dtype("table", table, {DType::f32});
+  check.contiguous("table", table);
+  check_tokens(check, tokens, table);
+  const Tensor y = Tensor::empty(shape_of_rows(tokens, table.size(1)), dtype, table.device());
+  check.rows("y", y);
+  FURIOUS_DISPATCH(table.device(), embedding_forward(y, table, tokens));
+  return y;
+}
+
+void embedding_backward(const GradientTarget& dtable, const Tensor& dy, const Tensor& tokens) {
+  const ArgumentCheck check("embedding_backward");
+  check.rank("dtable", dtable.tensor, 2);
+  const Device device = dtable.tensor.device();
+  check.dense("dtable", dtable.tensor, DType::f32, {ArgumentCheck::kAny, ArgumentCheck::kAny}, device);
+  check_tokens(check, tokens, dtable.tensor);
+  const Shape expected = shape_of_rows(tokens, dtable.tensor.size(1));
+  check.rows("dy", dy);
+  check.dense("dy", dy, dy.dtype(), {expected.begin(), expected.end()}, device);
+  FURIOUS_DISPATCH(device, embedding_backward(dtable, dy, tokens));
+}
+
 Variable embedding(Tape& tape, const Variable& table, const Tensor& tokens, DType dtype) {
-  require(dtype == DType::f32, "embedding: rows of {} on {}, expected f32", name_of(dtype),
-          name_of(table.value().device()));
-  return tape.record(embedding_forward(table.value(), tokens), {table},
+  return tape.record(embedding_forward(table.value(), tokens, dtype), {table},
                      [table, tokens](const Tensor& dy) { embedding_backward(table.gradient_target(), dy, tokens); });
 }
 

@@ -3,13 +3,14 @@
 #include "base/error.h"
 #include "ops/rms_norm_kernels.h"
 #include "tensor/check.h"
+#include "tensor/dispatch.h"
 
 namespace furious {
 namespace {
 
 void check_inputs(const ArgumentCheck& check, const Tensor& x, const Tensor& weight, const Tensor& z) {
   check.rows("x", x);
-  check.dense("weight", weight, DType::f32, {x.size(-1)});
+  check.dense("weight", weight, DType::f32, {x.size(-1)}, x.device());
   if (z) check.rows("z", z, x);
 }
 
@@ -23,8 +24,8 @@ RmsNormResult rms_norm_forward(const Tensor& x, const Tensor& weight, float eps,
   const ArgumentCheck check("rms_norm");
   check_inputs(check, x, weight, z);
   require(eps >= 0, "rms_norm: eps is {}, expected 0 or more", eps);
-  RmsNormResult result{Tensor::empty_like(x), Tensor::empty(without_last(x.shape()), DType::f32)};
-  cpu::rms_norm_forward(result, x, weight, eps, z);
+  RmsNormResult result{Tensor::empty_like(x), Tensor::empty(without_last(x.shape()), DType::f32, x.device())};
+  FURIOUS_DISPATCH(x.device(), rms_norm_forward(result, x, weight, eps, z));
   return result;
 }
 
@@ -33,12 +34,12 @@ void rms_norm_backward(const RmsNormGradients& out, const Tensor& dy, const Tens
   const ArgumentCheck check("rms_norm backward");
   check_inputs(check, x, weight, z);
   const Shape row_shape = without_last(x.shape());
-  check.dense("inverse_rms", inverse_rms, DType::f32, {row_shape.begin(), row_shape.end()});
+  check.dense("inverse_rms", inverse_rms, DType::f32, {row_shape.begin(), row_shape.end()}, x.device());
   check.rows("dy", dy, x);
   check.rows("dx", out.x, x);
-  check.dense("dweight", out.weight, DType::f32, {x.size(-1)});
+  check.dense("dweight", out.weight, DType::f32, {x.size(-1)}, x.device());
   if (z) check.rows("dz", out.z, x);
-  cpu::rms_norm_backward(out, dy, x, weight, inverse_rms, z);
+  FURIOUS_DISPATCH(x.device(), rms_norm_backward(out, dy, x, weight, inverse_rms, z));
 }
 
 Variable rms_norm(Tape& tape, const Variable& x, const Variable& weight, float eps, const Variable& z) {

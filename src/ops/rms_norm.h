@@ -5,8 +5,8 @@
 //   du = r (dy ⊙ weight − r u · mean(dy ⊙ weight ⊙ r u))        dweight = Σ_rows dy ⊙ r u
 //   dx = du ⊙ silu(z)                                           dz = du ⊙ x ⊙ silu'(z)
 //
-// x and z are f32 of one shape with contiguous rows (views); y is contiguous. Beside its inputs the backward pass needs
-// r alone, one number per row.
+// x and z are f32 (on a GPU also bf16, in rows of up to 8192) of one shape with contiguous rows (views); y is
+// contiguous; weight and r are f32. Beside its inputs the backward pass needs r alone, one number per row.
 #pragma once
 
 #include "ops/tape.h"

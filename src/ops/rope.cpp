@@ -8,6 +8,7 @@
 #include "ops/boundaries.h"
 #include "ops/rope_kernels.h"
 #include "tensor/check.h"
+#include "tensor/dispatch.h"
 
 namespace furious {
 namespace {
@@ -49,11 +50,12 @@ Tensor angle_table(int64_t first, int64_t count, int64_t dim, double base) {
   return table;
 }
 
-void rotate(const ArgumentCheck& check, const Tensor& y, const Tensor& x, const Rope& rope, const Tensor& boundaries,
-            bool inverse) {
+}  // namespace
+
+void cpu::rope_rotate(const Tensor& y, const Tensor& x, const Rope& rope, std::span<const Segment> segments,
+                      bool inverse) {
   const int64_t length = x.size(1);
   const int64_t dim = x.size(3);
-  const std::vector<Segment> segments = segments_of(check.operation(), boundaries, x.size(0), length);
   int64_t longest_inner = 0;
   for (const Segment& segment : segments)
     if (segment.begin > 0) longest_inner = std::max(longest_inner, segment.length());
@@ -66,7 +68,15 @@ void rotate(const ArgumentCheck& check, const Tensor& y, const Tensor& x, const 
     const float* const table = (segment.begin > 0 ? from_zero : from_offset).data<float>();
     for (int64_t i = 0; i < segment.length(); ++i) angles.push_back(table + i * dim);
   }
-  cpu::rope_rotate(y, x, angles, rope.pairing, inverse);
+  rope_rotate_rows(y, x, angles, rope.pairing, inverse);
+}
+
+namespace {
+
+void rotate(const ArgumentCheck& check, const Tensor& y, const Tensor& x, const Rope& rope, const Tensor& boundaries,
+            bool inverse) {
+  const std::vector<Segment> segments = segments_of(check.operation(), boundaries, x.size(0), x.size(1));
+  FURIOUS_DISPATCH(x.device(), rope_rotate(y, x, rope, segments, inverse));
 }
 
 void check_input(const ArgumentCheck& check, std::string_view name, const Tensor& x, const Rope& rope) {

@@ -6,8 +6,8 @@
 // halves:       pair i is (i, i + dim/2), as in Hugging Face's Llama
 // interleaved:  pair i is (2i, 2i + 1), as in the original and in the authors' release
 //
-// The gradient is turned back by the same angle. x is f32 [batch, length, heads, dim] with contiguous heads (a view);
-// dim is even. Angles are computed in double precision, so that they hold at any position.
+// The gradient is turned back by the same angle. x is f32 (on a GPU also bf16) [batch, length, heads, dim] with
+// contiguous heads (a view); dim is even. Angles are computed in double precision, so that they hold at any position.
 #pragma once
 
 #include "ops/tape.h"

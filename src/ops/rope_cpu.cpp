@@ -71,8 +71,8 @@ void rotate(const Tensor& y_tensor, const Tensor& x_tensor, std::span<const floa
 
 }  // namespace
 
-void rope_rotate(const Tensor& y, const Tensor& x, std::span<const float* const> angles, RopePairing pairing,
-                 bool inverse) {
+void rope_rotate_rows(const Tensor& y, const Tensor& x, std::span<const float* const> angles, RopePairing pairing,
+                      bool inverse) {
   if (pairing == RopePairing::halves)
     rotate<RopePairing::halves>(y, x, angles, inverse);
   else
@@ -85,11 +85,11 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace furious::cpu {
 
-HWY_EXPORT(rope_rotate);
+HWY_EXPORT(rope_rotate_rows);
 
-void rope_rotate(const Tensor& y, const Tensor& x, std::span<const float* const> angles, RopePairing pairing,
-                 bool inverse) {
-  HWY_DYNAMIC_DISPATCH(rope_rotate)(y, x, angles, pairing, inverse);
+void rope_rotate_rows(const Tensor& y, const Tensor& x, std::span<const float* const> angles, RopePairing pairing,
+                      bool inverse) {
+  HWY_DYNAMIC_DISPATCH(rope_rotate_rows)(y, x, angles, pairing, inverse);
 }
 
 }  // namespace furious::cpu

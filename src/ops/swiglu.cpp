@@ -4,6 +4,7 @@
 #include "ops/swiglu_kernels.h"
 #include "ops/views.h"
 #include "tensor/check.h"
+#include "tensor/dispatch.h"
 
 namespace furious {
 
@@ -12,7 +13,7 @@ Tensor swiglu_forward(const Tensor& gate, const Tensor& up) {
   check.rows("gate", gate);
   check.rows("up", up, gate);
   Tensor y = Tensor::empty_like(gate);
-  cpu::swiglu_forward(y, gate, up);
+  FURIOUS_DISPATCH(gate.device(), swiglu_forward(y, gate, up));
   return y;
 }
 
@@ -23,7 +24,7 @@ void swiglu_backward(const SwigluGradients& out, const Tensor& dy, const Tensor&
   check.rows("dy", dy, gate);
   check.rows("dgate", out.gate, gate);
   check.rows("dup", out.up, gate);
-  cpu::swiglu_backward(out, dy, gate, up);
+  FURIOUS_DISPATCH(gate.device(), swiglu_backward(out, dy, gate, up));
 }
 
 Variable swiglu(Tape& tape, const Variable& gate, const Variable& up) {

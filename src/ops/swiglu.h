@@ -2,8 +2,8 @@
 //
 //   y = silu(gate) ⊙ up        dgate = dy ⊙ up ⊙ silu'(gate)        dup = dy ⊙ silu(gate)
 //
-// gate and up are f32 of one shape with contiguous rows; they may be the halves of one fused projection, and then their
-// gradients may be the halves of one fused gradient. y is contiguous.
+// gate and up are f32 (on a GPU also bf16) of one shape with contiguous rows; they may be the halves of one fused
+// projection, and then their gradients may be the halves of one fused gradient. y is contiguous.
 #pragma once
 
 #include "ops/tape.h"

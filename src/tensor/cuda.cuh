@@ -96,12 +96,15 @@ struct Rows {
   T* data;
   int64_t count = 1, size = 0;
   int rank = 0;
-  int64_t sizes[Shape::kMaxRank] = {}, strides[Shape::kMaxRank] = {};
+  int64_t sizes[Shape::kMaxRank - 1] = {}, strides[Shape::kMaxRank - 1] = {};
 
   __device__ T* operator[](int64_t row) const {
     if (rank == 0) return data;
     int64_t offset = 0;
-    for (int i = rank - 1; i > 0; --i) {
+    // Unrolled, so that indices are constants: otherwise each thread keeps a copy of the arrays in local memory.
+#pragma unroll
+    for (int i = Shape::kMaxRank - 2; i > 0; --i) {
+      if (i >= rank) continue;
       offset += row % sizes[i] * strides[i];
       row /= sizes[i];
     }

@@ -13,7 +13,7 @@
 namespace furious {
 namespace {
 
-constexpr int64_t kAny = std::numeric_limits<int64_t>::max();
+constexpr int64_t kAny = int64_t{1} << 60;  // and one more, or twice as many, is still a number
 
 template <class Number>
 Number parsed(const std::string& name, const std::string& text) {
@@ -154,8 +154,8 @@ std::string to_toml(const TrainOptions& options) {
 }
 
 void check_train_options(const TrainOptions& options) {
-  require(!options.data.empty(), "train: no data; give --data with a folder of `furious tokenize`");
-  require(!options.out.empty(), "train: no folder for the run; give --out");
+  TrainOptions ignored;
+  for (const TrainOption& option : train_options()) option.set(ignored, option.get(options));  // a program may set any
   require(options.batch % options.accumulate == 0, "train: a batch of {} cannot be computed in {} equal parts",
           options.batch, options.accumulate);
   require(options.schedule_steps == 0 || options.schedule_steps > options.warmup,

@@ -30,7 +30,7 @@ void set_train_option(TrainOptions& options, const std::string& name, const std:
 std::string to_toml(const TrainOptions& options);
 std::map<std::string, std::string> to_texts(const TrainOptions& options);
 
-// What the options together must fulfil. Throws with the reason.
+// What the options must fulfil, each and together. Throws with the reason.
 void check_train_options(const TrainOptions& options);
 // With the device and dtype that "auto" stands for here. Throws if there is no such device.
 TrainOptions resolved(TrainOptions options);

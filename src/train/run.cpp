@@ -1,12 +1,11 @@
 // A training run: its folder, log and checkpoints around a Trainer.
-#include <chrono>
+#include <algorithm>
 #include <fstream>
 #include <nlohmann/json.hpp>
 
 #include "base/error.h"
 #include "base/file.h"
 #include "base/parallel.h"
-#include "data/files.h"
 #include "model/checkpoint.h"
 #include "model/cost.h"
 #include "train/options.h"
@@ -30,7 +29,10 @@ std::vector<fs::path> checkpoints_in(const fs::path& folder) {
                           std::all_of(name.begin() + 5, name.end(), [](char c) { return c >= '0' && c <= '9'; });
     if (numbered && entry.is_directory()) found.push_back(entry.path());
   }
-  std::sort(found.begin(), found.end());
+  std::ranges::sort(found, {}, [](const fs::path& path) {  // by number: names grow beyond eight digits
+    const std::string name = path.filename().string();
+    return std::pair(name.size(), name);
+  });
   return found;
 }
 
@@ -45,11 +47,14 @@ class Run {
  private:
   void begin();
   void resume();
+  fs::path checkpoint_path() const { return folder_ / fmt::format("step-{:08}", trainer_->steps_done()); }
+  std::string last_good() const;
   void check_unchanged(const TrainOptions& saved, const fs::path& checkpoint) const;
   void cut_log();
   void announce() const;
   void log(const TrainStep& step);
   void save();
+  void point_to_newest() const;
   void remove_old() const;
   bool every(int64_t steps) const { return steps > 0 && trainer_->steps_done() % steps == 0; }
   bool stop_wanted() const { return observer_.stop && observer_.stop(); }
@@ -68,9 +73,6 @@ class Run {
 void Run::begin() {
   require(checkpoints_in(folder_).empty(),
           "train: {} holds a run already; go on with it by --resume, or choose another --out", folder_.string());
-  std::error_code error;
-  fs::create_directories(folder_, error);
-  require(!error, "train: cannot make the folder {}: {}", folder_.string(), error.message());
   trainer_ = std::make_unique<Trainer>(options_);
   write_text(folder_ / "log.jsonl", "");
 }
@@ -93,7 +95,8 @@ void Run::cut_log() {
     const std::string line = text.substr(begin, end - begin);
     begin = end + 1;
     const Json parsed = Json::parse(line, nullptr, false);
-    if (parsed.is_object() && parsed.value("step", int64_t{1} << 62) <= trainer_->steps_done()) kept += line + "\n";
+    const bool whole = parsed.is_object() && parsed.contains("step") && parsed["step"].is_number();
+    if (whole && parsed["step"] <= trainer_->steps_done()) kept += line + "\n";
   }
   write_text(folder_ / "log.jsonl", kept);
 }
@@ -105,10 +108,15 @@ void Run::resume() {
     return begin();
   }
   newest_ = found.back();
-  check_unchanged(saved_options(newest_), newest_);
+  const TrainOptions saved = saved_options(newest_);
+  check_unchanged(saved, newest_);
   trainer_ = std::make_unique<Trainer>(options_, newest_);
   saved_step_ = trainer_->steps_done();
+  point_to_newest();  // in case the run was killed before it could
   cut_log();
+  const double was = learning_rate(saved, saved_step_ + 1), is = learning_rate(options_, saved_step_ + 1);
+  if (was != is && saved_step_ < options_.steps)
+    say(fmt::format("the learning rate goes on with {:.3g}; with the options the run had, it would with {:.3g}", is, was));
 }
 
 void Run::announce() const {
@@ -118,10 +126,13 @@ void Run::announce() const {
                   static_cast<double>(parameter_count(config)) / 1e6, config.layers, config.hidden, config.heads(),
                   config.head_dim, config.vocabulary));
   const bool cpu = trainer_->model().device().is_cpu();
-  say(fmt::format("steps {} to {} of {} x {} tokens, {}, {} products, about {:.2f} GB of memory",
-                  trainer_->steps_done() + 1, options_.steps, options_.batch, options_.length,
-                  cpu ? fmt::format("{} threads", threads()) : options_.device, options_.dtype,
-                  static_cast<double>(memory.total()) / 1e9));
+  if (trainer_->steps_done() < options_.steps)
+    say(fmt::format("steps {} to {} of {} x {} tokens, {}, {} products, about {:.2f} GB of memory",
+                    trainer_->steps_done() + 1, options_.steps, options_.batch, options_.length,
+                    cpu ? fmt::format("{} threads", threads()) : options_.device, options_.dtype,
+                    static_cast<double>(memory.total()) / 1e9));
+  else
+    say(fmt::format("{} steps are done, nothing is left to do; a larger --steps goes on", trainer_->steps_done()));
   if (saved_step_ >= 0) say(fmt::format("resumed from {}", newest_.string()));
   if (!trainer_->data().test && options_.eval_every > 0)
     say("no test loss: the data has no test part (furious tokenize --test-fraction)");
@@ -139,7 +150,19 @@ void Run::log(const TrainStep& step) {
   std::ofstream file(folder_ / "log.jsonl", std::ios::app);
   file << line.dump(-1, ' ', false, Json::error_handler_t::replace) << "\n";
   file.flush();
-  require(file.good(), "train: cannot write {}: is the disk full?", (folder_ / "log.jsonl").string());
+  require(file.good(), "train: cannot write {}: is the disk full?\n{}", (folder_ / "log.jsonl").string(), last_good());
+}
+
+// For errors. Weights that fail do so in the next step: when they were saved before, theirs is not a good checkpoint.
+std::string Run::last_good() const {
+  std::vector<fs::path> found = checkpoints_in(folder_);
+  std::string bad;
+  if (!found.empty() && found.back() == checkpoint_path()) {
+    bad = fmt::format(" (remove {}, which holds the weights that failed, to resume from it)", found.back().string());
+    found.pop_back();
+  }
+  if (found.empty()) return "there is no good checkpoint";
+  return fmt::format("last good checkpoint: {}{}", found.back().string(), bad);
 }
 
 void Run::remove_old() const {
@@ -153,38 +176,45 @@ void Run::remove_old() const {
 
 void Run::save() {
   if (saved_step_ == trainer_->steps_done()) return;
-  const fs::path path = folder_ / fmt::format("step-{:08}", trainer_->steps_done());
   try {
-    replace_directory(path, [&](const fs::path& temporary) { trainer_->save(temporary); });
+    replace_directory(checkpoint_path(), [&](const fs::path& temporary) { trainer_->save(temporary); });
   } catch (const Error& error) {
-    fail("{}\n{}", error.what(),
-         newest_.empty() ? "no checkpoint was saved before" : "last good checkpoint: " + newest_.string());
+    fail("{}\n{}", error.what(), last_good());
   }
-  const fs::path link = folder_ / (std::string(kLatest) + ".new");
-  std::error_code ignored;  // a file system without links still has the checkpoints
-  fs::remove(link, ignored);
-  fs::create_directory_symlink(path.filename(), link, ignored);
-  fs::rename(link, folder_ / kLatest, ignored);
-  newest_ = path;
+  newest_ = checkpoint_path();
   saved_step_ = trainer_->steps_done();
+  point_to_newest();
   remove_old();
 }
 
+void Run::point_to_newest() const {
+  const fs::path link = folder_ / (std::string(kLatest) + ".new");
+  std::error_code ignored;  // a file system without links still has the checkpoints
+  fs::remove(link, ignored);
+  fs::create_directory_symlink(newest_.filename(), link, ignored);
+  fs::rename(link, folder_ / kLatest, ignored);
+}
+
 TrainResult Run::train() {
+  std::error_code problem;
+  fs::create_directories(folder_, problem);
+  require(!problem, "train: cannot make the folder {}: {}", folder_.string(), problem.message());
+  const DirectoryLock lock(folder_);
+  remove_leftovers(folder_);  // a checkpoint that was being written when the run was killed
   options_.resume ? resume() : begin();
   write_text(folder_ / "run.toml", to_toml(options_));
   announce();
   TrainResult result;
   while (trainer_->steps_done() < options_.steps && !result.stopped) {
+    bool finished = false;
     try {
       result.last = trainer_->step();
+      finished = trainer_->steps_done() == options_.steps;
+      if (every(options_.eval_every) || (finished && options_.eval_every > 0))
+        result.last.test_loss = trainer_->test_loss();
     } catch (const Diverged& error) {
-      throw Diverged(fmt::format("{}\n{}", error.what(),
-                                 newest_.empty() ? "no checkpoint was saved before"
-                                                 : "last good checkpoint: " + newest_.string()));
+      fail("{}\n{}", error.what(), last_good());
     }
-    const bool finished = trainer_->steps_done() == options_.steps;
-    if (every(options_.eval_every) || (finished && options_.eval_every > 0)) result.last.test_loss = trainer_->test_loss();
     if (every(options_.sample_every)) result.last.sample = trainer_->sample(options_.sample_tokens);
     log(result.last);
     if (observer_.step) observer_.step(result.last);
@@ -201,6 +231,8 @@ TrainResult Run::train() {
 
 TrainResult train(const TrainOptions& given, const TrainObserver& observer) {
   check_train_options(given);
+  require(!given.data.empty(), "train: no data; give --data with a folder of `furious tokenize`");
+  require(!given.out.empty(), "train: no folder for the run; give --out");
   TrainOptions options = resolved(given);
   if (options.threads > 0) set_threads(static_cast<int>(options.threads));
   options.threads = threads();

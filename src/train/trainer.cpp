@@ -122,11 +122,19 @@ int64_t counted_targets(const Batch& batch) {
   return batch.targets.elements() - std::count(targets, targets + batch.targets.elements(), kIgnoredTarget);
 }
 
-Json training_metadata(const SafetensorsReader& file) {
+// What training.safetensors says beside its tensors.
+struct SavedTraining {
+  int64_t step = 0;
+  std::string data;  // its fingerprint
+  std::map<std::string, std::string> options;
+};
+
+SavedTraining saved_training(const SafetensorsReader& file) {
   const auto found = file.metadata().find("furious");
   require(found != file.metadata().end(), "{}: was not written by furious train", file.path().string());
   try {
-    return Json::parse(found->second);
+    const Json saved = Json::parse(found->second);
+    return {saved.at("step"), saved.at("data"), saved.at("options")};
   } catch (const Json::exception& error) {
     fail("{}: its metadata is damaged: {}", file.path().string(), error.what());
   }
@@ -166,9 +174,8 @@ Trainer::Trainer(const TrainOptions& options, TrainData data)
 Trainer::Trainer(const TrainOptions& options, const fs::path& checkpoint)
     : options_(resolved(options)), device_(device_from_name(options_.device)), data_(TrainData::open(options)) {
   const SafetensorsReader file(checkpoint / kTrainingFile);
-  const Json saved = training_metadata(file);
-  const std::string fingerprint = saved.value("data", "");
-  require(fingerprint == data_.fingerprint, "train: {} was trained on other data than {} holds; to go on with new data, "
+  const SavedTraining saved = saved_training(file);
+  require(saved.data == data_.fingerprint, "train: {} was trained on other data than {} holds; to go on with new data, "
           "begin a new run with --init", checkpoint.string(), options.data);
   check_memory(options_, load_config(checkpoint));
   model_ = std::make_unique<LanguageModel>(load_model(checkpoint, "", device_));
@@ -178,7 +185,7 @@ Trainer::Trainer(const TrainOptions& options, const fs::path& checkpoint)
     file.load_into(second_moment_of(parameter), moments.second);
     moments_.push_back(moments);
   }
-  step_ = saved.value("step", int64_t{0});
+  step_ = saved.step;
   prepare();
 }
 
@@ -200,11 +207,16 @@ void Trainer::diverged(const std::string& what) const {
   throw Diverged(fmt::format("train: step {}: {}", step_ + 1, what));
 }
 
-void Trainer::check_loss(const Batch& batch, double loss) const {
-  if (std::isfinite(loss)) return;
+// Says where in the model numbers end, if they do for this batch.
+void Trainer::check_finite(const Batch& batch) const {
   const std::string place = model_->first_not_finite(batch.inputs, batch.boundaries);
-  diverged(fmt::format("the loss is not a number; the first place where is {}",
-                       place.empty() ? "the output projection" : place));
+  if (!place.empty()) diverged(fmt::format("the loss is not a number; the first place where is {}", place));
+}
+
+void Trainer::check_loss(double loss, const Batch& batch) const {
+  if (std::isfinite(loss)) return;
+  check_finite(batch);
+  diverged("the loss is not a number; the first place where is the output projection");
 }
 
 // Forward and backward. On a GPU nothing waits for the loss, which is read when the step's work is done.
@@ -214,11 +226,10 @@ Tensor Trainer::part_loss(const Batch& batch, float weight) {
   try {
     loss = model_->loss(tape, batch.inputs, batch.targets, batch.boundaries);
   } catch (const Error&) {  // perhaps because a mixer of the CPU was given decays that are not finite
-    if (device_.is_cpu() && !model_->first_not_finite(batch.inputs, batch.boundaries).empty())
-      check_loss(batch, std::nan(""));
+    if (device_.is_cpu()) check_finite(batch);
     throw;
   }
-  if (device_.is_cpu()) check_loss(batch, number(loss.value()));
+  if (device_.is_cpu()) check_loss(number(loss.value()), batch);
   const Tensor gradient = Tensor::empty({1}, DType::f32, device_);
   fill(gradient, weight);
   tape.backward(loss, gradient);
@@ -245,7 +256,7 @@ double Trainer::total_loss(const std::vector<Part>& parts) const {
   double sum = 0;
   for (const Part& part : parts) {
     const double loss = number(part.loss);
-    check_loss(part.batch, loss);
+    check_loss(loss, part.batch);
     sum += loss * static_cast<double>(part.weight);
   }
   return sum;
@@ -304,9 +315,19 @@ TrainStep Trainer::step() {
 std::optional<double> Trainer::test_loss() const {
   if (!data_.test) return {};
   constexpr int64_t kEndless = 8;  // batches of a task that has no end
-  int64_t batches = data_.test_batches > 0 ? data_.test_batches : kEndless;
-  if (options_.eval_batches > 0) batches = std::min(batches, options_.eval_batches);
-  return furious::test_loss(*model_, *data_.test, batches).mean();
+  // A part of a batch at a time: in more parts the same tokens.
+  int64_t batches = data_.test_batches > 0 ? data_.test_batches : kEndless * options_.accumulate;
+  if (options_.eval_batches > 0) batches = std::min(batches, options_.eval_batches * options_.accumulate);
+  const Batch first = data_.test->at(0);
+  TestLoss loss;
+  try {
+    loss = furious::test_loss(*model_, *data_.test, batches);
+  } catch (const Error&) {
+    if (device_.is_cpu()) check_finite(first);
+    throw;
+  }
+  check_loss(loss.sum, first);
+  return loss.mean();
 }
 
 std::string Trainer::sample(int64_t tokens) const {
@@ -335,14 +356,8 @@ void Trainer::save(const fs::path& directory) const {
 
 TrainOptions saved_options(const fs::path& checkpoint) {
   const SafetensorsReader file(checkpoint / kTrainingFile);
-  const Json saved = training_metadata(file);
   TrainOptions options;
-  try {
-    for (const auto& [name, text] : saved.at("options").items())
-      set_train_option(options, name, text.get<std::string>());
-  } catch (const Json::exception& error) {
-    fail("{}: its metadata is damaged: {}", file.path().string(), error.what());
-  }
+  for (const auto& [name, text] : saved_training(file).options) set_train_option(options, name, text);
   return options;
 }
 

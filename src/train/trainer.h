@@ -67,7 +67,8 @@ class Trainer {
   std::vector<Part> accumulate_gradients();
   Tensor part_loss(const Batch& batch, float weight);
   double total_loss(const std::vector<Part>& parts) const;
-  void check_loss(const Batch& batch, double loss) const;
+  void check_finite(const Batch& batch) const;
+  void check_loss(double loss, const Batch& batch) const;
   void update(double gradient_scale, double lr);
   [[noreturn]] void diverged(const std::string& what) const;
 

@@ -357,6 +357,16 @@ TEST(ReplaceDirectory, TwoStepsExchange) {
   EXPECT_EQ(read_text(directory / "checkpoint/weights"), "new");
 }
 
+TEST(DirectoryLock, OneAtATime) {
+  const TemporaryDirectory directory;
+  {
+    const DirectoryLock lock(directory.path());
+    expect_error([&] { DirectoryLock{directory.path()}; }, {"another process"});
+  }
+  const DirectoryLock again(directory.path());
+  expect_error([&] { DirectoryLock{directory / "none"}; }, {"none", "cannot be opened"});
+}
+
 TEST(RecoverDirectory, PutsBackWhatWasSetAside) {
   const TemporaryDirectory directory;
   const fs::path path = directory / "checkpoint";

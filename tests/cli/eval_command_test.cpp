@@ -34,7 +34,8 @@ class EvalCommand : public ::testing::Test {
     tokenize_corpus(options);
   }
   std::string eval(const std::string& more = "") const {
-    return fmt::format("eval {} --data {} {}", model, data, more);
+    const bool elsewhere = more.find("--device") != std::string::npos;
+    return fmt::format("eval {} --data {} {} {}", model, data, more, elsewhere ? "" : "--device cpu");
   }
 
   TemporaryFolder folder;
@@ -72,7 +73,7 @@ TEST_F(EvalCommand, PartsOfTheData) {
 TEST_F(EvalCommand, Failures) {
   expect_run(fmt::format("eval {} --data {}", folder.path("none"), data), 1, {"none"});
   expect_run(fmt::format("eval {} --data {}", model, folder.path("none")), 1, {"none"});
-  expect_run(eval("--device cuda"), 1, {"cuda", "\"cpu\""});
+  expect_run(eval("--device cuda:99"), 1, {"cuda:99"});
   expect_run(eval("--arch softmax"), 1, {"2mamba", "softmax"});
   expect_run(eval("--json " + folder.path("no/loss.json")), 1, {"no/loss.json"});
   data = folder.path("other");

@@ -56,6 +56,18 @@ TEST_F(GenerateCommand, WritesOnFromAPrompt) {
   expect_run(generate("--prompt '' --tokens 3 --temperature 0 --threads 1"), 0, {"prompt: 1 tokens", "new: 3 tokens"});
 }
 
+TEST_F(GenerateCommand, NumbersOutOfRange) {
+  for (const char* bad : {"--threads 99999", "--tokens -1", "--temperature -1", "--repetition-penalty 0"}) {
+    const RunResult result = run(generate(fmt::format("--prompt x {}", bad)));
+    EXPECT_EQ(result.code, 2) << result.output;
+    EXPECT_LT(result.output.size(), 200u) << result.output;
+  }
+  // Said before anything is written.
+  const RunResult result = run(generate("--prompt x --tokens 1 --save-state " + folder.path("no/state")));
+  EXPECT_EQ(result.code, 1);
+  EXPECT_TRUE(result.output.starts_with("furious: ")) << result.output;
+}
+
 TEST_F(GenerateCommand, SeveralSequencesAndJson) {
   const std::string json = folder.path("out.json");
   expect_run(generate("--prompt x --tokens 9 --sequences 2 --json " + json), 0,

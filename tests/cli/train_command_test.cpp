@@ -19,7 +19,7 @@ class TrainCommandTest : public ::testing::Test {
  protected:
   TemporaryFolder folder;
   std::string data = small_data(folder);
-  std::string small = "--hidden 32 --intermediate 32 --heads 2 --layers 2 --batch 4 --length 24 --threads 1";
+  std::string small = "--hidden 32 --intermediate 32 --heads 2 --layers 2 --batch 4 --length 24 --threads 1 --device cpu";
 
   std::string command(const std::string& out, const std::string& more) const {
     return fmt::format("train --data {} --out {} {} {}", data, folder.path(out), small, more);
@@ -58,6 +58,19 @@ TEST_F(TrainCommandTest, ConfigFileAndFlags) {
   expect_run(bad("steps = \"many\"\n"), 1, {"bad.toml", "steps", "many"});
   expect_run(bad("[model]\narch = \"2mamba\"\n"), 1, {"bad.toml", "model.arch"});
   expect_run("train --config nowhere.toml", 1, {"nowhere.toml"});
+  expect_run("train --config /tmp", 1, {"/tmp", "directory"});
+  // Flags win over the file in both directions.
+  expect_run(fmt::format("train --config {} --out {} --recompute=false", folder.path("run") + "/run.toml",
+                         folder.path("unset")), 0, {"done"});
+  EXPECT_NE(read_file(folder.path("unset") + "/run.toml").find("recompute = false\n"), std::string::npos);
+}
+
+TEST_F(TrainCommandTest, EvalFindsTheTestLossOfTraining) {
+  const RunResult trained = run(command("run", "--steps 2 --eval-every 2 --eval-batches 0 --packing rows"));
+  const size_t at = trained.output.find("test loss ");
+  ASSERT_NE(at, std::string::npos) << trained.output;
+  expect_run(fmt::format("eval {} --data {}", folder.path("run"), data), 0,
+             {"loss            " + trained.output.substr(at + 10, 5), "x 24 (test, rows)"});
 }
 
 TEST_F(TrainCommandTest, Usage) {
@@ -65,10 +78,10 @@ TEST_F(TrainCommandTest, Usage) {
   expect_run("train --batch 0", 2, {"batch is 0"});
   expect_run("train --dtype f33", 2, {"f32"});
   expect_run("train --arhc 2mamba", 2, {"--arhc"});
-  expect_run("train --out x", 1, {"--data"});
-  expect_run("train --data x", 1, {"--out"});
+  expect_run("train --out x", 2, {"--data"});
+  expect_run("train --data x", 2, {"--out"});
   expect_run(command("run", "--arch 2mambo"), 1, {"2mambo", "did you mean \"2mamba\""});
-  expect_run(command("run", "--device cuda"), 1, {"cuda"});
+  expect_run(command("run", "--device cuda:99"), 1, {"cuda:99"});
   expect_run("train --data /nowhere --out " + folder.path("run"), 1, {"/nowhere"});
   expect_run(command("run", "--length 100000000"), 2, {"length"});
   expect_run(command("run", "--length 1000000"), 1, {"length"});
@@ -96,6 +109,15 @@ TEST_F(TrainCommandTest, KilledOrStoppedItGoesOnBitForBit) {
   }
 }
 
+TEST_F(TrainCommandTest, GoesOnWhenNobodyReadsAlong) {
+  for (const char* reader : {"| head -1", "2>&1 | head -1", ">/dev/full", ">/dev/full 2>/dev/full"}) {
+    const std::string out = fmt::format("unread-{}", std::string(reader).size());
+    run(command(out, fmt::format("--steps 40 --eval-every 2 {}", reader)));
+    EXPECT_TRUE(fs::exists(folder.path(out) + "/step-00000040")) << reader;
+  }
+  EXPECT_EQ(run("presets >/dev/full").code, 1);
+}
+
 TEST_F(TrainCommandTest, AFullDiskLeavesTheLastCheckpoint) {
   // The first checkpoint is as large as the second: the limit falls between two runs, not between two files.
   ASSERT_EQ(run(command("run", "--steps 2")).code, 0);
@@ -119,6 +141,7 @@ TEST_F(TrainCommandTest, BenchStep) {
   EXPECT_EQ(result["length"], 24);
   EXPECT_EQ(result["batch"], 4);
   for (const char* key : {"tokens_per_second", "mfu", "peak_bytes"}) EXPECT_GT(double(result[key]), 0) << key;
+  expect_run("bench step --batch 4 --accumulate 3", 1, {"3 equal parts"});
   expect_run("bench step --size huge", 1, {"unknown size \"huge\""});
 }
 

@@ -169,6 +169,12 @@ TEST(Reader, ErrorsNameThePlace) {
   expect_error([&] { jsonl(good + "{\"text\": 5}\n"); }, {"line 2", "field \"text\" is a number"});
   expect_error([&] { jsonl("[1]\n"); }, {"line 1", "JSON object"});
   expect_error([&] { jsonl("{\"text\": \"cut"); }, {"line 1", "broken JSON"});
+  try {
+    jsonl("{\"text\": \"" + std::string(1 << 20, 'x'));
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_LT(std::string(error.what()).size(), 400u);  // not the whole document
+  }
 }
 
 TEST(Reader, TruncatedAndDamagedCompressionIsNamed) {

@@ -18,5 +18,12 @@ TEST(Device, UnknownNamesAreQuoted) {
     testing::expect_error([&] { device_from_name(name); }, {std::string("\"") + name + "\"", "cuda:N"});
 }
 
+TEST(Device, UsableOnesAreThere) {
+  EXPECT_TRUE(usable_device("cpu").is_cpu());
+  EXPECT_EQ(usable_device("auto").is_cpu(), describe_cuda_devices().empty());
+  testing::expect_error([] { usable_device("cuda:4000"); }, {"cuda:4000"});
+  testing::expect_error([] { usable_device("tpu"); }, {"tpu", "cuda"});
+}
+
 }  // namespace
 }  // namespace furious

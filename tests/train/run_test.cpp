@@ -158,20 +158,91 @@ TEST_F(RunTest, BeginsWithTheWeightsOfAModel) {
 
 TEST_F(RunTest, DivergenceNamesTheLastGoodCheckpoint) {
   TrainOptions options = options_for("run");
-  options.lr = 50;
-  options.warmup = 6;
-  options.steps = 100;
   options.save_every = 1;
-  try {
-    train(options);
-    FAIL() << "it did not diverge";
-  } catch (const Error& error) {
-    const std::string text = error.what();
-    EXPECT_NE(text.find("step "), std::string::npos) << text;
-    const size_t at = text.find("last good checkpoint: ");
-    ASSERT_NE(at, std::string::npos) << text;
-    const LanguageModel model = load_model(text.substr(at + 22));
-    for (const Parameter& parameter : model.parameters()) EXPECT_TRUE(all_finite(parameter.value.value()));
+  options.steps = 3;
+  train(options);
+  options.resume = true;
+  options.steps = 100;
+  options.lr = 50;
+  // Step 4 spoils the weights and saves them, step 5 meets them.
+  expect_error([&] { train(options); }, {"step 5", "last good checkpoint: " + options.out + "/step-00000003 (remove " +
+                                                       options.out + "/step-00000004"});
+  fs::remove_all(options.out + "/step-00000004");
+  options.lr = 1e-3;
+  options.steps = 5;
+  EXPECT_EQ(train(options).steps, 5);
+
+  TrainOptions at_once = options_for("at once");
+  at_once.lr = 50;
+  at_once.warmup = 0;
+  at_once.save_every = 1;
+  expect_error([&] { train(at_once); }, {"step 2", "no good checkpoint"});
+}
+
+TEST_F(RunTest, OneProcessAtATime) {
+  TrainOptions options = options_for("run");
+  bool refused = false;
+  TrainObserver observer;
+  observer.step = [&](const TrainStep& step) {
+    if (step.step != 3) return;
+    TrainOptions second = options;
+    second.resume = true;
+    expect_error([&] { train(second); }, {"another process", options.out});
+    refused = true;
+  };
+  train(options, observer);
+  EXPECT_TRUE(refused);
+  EXPECT_EQ(log_of(options.out).size(), 12u);
+}
+
+TEST_F(RunTest, ResumedItSaysWhatIsDifferent) {
+  TrainOptions options = options_for("run");
+  train(options);
+  std::string messages;
+  TrainObserver observer;
+  observer.message = [&](const std::string& text) { messages += text + "\n"; };
+  options.resume = true;
+  train(options, observer);
+  EXPECT_NE(messages.find("12 steps are done"), std::string::npos) << messages;
+  EXPECT_EQ(messages.find("learning rate"), std::string::npos) << messages;
+  options.steps = 16;
+  train(options, observer);
+  EXPECT_NE(messages.find("learning rate goes on with 0.00333"), std::string::npos) << messages;
+}
+
+TEST_F(RunTest, WhatAKilledRunLeftIsPutInOrder) {
+  TrainOptions options = options_for("run");
+  train(options);
+  // The link is made after the checkpoint; lines of the log may be anything.
+  fs::remove(options.out + "/latest");
+  fs::create_directory_symlink("step-00000009", options.out + "/latest");
+  std::ofstream(options.out + "/log.jsonl", std::ios::app) << "{\"step\": \"x\"}\n[1]\n";
+  const std::string half = options.out + "/step-00000013.tmp-furious-0123abcd";
+  fs::create_directory(half);
+  std::ofstream(half + "/model.safetensors") << "half";
+  options.resume = true;
+  train(options);
+  EXPECT_FALSE(fs::exists(half));
+  EXPECT_EQ(fs::read_symlink(options.out + "/latest"), "step-00000012");
+  EXPECT_EQ(log_of(options.out).size(), 12u);
+  // Names grow by a digit after step 99,999,999.
+  fs::rename(options.out + "/step-00000009", options.out + "/step-100000000");
+  fs::remove(options.out + "/step-100000000/training.safetensors");
+  expect_error([&] { options_of_run(options.out); }, {"step-100000000"});
+}
+
+TEST_F(RunTest, DamagedMetadataIsNamed) {
+  TrainOptions options = options_for("run");
+  train(options);
+  const std::string file = options.out + "/latest/training.safetensors";
+  const std::string good = read_file(file);
+  for (const auto& [from, to] : {std::pair{R"(\"step\":12)", R"(\"stop\":12)"}, {R"(\"step\":12)", R"(\"step\":[])"}}) {
+    std::string bad = good;
+    ASSERT_NE(bad.find(from), std::string::npos);
+    bad.replace(bad.find(from), std::string(from).size(), to);
+    std::ofstream(file, std::ios::binary) << bad;
+    options.resume = true;
+    expect_error([&] { train(options); }, {"training.safetensors", "metadata is damaged"});
   }
 }
 
@@ -182,6 +253,10 @@ TEST_F(RunTest, BadInput) {
     change(changed);
     expect_error([&] { train(changed); }, parts);
   };
+  refused([](TrainOptions& o) { o.data.clear(); }, {"--data"});
+  refused([](TrainOptions& o) { o.out.clear(); }, {"--out"});
+  refused([](TrainOptions& o) { o.accumulate = 0; }, {"accumulate is 0"});
+  refused([](TrainOptions& o) { o.lr = std::nan(""); }, {"lr is nan"});
   refused([](TrainOptions& o) { o.data = "/nowhere/at/all"; }, {"/nowhere/at/all"});
   refused([](TrainOptions& o) { o.length = 1 << 25; }, {"length"});
   refused([](TrainOptions& o) { o.arch = "2mambo"; }, {"2mambo", "2mamba"});

@@ -129,7 +129,19 @@ TEST_F(TrainerTest, AStepAsksTheSystemForNothing) {
   EXPECT_EQ(Arena::of({}).usage().segments_made, made);
 }
 
+TEST_F(TrainerTest, TestLossDoesNotDependOnTheParts) {
+  Trainer whole(options);
+  options.accumulate = 4;
+  Trainer parts(options);
+  EXPECT_NEAR(*whole.test_loss(), *parts.test_loss(), 1e-6);
+}
+
 TEST_F(TrainerTest, RefusesWhatCannotFit) {
+  options.data = "synthetic:recall";
+  options.batch = 1 << 24;
+  options.length = 1 << 26;
+  expect_error([&] { Trainer{options}; }, {"train: needs about 2", "smaller --size"});
+  options.data = data;
   options.batch = 1 << 20;
   options.length = 600;
   expect_error([&] { Trainer{options}; }, {"GiB", "activations", "are free", "--accumulate"});
@@ -148,6 +160,7 @@ TEST_F(TrainerTest, SaysWhereItDiverged) {
     for (const Parameter& parameter : trainer.model().parameters())
       if (parameter.name == name) fill(parameter.value.value(), std::nanf(""));
     expect_error([&] { trainer.step(); }, {"step 2", place});
+    expect_error([&] { trainer.test_loss(); }, {"step 2", place});
   }
   options.lr = 50;
   options.warmup = 0;

@@ -8,6 +8,7 @@
 #include "base/parallel.h"
 #include "ops/mixer/cost.h"
 #include "ops/mixer/cpu.h"
+#include "ops/mixer/cuda.h"
 #include "ops/mixer/reference.h"
 #include "tensor/check.h"
 
@@ -51,15 +52,21 @@ void check_chunk(std::string_view operation, int64_t chunk) {
   require(chunk >= 0, "{}: argument \"chunk\" is {}, expected 0 or more", operation, chunk);
 }
 
-std::vector<DType> input_dtypes(Form form) {
+void check_form(std::string_view operation, Form form, Device device) {
+  require(device.is_cpu() || form == Form::automatic || form == Form::parallel,
+          "{}: argument \"form\" is {}, but tensors on {} have the parallel form only", operation, name_of(form),
+          name_of(device));
+}
+
+std::vector<DType> input_dtypes(Form form, Device device) {
+  if (!device.is_cpu()) return {DType::f32, DType::bf16};
   if (form == Form::reference) return {DType::f64, DType::f32, DType::bf16, DType::f16};
   return {DType::f32, DType::bf16, DType::f16};
 }
 
 void check_qkv(const ArgumentCheck& check, const MixerInputs& in, Form form) {
   check.rank("q", in.q, 4);
-  check.dtype("q", in.q, input_dtypes(form));
-  check.device("q", in.q, {});
+  check.dtype("q", in.q, input_dtypes(form, in.q.device()));
   const auto like_q = [&](std::string_view argument, const Tensor& x, int64_t dim) {
     check.shape(argument, x, {in.q.size(0), in.q.size(1), ArgumentCheck::kAny, dim});
     check.dtype(argument, x, {in.q.dtype()});
@@ -80,10 +87,10 @@ void check_qkv(const ArgumentCheck& check, const MixerInputs& in, Form form) {
 }
 
 void check_state(const ArgumentCheck& check, std::string_view argument, const Tensor& state, const MixerSpec& spec,
-                 const MixerShape& shape, DType dtype) {
+                 const MixerShape& shape, DType dtype, Device device) {
   require(spec.has_state(), "{}: argument \"{}\" was given, but an exponential score has no state of constant size",
           check.operation(), argument);
-  check.dense(argument, state, dtype, {shape.batch, shape.heads, shape.state_rows, shape.state_columns});
+  check.dense(argument, state, dtype, {shape.batch, shape.heads, shape.state_rows, shape.state_columns}, device);
 }
 
 DType accumulator_of(const Tensor& x) {
@@ -164,9 +171,9 @@ MixerShape check_mixer(std::string_view operation, const MixerSpec& spec, const 
     check.shape("log_decay", in.log_decay, {shape.batch, shape.length, shape.heads});
     check.dtype("log_decay", in.log_decay, {accumulator_of(in.q)});
     check.device("log_decay", in.log_decay, in.q.device());
-    check_decay_sign(check, in.log_decay);
+    if (in.q.device().is_cpu()) check_decay_sign(check, in.log_decay);
   }
-  if (in.initial_state) check_state(check, "initial_state", in.initial_state, spec, shape, accumulator_of(in.q));
+  if (in.initial_state) check_state(check, "initial_state", in.initial_state, spec, shape, accumulator_of(in.q), in.q.device());
   return shape;
 }
 
@@ -179,16 +186,27 @@ MixerResult mixer_forward(const MixerSpec& spec, const MixerInputs& inputs, cons
           "{}: argument \"final_state\" was asked for, but an exponential score has no state of constant size",
           kOperation);
   const int64_t chunk = options.chunk > 0 ? options.chunk : default_chunk(spec, shape.qk_dim, shape.v_dim);
+  const Device device = inputs.q.device();
+  check_form(kOperation, options.form, device);
   MixerResult result;
-  result.form = options.form == Form::automatic ? choose_form(spec, shape, inputs, segments, chunk) : options.form;
+  result.form = options.form;
+  if (result.form == Form::automatic)
+    result.form = device.is_cpu() ? choose_form(spec, shape, inputs, segments, chunk) : Form::parallel;
   const DType accumulator = accumulator_of(inputs.q);
-  result.out = Tensor::empty({shape.batch, shape.length, shape.heads, shape.v_dim}, inputs.v.dtype());
+  result.out = Tensor::empty({shape.batch, shape.length, shape.heads, shape.v_dim}, inputs.v.dtype(), device);
   if (spec.norm == Norm::sum) {
-    result.normalizer = Tensor::empty({shape.batch, shape.heads, shape.length}, accumulator);
+    result.normalizer = Tensor::empty({shape.batch, shape.heads, shape.length}, accumulator, device);
     if (spec.score == Score::exponential) result.maximum = Tensor::empty_like(result.normalizer);
   }
   if (options.final_state)
-    result.final_state = Tensor::empty({shape.batch, shape.heads, shape.state_rows, shape.state_columns}, accumulator);
+    result.final_state =
+        Tensor::empty({shape.batch, shape.heads, shape.state_rows, shape.state_columns}, accumulator, device);
+#ifdef FURIOUS_CUDA
+  if (!device.is_cpu()) {
+    cuda::mixer_forward({spec, shape, inputs, segments, result});
+    return result;
+  }
+#endif
   if (result.form == Form::reference)
     reference::mixer_forward(spec, shape, inputs, segments, result);
   else
@@ -207,6 +225,8 @@ MixerGradients mixer_backward(const MixerSpec& spec, const MixerInputs& inputs, 
   const std::vector<Segment> segments = segments_of(kOperation, inputs.boundaries, shape.batch, shape.length);
   const std::vector<int64_t> out_shape{shape.batch, shape.length, shape.heads, shape.v_dim};
   const DType accumulator = accumulator_of(inputs.q);
+  const Device device = inputs.q.device();
+  check_form(kOperation, form, device);
   check.shape("result.out", result.out, out_shape);
   check.dtype("result.out", result.out, {inputs.v.dtype()});
   check.unit_inner_stride("result.out", result.out);
@@ -215,12 +235,12 @@ MixerGradients mixer_backward(const MixerSpec& spec, const MixerInputs& inputs, 
   check.device("out_gradient", out_gradient, inputs.v.device());
   check.unit_inner_stride("out_gradient", out_gradient);
   if (spec.norm == Norm::sum)
-    check.dense("result.normalizer", result.normalizer, accumulator, {shape.batch, shape.heads, shape.length});
+    check.dense("result.normalizer", result.normalizer, accumulator, {shape.batch, shape.heads, shape.length}, device);
   if (spec.norm == Norm::sum && spec.score == Score::exponential)
-    check.dense("result.maximum", result.maximum, accumulator, {shape.batch, shape.heads, shape.length});
+    check.dense("result.maximum", result.maximum, accumulator, {shape.batch, shape.heads, shape.length}, device);
   if (final_state_gradient) {
-    check_state(check, "final_state_gradient", final_state_gradient, spec, shape, accumulator);
-    check_state(check, "result.final_state", result.final_state, spec, shape, accumulator);
+    check_state(check, "final_state_gradient", final_state_gradient, spec, shape, accumulator, device);
+    check_state(check, "result.final_state", result.final_state, spec, shape, accumulator, device);
   }
 
   MixerGradients gradients = into;
@@ -243,6 +263,14 @@ MixerGradients mixer_backward(const MixerSpec& spec, const MixerInputs& inputs, 
     check.contiguous("into.initial_state", gradients.initial_state);
   }
 
+#ifdef FURIOUS_CUDA
+  if (!device.is_cpu()) {
+    require(!inputs.initial_state && !final_state_gradient, "{}: gradients of states are not computed on {}",
+            kOperation, name_of(device));
+    cuda::mixer_backward({spec, shape, inputs, segments, result}, out_gradient, gradients);
+    return gradients;
+  }
+#endif
   const int64_t chunk = options.chunk > 0 ? options.chunk : default_chunk(spec, shape.qk_dim, shape.v_dim);
   if (form == Form::reference)
     reference::mixer_backward(spec, shape, inputs, segments, out_gradient, final_state_gradient, gradients);

@@ -45,8 +45,8 @@ MixerCase random_case(Random& random, const MixerSpec& spec, const CaseLimits& l
   };
   int64_t q_heads = divisor(), k_heads = divisor(), v_heads = divisor();
   (random.coin() ? v_heads : q_heads) = c.heads;
-  const int64_t qk_dim = random.integer(8, limits.largest_dim);
-  const int64_t v_dim = random.integer(8, limits.largest_dim);
+  const int64_t qk_dim = limits.dim > 0 ? limits.dim : random.integer(8, limits.largest_dim);
+  const int64_t v_dim = limits.dim > 0 ? limits.dim : random.integer(8, limits.largest_dim);
   // Under the sum norm, scores that cancel (linear) or vanish (squared) are ill-conditioned in any precision.
   const bool non_negative = spec.score != Score::exponential && spec.norm == Norm::sum;
   c.inputs.q = strided_normal(random, batch, length, q_heads, qk_dim, non_negative);

@@ -1,0 +1,50 @@
+// The mixers on a GPU: what mixer.cpp calls after all checks, and what the kernels share on the host.
+#pragma once
+
+#include "ops/mixer/shape.h"
+
+namespace furious::cuda {
+
+struct MixerCall {
+  const MixerSpec& spec;
+  const MixerShape& shape;
+  const MixerInputs& inputs;
+  const std::vector<Segment>& segments;
+  const MixerResult& result;
+};
+
+void mixer_forward(const MixerCall& call);
+void mixer_backward(const MixerCall& call, const Tensor& out_gradient, const MixerGradients& gradients);
+
+// What the kernels know of the tokens of a call. Without decay or boundaries the tensors are not there.
+struct TokenTables {
+  Tensor decay;   // f64 [batch, heads, length]: A, summed over the whole row; only differences within a document count
+  Tensor starts;  // i32 [batch, length]: where the document of a token starts
+  Tensor ends;    // i32 [batch, length]: where it ends
+};
+TokenTables token_tables(const MixerCall& call);
+
+// Gradients of one head of the call each, before heads that share an input are summed.
+struct HeadGradients {
+  Tensor q, k, v;    // [batch, length, heads, dim]
+  Tensor row_decay;  // f32 [batch, heads, length]: the part of dA that queries give; not there under the sum norm
+  Tensor key_decay;  // the part that keys give
+};
+
+// Any dtype, dimension and spec; f32 arithmetic, a warp per token. `past` is f32 [batch, heads, length, columns]: what
+// the initial state adds to each token.
+void simple_forward(const MixerCall& call, const TokenTables& tables, const Tensor& past);
+void simple_backward(const MixerCall& call, const TokenTables& tables, const Tensor& out_gradient,
+                     const HeadGradients& gradients);
+
+// bf16 on tensor cores, heads of 64 or 128.
+bool parallel_takes(const MixerCall& call);
+void parallel_forward(const MixerCall& call, const TokenTables& tables);
+void parallel_backward(const MixerCall& call, const TokenTables& tables, const Tensor& out_gradient,
+                       const HeadGradients& gradients);
+
+// States: what one adds to the tokens of each row's first document, and what each row's last document leaves.
+Tensor state_read(const MixerCall& call, const TokenTables& tables);
+void state_write(const MixerCall& call, const TokenTables& tables);
+
+}  // namespace furious::cuda

@@ -1,0 +1,28 @@
+// The rows of one head in a tensor [batch, length, heads or a divisor, dim] on a GPU.
+#pragma once
+
+#include "tensor/cuda.cuh"
+
+namespace furious::cuda {
+
+template <class T>
+struct Heads {
+  T* data;
+  int64_t batch, token, head;  // strides
+  int group;                   // heads of the call that share one
+
+  __device__ T* row(int64_t b, int64_t t, int64_t h) const {
+    return data + b * batch + t * token + h / group * head;
+  }
+};
+
+template <class T>
+Heads<typename OnDevice<T>::Type> heads_of(const Tensor& x, int64_t heads) {
+  return {pointer<T>(x), x.stride(0), x.stride(1), x.stride(2), static_cast<int>(heads / x.size(2))};
+}
+
+inline float* floats(const Tensor& x) {
+  return x ? x.data<float>() : nullptr;
+}
+
+}  // namespace furious::cuda

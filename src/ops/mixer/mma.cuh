@@ -1,0 +1,99 @@
+// Tensor cores and the memory around them, by the names that the kernels use. bf16 operands, f32 sums.
+//
+// A warp multiplies 16 × 16 by 16 × 8. Lane l holds of the result rows l/4 and l/4 + 8, columns 2(l%4) and the next.
+// Tiles in shared memory are rows of kDim bf16, in pieces of 16 bytes; piece p of row r lies at place p ^ (r % 8), so
+// that the eight rows of an ldmatrix fall into different banks.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+namespace furious::cuda {
+
+__device__ inline void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ inline uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ inline void load_matrices(uint32_t (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(row)));
+}
+
+__device__ inline void load_matrices_transposed(uint32_t (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(row)));
+}
+
+// 16 bytes, or zeros where there is nothing to load.
+__device__ inline void copy_async(void* to, const void* from, bool there) {
+  const int bytes = there ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared_address(to)), "l"(from), "r"(bytes));
+}
+__device__ inline void commit_copies() {
+  asm volatile("cp.async.commit_group;\n");
+}
+template <int kPending>
+__device__ inline void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending));
+}
+
+__device__ inline uint32_t pack(float low, float high) {
+  uint32_t r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+
+__device__ inline float fast_exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Rows of kDim bf16 in shared memory.
+template <int kDim>
+struct Tile {
+  static constexpr int kPieces = kDim / 8;
+  __nv_bfloat16* data;
+
+  __device__ __nv_bfloat16* at(int row, int piece) const {
+    return data + row * kDim + ((piece & ~7) | ((piece ^ row) & 7)) * 8;
+  }
+
+  // `count` rows from `from`, `stride` elements apart; those at and after `valid` become zeros. By all threads.
+  template <int kThreads>
+  __device__ void load(const __nv_bfloat16* from, int64_t stride, int count, int64_t valid) const {
+    for (int i = static_cast<int>(threadIdx.x); i < count * kPieces; i += kThreads) {
+      const int row = i / kPieces, piece = i % kPieces;
+      const bool there = row < valid;
+      copy_async(at(row, piece), there ? from + row * stride + piece * 8 : from, there);
+    }
+  }
+
+  // Fragments for mma: A of rows [row, row+16) and dimensions [16·step, +16).
+  __device__ void a_fragment(uint32_t (&r)[4], int row, int step) const {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    load_matrices(r, at(row + lane % 16, 2 * step + lane / 16));
+  }
+  // B of a product with the tile transposed: columns are rows [row, row+16), two groups of 8 (r0, r1 and r2, r3).
+  __device__ void b_fragment(uint32_t (&r)[4], int row, int step) const {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    load_matrices(r, at(row + lane / 16 * 8 + lane % 8, 2 * step + lane / 8 % 2));
+  }
+  // B of a product with the tile as it is: rows [row, row+16) are summed over, columns are dimensions [16·step, +16).
+  __device__ void b_fragment_transposed(uint32_t (&r)[4], int row, int step) const {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    load_matrices_transposed(r, at(row + lane % 16, 2 * step + lane / 16));
+  }
+};
+
+}  // namespace furious::cuda

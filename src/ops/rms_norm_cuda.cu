@@ -1,0 +1,217 @@
+#include "ops/activation.cuh"
+#include "ops/rms_norm_kernels.h"
+#include "ops/rows.cuh"
+
+namespace furious::cuda {
+namespace {
+
+// A row belongs to threadIdx.x of one threadIdx.y; each thread keeps kHeld of its numbers, so a row is read once.
+constexpr int kHeld = 16;
+constexpr int kMostWarps = 16;
+constexpr int64_t kWidest = kMostWarps * 32 * kHeld;
+constexpr int64_t kBlocks = 396;  // of the backward pass: three for each multiprocessor of an H200
+
+// The sum over the threads of a row. `shared` may be used again after a barrier.
+__device__ float row_sum(float x, float* shared) {
+  x = warp_sum(x);
+  const unsigned warps = blockDim.x / 32;
+  if (warps == 1) return x;
+  if (threadIdx.x % 32 == 0) shared[threadIdx.y * warps + threadIdx.x / 32] = x;
+  __syncthreads();
+  float sum = 0;
+  for (unsigned i = 0; i < warps; ++i) sum += shared[threadIdx.y * warps + i];
+  return sum;
+}
+
+// Element at which this thread's pack p starts.
+template <int N>
+__device__ int place_of(int p) {
+  return static_cast<int>(p * blockDim.x + threadIdx.x) * N;
+}
+
+template <class T, int N, bool kGated>
+__global__ void __launch_bounds__(32 * kMostWarps)
+    forward_kernel(Rows<T> y, Rows<T> x, Rows<T> z, const float* weight, float* inverse_rms, float eps) {
+  constexpr int kPacks = kHeld / N;
+  __shared__ float shared[kMostWarps];
+  const int n = static_cast<int>(x.size);
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+  const bool active = row < x.count;
+  float u[kPacks][N];
+  float squares = 0;
+  if (active) {
+    const T* const from = x[row];
+    const T* const gate = kGated ? z[row] : nullptr;
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      const int at = place_of<N>(p);
+      if (at >= n) break;
+      load(u[p], from + at);
+      if constexpr (kGated) {
+        float g[N];
+        load(g, gate + at);
+#pragma unroll
+        for (int i = 0; i < N; ++i) u[p][i] *= silu(g[i]);
+      }
+#pragma unroll
+      for (int i = 0; i < N; ++i) squares += u[p][i] * u[p][i];
+    }
+  }
+  const float r = 1.0f / sqrtf(row_sum(squares, shared) / static_cast<float>(n) + eps);
+  if (!active) return;
+  if (threadIdx.x == 0) inverse_rms[row] = r;
+  T* const to = y[row];
+#pragma unroll
+  for (int p = 0; p < kPacks; ++p) {
+    const int at = place_of<N>(p);
+    if (at >= n) break;
+    float w[N];
+    load(w, weight + at);
+#pragma unroll
+    for (int i = 0; i < N; ++i) w[i] *= u[p][i] * r;
+    store(to + at, w);
+  }
+}
+
+// Every block walks rows of its own and leaves its share of dweight in one row of partials [blocks, n].
+template <class T, int N, bool kGated>
+__global__ void __launch_bounds__(32 * kMostWarps)
+    backward_kernel(Rows<T> dx, Rows<T> dz, float* partials, Rows<T> dy, Rows<T> x, Rows<T> z, const float* weight,
+                    const float* inverse_rms) {
+  constexpr int kPacks = kHeld / N;
+  __shared__ float shared[kMostWarps];
+  __shared__ float sums[kWidest];
+  const int n = static_cast<int>(x.size);
+  float dweight[kPacks][N] = {};
+  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y;
+  // The whole block takes every turn of this loop: there are barriers in it.
+  for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y; first < x.count; first += step) {
+    const int64_t row = first + threadIdx.y;
+    const bool active = row < x.count;
+    const float r = active ? inverse_rms[row] : 0.0f;
+    float value[kPacks][N], dnormed[kPacks][N], gate[kPacks][N], slope[kPacks][N];
+    float products = 0;
+    if (active) {
+      const T* const from = x[row];
+      const T* const gradient = dy[row];
+      const T* const gates = kGated ? z[row] : nullptr;
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) {
+        const int at = place_of<N>(p);
+        if (at >= n) break;
+        float w[N];
+        load(value[p], from + at);
+        load(dnormed[p], gradient + at);
+        load(w, weight + at);
+        if constexpr (kGated) load(gate[p], gates + at);
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+          float normed = value[p][i] * r;
+          if constexpr (kGated) {
+            const float s = sigmoid(gate[p][i]);
+            slope[p][i] = s * (1.0f + gate[p][i] * (1.0f - s));
+            gate[p][i] *= s;
+            normed *= gate[p][i];
+          }
+          dweight[p][i] += dnormed[p][i] * normed;
+          dnormed[p][i] *= w[i];
+          products += dnormed[p][i] * normed;
+        }
+      }
+    }
+    const float mean = row_sum(products, shared) / static_cast<float>(n);
+    if (blockDim.x > 32) __syncthreads();
+    if (!active) continue;
+    T* const to = dx[row];
+    T* const to_gate = kGated ? dz[row] : nullptr;
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      const int at = place_of<N>(p);
+      if (at >= n) break;
+      float d[N];
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        const float g = kGated ? gate[p][i] : 1.0f;
+        const float du = r * (dnormed[p][i] - value[p][i] * r * g * mean);
+        d[i] = du * g;
+        if constexpr (kGated) slope[p][i] *= du * value[p][i];
+      }
+      store(to + at, d);
+      if constexpr (kGated) store(to_gate + at, slope[p]);
+    }
+  }
+#pragma unroll
+  for (int p = 0; p < kPacks; ++p) {
+    const int at = place_of<N>(p);
+    if (at >= n) break;
+#pragma unroll
+    for (int i = 0; i < N; ++i) sums[threadIdx.y * n + at + i] = dweight[p][i];
+  }
+  __syncthreads();
+  const int threads = static_cast<int>(blockDim.x * blockDim.y);
+  for (int i = static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x); i < n; i += threads) {
+    float sum = 0;
+    for (int slot = 0; slot < static_cast<int>(blockDim.y); ++slot) sum += sums[slot * n + i];
+    partials[static_cast<int64_t>(blockIdx.x) * n + i] = sum;
+  }
+}
+
+// Warps enough to hold a row, and rows enough for eight warps.
+dim3 block_for(int64_t n) {
+  require(n <= kWidest, "rms_norm: rows of {} numbers; the CUDA kernels take up to {}", n, kWidest);
+  const unsigned warps = blocks_for(n, 32 * kHeld);
+  return {32 * warps, std::max(1u, 8 / warps)};
+}
+
+}  // namespace
+
+void rms_norm_forward(const RmsNormResult& out, const Tensor& x_tensor, const Tensor& weight, float eps,
+                      const Tensor& z_tensor) {
+  if (x_tensor.elements() == 0) return;
+  with_activation_type(x_tensor.dtype(), [&](auto zero) {
+    using T = decltype(zero);
+    const auto y = rows<T>(out.y), x = rows<T>(x_tensor), z = rows<T>(z_tensor ? z_tensor : x_tensor);
+    const float* const w = weight.data<float>();
+    const dim3 block = block_for(x.size);
+    with_lanes<kLanes<T>>(
+        [&](auto lanes) {
+          const auto launch = [&](auto gated) {
+            forward_kernel<typename OnDevice<T>::Type, lanes, gated>
+                <<<blocks_for(x.count, block.y), block, 0, stream(x_tensor.device())>>>(
+                    y, x, z, w, out.inverse_rms.data<float>(), eps);
+          };
+          z_tensor ? launch(std::true_type()) : launch(std::false_type());
+        },
+        y, x, z, w);
+  });
+  check_launch("rms_norm");
+}
+
+void rms_norm_backward(const RmsNormGradients& out, const Tensor& dy_tensor, const Tensor& x_tensor,
+                       const Tensor& weight, const Tensor& inverse_rms, const Tensor& z_tensor) {
+  if (x_tensor.elements() == 0) return sum_rows(out.weight, nullptr, 0, 0);
+  const Device device = x_tensor.device();
+  with_activation_type(x_tensor.dtype(), [&](auto zero) {
+    using T = decltype(zero);
+    const auto dx = rows<T>(out.x), dz = rows<T>(z_tensor ? out.z : out.x);
+    const auto dy = rows<T>(dy_tensor), x = rows<T>(x_tensor), z = rows<T>(z_tensor ? z_tensor : x_tensor);
+    const float* const w = weight.data<float>();
+    const dim3 block = block_for(x.size);
+    const int64_t blocks = std::min<int64_t>(kBlocks, blocks_for(x.count, block.y));
+    const Tensor partials = Tensor::empty(Shape{blocks, x.size}, DType::f32, device);
+    with_lanes<kLanes<T>>(
+        [&](auto lanes) {
+          const auto launch = [&](auto gated) {
+            backward_kernel<typename OnDevice<T>::Type, lanes, gated>
+                <<<static_cast<unsigned>(blocks), block, 0, stream(device)>>>(
+                    dx, dz, partials.data<float>(), dy, x, z, w, inverse_rms.data<float>());
+          };
+          z_tensor ? launch(std::true_type()) : launch(std::false_type());
+        },
+        dx, dz, dy, x, z, w);
+    check_launch("rms_norm backward");
+    sum_rows(out.weight, partials.data<float>(), blocks, x.size);
+  });
+}
+
+}  // namespace furious::cuda

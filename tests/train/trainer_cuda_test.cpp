@@ -1,0 +1,163 @@
+#include <map>
+
+#include "cuda.h"
+#include "model/checkpoint.h"
+#include "model/safetensors.h"
+#include "tensor/arena.h"
+#include "train/small_run.h"
+#include "train/trainer.h"
+
+namespace furious {
+namespace {
+
+using namespace furious::testing;
+
+class TrainerCuda : public ::testing::Test {
+ protected:
+  TemporaryFolder folder;
+  std::string data = small_data(folder);
+
+  TrainOptions options_for(const std::string& out) {
+    TrainOptions options = small_options(data, folder.path(out));
+    options.device = "cuda";
+    options.sample_every = 0;
+    return options;
+  }
+};
+
+// The mean loss of the last steps, in which single batches do not matter much.
+double learned(const TrainOptions& options) {
+  Trainer trainer(options);
+  double sum = 0;
+  for (int64_t i = 0; i < options.steps; ++i) {
+    const double loss = trainer.step().loss;
+    if (i >= options.steps - 20) sum += loss / 20;
+  }
+  return sum;
+}
+
+TEST_F(TrainerCuda, LearnsWhatTheCpuLearns) {
+  SKIP_WITHOUT_GPU();
+  for (const char* arch : {"2mamba", "2mamba-e", "mamba2", "mamba2s", "softmax", "linear"}) {
+    TrainOptions options = options_for("run");
+    options.arch = arch;
+    options.hidden = options.intermediate = 64;
+    options.steps = 200;
+    options.length = 64;
+    options.lr = 3e-3;
+    options.clip = 1;
+    options.device = "cpu";
+    const double expected = learned(options);
+    EXPECT_LT(expected, 3) << arch;
+    options.device = "cuda";
+    for (const char* dtype : {"f32", "bf16"}) {
+      options.dtype = dtype;
+      EXPECT_NEAR(learned(options), expected, 0.05) << arch << " " << dtype;
+    }
+  }
+}
+
+TEST_F(TrainerCuda, PartsOfABatchAddUp) {
+  SKIP_WITHOUT_GPU();
+  TrainOptions options = options_for("run");
+  options.dtype = "f32";
+  for (const char* packing : {"packed", "isolated", "rows"}) {
+    options.packing = packing;
+    options.accumulate = 1;
+    Trainer whole(options);
+    options.accumulate = 4;
+    options.recompute = true;
+    Trainer parts(options);
+    for (int i = 0; i < 3; ++i) {
+      const TrainStep a = whole.step(), b = parts.step();
+      EXPECT_NEAR(a.loss, b.loss, 1e-4) << packing;
+      EXPECT_NEAR(a.gradient_norm, b.gradient_norm, 1e-3 * a.gradient_norm) << packing;
+    }
+  }
+}
+
+std::map<std::string, std::string> contents(const std::string& run) {
+  std::map<std::string, std::string> all;
+  for (const char* file : {"model.safetensors", "training.safetensors"}) {
+    const SafetensorsReader reader(run + "/latest/" + file);
+    for (const StoredTensor& tensor : reader.tensors())
+      all[tensor.name] = std::string(reinterpret_cast<const char*>(tensor.bytes.data()), tensor.bytes.size());
+  }
+  return all;
+}
+
+TEST_F(TrainerCuda, StoppedAnywhereItGoesOnBitForBit) {
+  SKIP_WITHOUT_GPU();
+  for (const char* arch : {"2mamba", "mamba2", "softmax"}) {
+    TrainOptions options = options_for(std::string("whole-") + arch);
+    options.arch = arch;
+    options.packing = "isolated";
+    train(options);
+    const auto expected = contents(options.out);
+    options.out = folder.path(std::string("parts-") + arch);
+    for (const int64_t stop_at : {2, 7, 12}) {
+      int64_t done = 0;
+      TrainObserver observer;
+      observer.step = [&](const TrainStep& step) { done = step.step; };
+      observer.stop = [&] { return done >= stop_at; };
+      train(options, observer);
+      options.resume = true;
+    }
+    EXPECT_TRUE(contents(options.out) == expected) << arch;
+  }
+}
+
+TEST_F(TrainerCuda, TheCpuGoesOnWithACheckpoint) {
+  SKIP_WITHOUT_GPU();
+  TrainOptions options = options_for("run");
+  const TrainResult first = train(options);
+  const LanguageModel here = load_model(first.checkpoint);
+  for (const Parameter& parameter : here.parameters()) EXPECT_TRUE(all_finite(parameter.value.value()));
+  options.device = "cpu";
+  options.dtype = "f32";
+  options.resume = true;
+  options.steps = 14;
+  const TrainResult second = train(options);
+  EXPECT_EQ(second.steps, 14);
+  EXPECT_LT(second.last.loss, first.last.loss + 0.5);
+  options.device = "cuda";
+  options.dtype = "bf16";
+  options.steps = 16;
+  EXPECT_EQ(train(options).steps, 16);
+}
+
+TEST_F(TrainerCuda, MemoryEstimateAndNoNewMemory) {
+  SKIP_WITHOUT_GPU();
+  TrainOptions options = options_for("run");
+  options.layers = 4;
+  options.length = 512;
+  options.batch = 8;
+  for (const char* dtype : {"f32", "bf16"}) {
+    options.dtype = dtype;
+    Arena& arena = Arena::of(kGpu);
+    Trainer trainer(options);
+    for (int i = 0; i < 3; ++i) trainer.step();
+    const size_t made = arena.usage().segments_made;
+    for (int i = 0; i < 5; ++i) trainer.step();
+    EXPECT_EQ(arena.usage().segments_made, made);
+    EXPECT_GT(trainer.memory().total(), 0);
+  }
+  options.batch = 1 << 22;
+  options.length = 600;
+  expect_error([&] { Trainer{options}; }, {"GiB", "cuda:0", "are free", "--accumulate"});
+}
+
+TEST_F(TrainerCuda, SaysWhereItDiverged) {
+  SKIP_WITHOUT_GPU();
+  for (const auto& [name, place] :
+       {std::pair{"model.layers.0.mlp.down_proj.weight", "model.layers.0.mlp"}, {"lm_head.weight", "output projection"}}) {
+    Trainer trainer(options_for("run"));
+    trainer.step();
+    for (const Parameter& parameter : trainer.model().parameters())
+      if (parameter.name == name) fill(parameter.value.value(), std::nanf(""));
+    expect_error([&] { trainer.step(); }, {"step 2", place});
+  }
+}
+
+}  // namespace
+}  // namespace furious
