@@ -8,6 +8,7 @@
 
 #include "base/parallel.h"
 #include "cli/bench_rates.h"
+#include "cli/checks.h"
 #include "cli/commands.h"
 #include "cli/json_file.h"
 #include "model/language_model.h"
@@ -106,7 +107,7 @@ void add_bench_decode(CLI::App& bench) {
   command->add_option("--device", options->device, "cpu, cuda")->capture_default_str();
   command->add_option("--dtype", options->dtype, "f32, bf16; without: bf16 on a GPU, f32 on the CPU")
       ->check(CLI::IsMember({"f32", "bf16"}));
-  command->add_option("--threads", options->threads, "0: all")->check(CLI::NonNegativeNumber)->capture_default_str();
+  add_threads(*command, options->threads);
   command->add_option("--json", options->json, "Write the rows to this file");
   command->footer("Example: furious bench decode --preset 2mamba --size small --batch 1,64 --device cuda");
   command->callback([options] { options->run(); });

@@ -19,7 +19,9 @@ constexpr int kFewestRows = 64, kMostRows = 1024;  // of the state, for one bloc
 constexpr int kMostWindowBlocks = 64;              // for one head
 constexpr int64_t kEnoughBlocks = 4096;            // several for every place on the largest device
 constexpr float kRoot2 = std::numbers::sqrt2_v<float>;
-static_assert(kLargestDim <= kThreads && kThreads / 8 == kPageTokens);
+static_assert(kLargestDim <= kThreads && kThreads / 8 == kPageTokens && kThreads / kSmallestDim <= kChunk);
+// A head has no more blocks than its factors have room.
+static_assert(kLargestDim * (kLargestDim + 1) / 2 / kFewestRows + 1 + kMostWindowBlocks <= kMostRows);
 
 struct Page {
   void* k;
@@ -338,43 +340,46 @@ __device__ void read_window(const Step<T>& step, int batch, int head, int block,
                 step.softmax() ? largest : decay_factor(now), memory);
 }
 
-// The output of a head, from what its blocks have written, always in the same order.
+// The output of a head, from what its blocks have written, always in the same order: groups of threads take every so
+// many blocks, so that few loads wait for each other.
 template <class T>
-__device__ void combine(const Step<T>& step, int64_t sequence_head) {
+__device__ void combine(const Step<T>& step, int64_t sequence_head, StepMemory& memory) {
   const Cache& cache = step.cache;
-  const int column = static_cast<int>(threadIdx.x);
-  if (column >= cache.v_dim) return;
+  const int thread = static_cast<int>(threadIdx.x);
   const auto at = [&](int block, int i) { return __ldcg(step.partial(sequence_head, block) + i); };
   const int normalizer_at = cache.v_dim, extra_at = cache.v_dim + 1;
+  const float left = step.softmax() ? 0.0f : at(step.state_blocks, extra_at);
+  float* factors = memory.phi;  // of each block's part
+  for (int b = thread; b < step.blocks(); b += kThreads)
+    factors[b] = step.softmax() ? at(b, extra_at) : b < step.state_blocks ? left : 1.0f;
+  __syncthreads();
+  float largest = -INFINITY;
+  if (step.softmax())
+    for (int b = 0; b < step.blocks(); ++b) largest = fmaxf(largest, factors[b]);
+
+  const int groups = kThreads / cache.v_dim, group = thread / cache.v_dim, own = thread % cache.v_dim;
+  if (group < groups) {
+    float y = 0, n = 0;
+#pragma unroll 4
+    for (int b = group; b < step.blocks(); b += groups) {
+      const float factor = step.softmax() ? expf(factors[b] - largest) : factors[b];
+      y += factor > 0 ? factor * at(b, own) : 0.0f;
+      n += factor > 0 ? factor * at(b, normalizer_at) : 0.0f;
+    }
+    memory.sums[group * cache.v_dim + own] = y;
+    if (own == 0) memory.scores[group] = n;
+  }
+  __syncthreads();
+  if (thread >= cache.v_dim) return;
   float y = 0, n = 0;
-  if (step.softmax()) {
-    float largest = -INFINITY;
-    for (int b = 0; b < step.blocks(); ++b) largest = fmaxf(largest, at(b, extra_at));
-    for (int b = 0; b < step.blocks(); ++b) {
-      const float factor = expf(at(b, extra_at) - largest);
-      y = fmaf(factor, at(b, column), y);
-      n = fmaf(factor, at(b, normalizer_at), n);
-    }
-  } else {
-    const float left = at(step.state_blocks, extra_at);
-    if (left > 0) {
-#pragma unroll 8
-      for (int b = 0; b < step.state_blocks; ++b) {
-        y += at(b, column);
-        n += at(b, normalizer_at);
-      }
-      y *= left;
-      n *= left;
-    }
-    for (int b = step.state_blocks; b < step.blocks(); ++b) {
-      y += at(b, column);
-      n += at(b, normalizer_at);
-    }
+  for (int g = 0; g < groups; ++g) {
+    y += memory.sums[g * cache.v_dim + thread];
+    n += memory.scores[g];
   }
   // Only linear scores can sum to a negative n by right; others do so by rounding.
   const float size = cache.score == Score::linear ? fabsf(n) : n;
   if (cache.sum) y = size < kSmallestNormalizer ? 0.0f : y / n;
-  step.out[sequence_head * cache.v_dim + column] = from_float<T>(y);
+  step.out[sequence_head * cache.v_dim + thread] = from_float<T>(y);
 }
 
 // A step of all heads. The blocks of a head read parts of its state and its window; the one that is done last adds up
@@ -403,7 +408,7 @@ __global__ void __launch_bounds__(kThreads, 4) step_kernel(const Step<T> step) {
   __syncthreads();
   if (!memory.last) return;
   __threadfence();
-  combine(step, sequence_head);
+  combine(step, sequence_head, memory);
   if (thread != 0) return;
   *done = 0;
   __threadfence();
