@@ -126,7 +126,7 @@ TEST(Embedding, RefusesBadInput) {
       [&] {
         embedding_forward(Tensor::wrap(&there, {1, 1}, DType::f32, {DeviceKind::cuda, 0}), tokens);
       },
-      {"\"table\"", "cuda:0", "cpu"});
+      {"\"tokens\"", "cuda:0", "cpu"});
 }
 
 }  // namespace
