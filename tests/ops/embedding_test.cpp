@@ -126,7 +126,7 @@ TEST(Embedding, RefusesBadInput) {
       [&] {
         embedding_forward(Tensor::wrap(&there, {1, 1}, DType::f32, {DeviceKind::cuda, 0}), tokens);
       },
-      {"\"tokens\"", "cpu", "cuda:0"});
+      {"\"tokens\"", "cuda:0", "cpu"});
 }
 
 }  // namespace
