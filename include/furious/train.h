@@ -49,15 +49,15 @@ struct TrainOptions {
   // How it is computed.
   std::string device = "auto";  // cpu, cuda, cuda:1, …; auto: a GPU if there is one
   std::string dtype = "auto";   // f32 or bf16, of matrix products and on a GPU of activations; auto: bf16 on a GPU
-  int64_t threads = 0;        // 0: all cores
-  bool recompute = false;     // keep only the inputs of layers: less memory, a third more work
+  int64_t threads = 0;          // 0: all cores
+  bool recompute = false;       // keep only the inputs of layers: less memory, a third more work
 
   // The run.
   std::string out;
   bool resume = false;  // go on from the newest checkpoint in `out`, if there is one, with the bits of a run that never
                         // stopped
-  int64_t eval_every = 100, eval_batches = 32;  // steps between test losses; batches of one, 0: all
-  int64_t save_every = 500, keep = 2;           // steps between checkpoints; how many stay
+  int64_t eval_every = 100, eval_batches = 32;     // steps between test losses; batches of one, 0: all
+  int64_t save_every = 500, keep = 2;              // steps between checkpoints; how many stay
   int64_t sample_every = 500, sample_tokens = 48;  // steps between samples of text; 0: none
 };
 

@@ -347,7 +347,9 @@ void add_bench(CLI::App& app) {
   command->add_option("--dtype", options->dtype, "f32, bf16, f16")
       ->check(CLI::IsMember({"f32", "bf16", "f16"}))
       ->capture_default_str();
-  command->add_option("--device", options->device, "cpu, cuda, cuda:N")->check(readable_by(device_from_name))->capture_default_str();
+  command->add_option("--device", options->device, "cpu, cuda, cuda:N")
+      ->check(readable_by(device_from_name))
+      ->capture_default_str();
   command->add_option("--mean-decay", options->mean_decay, "Log-decays are uniform in [-2x, 0]")
       ->check(at_least(0))
       ->capture_default_str();

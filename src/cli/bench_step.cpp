@@ -118,10 +118,11 @@ void StepBench::run() const {
   fmt::print("{}: {:.1f} M parameters, {} layers of width {}, batch {} x {} tokens, {} products, {}\n", config.arch,
              static_cast<double>(parameter_count(config)) / 1e6, config.layers, config.hidden, options.batch,
              options.length, options.dtype, device.is_cpu() ? fmt::format("{} threads", threads()) : options.device);
-  fmt::print("{:.0f} tokens/s, median of {} steps of {:.1f} ms; {:.1f} MFLOP a token, {:.0f} % of {:.0f} GFLOP/s ({}); "
-             "peak {:.2f} GB\n",
-             median.tokens_per_second, steps, seconds * 1e3, flops / tokens / 1e6, 100 * median.mfu, rate / 1e9,
-             matmul_library(device), static_cast<double>(peak) / 1e9);
+  fmt::print(
+      "{:.0f} tokens/s, median of {} steps of {:.1f} ms; {:.1f} MFLOP a token, {:.0f} % of {:.0f} GFLOP/s ({}); "
+      "peak {:.2f} GB\n",
+      median.tokens_per_second, steps, seconds * 1e3, flops / tokens / 1e6, 100 * median.mfu, rate / 1e9,
+      matmul_library(device), static_cast<double>(peak) / 1e9);
   file.write(nlohmann::ordered_json{{"preset", options.arch},
                                     {"size", size_text(options, config)},
                                     {"parameters", parameter_count(config)},
@@ -143,8 +144,12 @@ void add_bench_step(CLI::App& bench) {
   auto command = std::make_shared<StepBench>(*step);
   step->add_option("--preset,--arch", command->preset, "Architecture; `furious presets` lists them")
       ->capture_default_str();
-  step->add_option("--vocab", command->vocabulary, "Number of ids")->check(CLI::Range(2, 1 << 30))->capture_default_str();
-  step->add_option("--steps", command->steps, "Steps to take the median of")->check(CLI::Range(1, 1 << 20))->capture_default_str();
+  step->add_option("--vocab", command->vocabulary, "Number of ids")
+      ->check(CLI::Range(2, 1 << 30))
+      ->capture_default_str();
+  step->add_option("--steps", command->steps, "Steps to take the median of")
+      ->check(CLI::Range(1, 1 << 20))
+      ->capture_default_str();
   step->add_option("--json", command->json, "Write the result to this file");
   step->footer("Example: furious bench step --preset softmax --size mini --length 1024 --batch 2");
   step->callback([command] { command->run(); });

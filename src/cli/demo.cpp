@@ -54,8 +54,10 @@ struct DemoCommand {
 
 std::vector<std::string> DemoCommand::inputs() const {
   if (!text.empty()) return text;
-  require(fs::exists(kDictionary), "demo: there is no {}; install the package dict-gcide (make demo does), or name text "
-          "of your own: furious demo FILE…", kDictionary);
+  require(fs::exists(kDictionary),
+          "demo: there is no {}; install the package dict-gcide (make demo does), or name text "
+          "of your own: furious demo FILE…",
+          kDictionary);
   fs::create_directories(out);
   const fs::path link = fs::path(out) / "dictionary.txt.gz";
   std::error_code ignored;
@@ -155,7 +157,8 @@ void DemoCommand::report(const std::vector<Contender>& contenders) const {
     for (size_t i = 0; i < series.y.size(); ++i) series.x.push_back(static_cast<double>(i + 1));
     chart.series.push_back(std::move(series));
   }
-  fmt::print("\n{}\nKB: memory that one sequence needs while it is written, after 1k, 8k and 64k tokens\n", to_text(table));
+  fmt::print("\n{}\nKB: memory that one sequence needs while it is written, after 1k, 8k and 64k tokens\n",
+             to_text(table));
   write_text(out + "/loss.svg", to_svg(chart));
 }
 
@@ -196,9 +199,15 @@ void add_demo(CLI::App& app) {
   CLI::App* command = app.add_subcommand("demo", "From text to three small models, side by side, in minutes");
   command->add_option("text", demo->text, "Text as `furious tokenize` takes it; without, the dictionary of dict-gcide");
   command->add_option("--out", demo->out, "Folder for everything it makes")->capture_default_str();
-  command->add_option("--arch", demo->archs, "Architectures; several with commas")->delimiter(',')->capture_default_str();
-  command->add_option("--steps", demo->steps, "Steps of training")->check(CLI::Range(1, 1 << 20))->capture_default_str();
-  command->add_option("--vocab", demo->vocabulary, "Ids of the tokenizer")->check(CLI::Range(260, 1 << 16))->capture_default_str();
+  command->add_option("--arch", demo->archs, "Architectures; several with commas")
+      ->delimiter(',')
+      ->capture_default_str();
+  command->add_option("--steps", demo->steps, "Steps of training")
+      ->check(CLI::Range(1, 1 << 20))
+      ->capture_default_str();
+  command->add_option("--vocab", demo->vocabulary, "Ids of the tokenizer")
+      ->check(CLI::Range(260, 1 << 16))
+      ->capture_default_str();
   command->footer("Example: furious demo my-notes.txt --out demo");
   command->callback([demo] { demo->run(); });
 }

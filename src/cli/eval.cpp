@@ -105,7 +105,8 @@ void EvalCommand::run() const {
 void add_eval(CLI::App& app) {
   auto options = std::make_shared<EvalCommand>();
   CLI::App* command = app.add_subcommand("eval", "Measure how well a model predicts a tokenized text");
-  command->add_option("model", options->model, "A checkpoint directory, a training run or a .safetensors file")->required();
+  command->add_option("model", options->model, "A checkpoint directory, a training run or a .safetensors file")
+      ->required();
   command->add_option("--data", options->data, "Folder with token shards, as furious tokenize makes them")->required();
   command->add_option("--split", options->split, "The part of the data")
       ->check(CLI::IsMember({"test", "train"}))

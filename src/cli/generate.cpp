@@ -141,7 +141,8 @@ void add_sampling(CLI::App& command, Sampling& sampling) {
 void add_generate(CLI::App& app) {
   auto options = std::make_shared<GenerateCommand>();
   CLI::App* command = app.add_subcommand("generate", "Let a model write on from a prompt");
-  command->add_option("model", options->model, "A checkpoint directory, a training run or a .safetensors file")->required();
+  command->add_option("model", options->model, "A checkpoint directory, a training run or a .safetensors file")
+      ->required();
   CLI::Option* prompt = command->add_option("--prompt", options->prompt, "The text to go on from; may be empty");
   CLI::Option* prompt_file =
       command->add_option("--prompt-file", options->prompt_file, "The same from a file")->excludes(prompt);

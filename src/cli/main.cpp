@@ -9,9 +9,9 @@
 
 namespace {
 
-// Threads of OpenMP wait for work by spinning, for milliseconds. With anything else running on the machine they take the
-// cores from the threads they wait for: a training step was seen to take seven times as long. OpenMP reads this before
-// main, so the program starts itself once more.
+// Threads of OpenMP wait for work by spinning, for milliseconds. With anything else running on the machine they take
+// the cores from the threads they wait for: a training step was seen to take seven times as long. OpenMP reads this
+// before main, so the program starts itself once more.
 void wait_politely(char** argv) {
   if (std::getenv("GOMP_SPINCOUNT") != nullptr || std::getenv("OMP_WAIT_POLICY") != nullptr) return;
   ::setenv("GOMP_SPINCOUNT", "2000", 1);

@@ -14,8 +14,8 @@ class ProgressLine {
   ProgressLine(const ProgressLine&) = delete;
   ProgressLine& operator=(const ProgressLine&) = delete;
 
-  bool due() const;                    // whether it is time to show something new
-  void show(const std::string& line);  // draws it
+  bool due() const;                     // whether it is time to show something new
+  void show(const std::string& line);   // draws it
   void print(const std::string& text);  // a line that stays, above the progress line
   void clear();
   double seconds() const;  // since the beginning

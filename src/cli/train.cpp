@@ -77,7 +77,8 @@ void TrainCommand::run() const {
       line.print(fmt::format("step {:>6}  loss {:.4f}  test loss {:.4f}  lr {:.2e}  {:.0f} tokens/s", step.step,
                              step.loss, *step.test_loss, step.lr, step.tokens_per_second));
     if (!step.sample.empty()) line.print(fmt::format("step {:>6}  writes:\n{}\n", step.step, step.sample));
-    if (line.due()) line.show(step_text(step, options.steps, per_step * static_cast<double>(options.steps - step.step)));
+    if (line.due())
+      line.show(step_text(step, options.steps, per_step * static_cast<double>(options.steps - step.step)));
   };
   const TrainResult result = train(options, observer);
   line.clear();

@@ -14,17 +14,18 @@ TrainFlags::TrainFlags(CLI::App& command, const TrainOptions& defaults, const st
       flags_.emplace_back(&option, command.add_flag(flag, option.help));
       continue;
     }
-    CLI::Option* added = command.add_option(flag, option.help)->check(CLI::Validator(
-        [&option](std::string& text) {
-          try {
-            TrainOptions ignored;
-            option.set(ignored, text);
-            return std::string();
-          } catch (const Error& error) {
-            return std::string(error.what());
-          }
-        },
-        ""));
+    CLI::Option* added = command.add_option(flag, option.help)
+                             ->check(CLI::Validator(
+                                 [&option](std::string& text) {
+                                   try {
+                                     TrainOptions ignored;
+                                     option.set(ignored, text);
+                                     return std::string();
+                                   } catch (const Error& error) {
+                                     return std::string(error.what());
+                                   }
+                                 },
+                                 ""));
     added->take_last();
     added->type_name(option.kind == TrainOption::Kind::number ? "NUMBER" : "TEXT");
     if (const std::string value = option.get(defaults); !value.empty()) added->default_str(value);

@@ -54,8 +54,7 @@ bool is_stray(const std::string& name) {
 }
 
 // Of a dtype that can be loaded, so that its shape is one of numbers that are there.
-const StoredTensor& stored_tensor(const SafetensorsReader& reader, std::string_view name,
-                                  std::string_view shape = "") {
+const StoredTensor& stored_tensor(const SafetensorsReader& reader, std::string_view name, std::string_view shape = "") {
   const StoredTensor* const tensor = reader.find(name);
   require(tensor != nullptr, "{}: no tensor \"{}\"{}; the file is incomplete, or of another architecture",
           reader.path().string(), name, shape);

@@ -79,12 +79,13 @@ class LanguageModel {
   Device device() const { return device_; }
   const std::vector<Parameter>& parameters() const { return parameters_; }
   void set_compute(const Compute& compute) { compute_ = compute; }
-  // For reading only: keeps the weights of products in bf16 beside the parameters, so that a token reads half the bytes.
-  // Such a model is not trained.
+  // For reading only: keeps the weights of products in bf16 beside the parameters, so that a token reads half the
+  // bytes. Such a model is not trained.
   void round_weights();
   int64_t bytes_per_token() const;  // of the weights that reading a token takes, however many sequences read one
 
-  // Tokens and targets may be on the CPU, whatever the model's device; what is not is not checked. Boundaries always are.
+  // Tokens and targets may be on the CPU, whatever the model's device; what is not is not checked. Boundaries always
+  // are.
 
   // Mean cross-entropy of targets (i32 [batch, length], −1 ignored) after tokens of the same shape. Documents of a
   // packed batch are kept apart by boundaries (ops/boundaries.h). Loss and row_losses are on the model's device.

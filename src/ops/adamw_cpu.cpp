@@ -15,8 +15,8 @@ namespace {
 namespace hn = hwy::HWY_NAMESPACE;
 
 template <class D>
-HWY_INLINE void update_at(D d, const AdamWConstants& c, float* parameter, const float* gradient,
-                          float* first_moment, float* second_moment) {
+HWY_INLINE void update_at(D d, const AdamWConstants& c, float* parameter, const float* gradient, float* first_moment,
+                          float* second_moment) {
   const auto g = hn::Mul(hn::Set(d, c.gradient_scale), hn::LoadU(d, gradient));
   const auto m = hn::MulAdd(hn::Set(d, c.beta1), hn::LoadU(d, first_moment), hn::Mul(hn::Set(d, c.one_minus_beta1), g));
   const auto v = hn::MulAdd(hn::Set(d, c.beta2), hn::LoadU(d, second_moment),

@@ -58,8 +58,7 @@ void run_chunks(const Tensor& hidden, const Tensor& weight, const Tensor& target
     const auto part = [&](const Tensor& of) { return of.slice(0, begin, count); };
     const Tensor logits = buffer.slice(0, 0, count);
     matmul(logits, part(hidden), weight, {.transpose_b = true, .precision = precision});
-    FURIOUS_DISPATCH(device,
-                     cross_entropy_rows(logits, part(targets), result.counted, with_gradient, part(losses)));
+    FURIOUS_DISPATCH(device, cross_entropy_rows(logits, part(targets), result.counted, with_gradient, part(losses)));
     if (result.hidden_gradient)
       matmul(part(result.hidden_gradient.as_matrix()), logits, weight, {.precision = precision});
     if (result.weight_gradient)

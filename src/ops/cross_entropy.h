@@ -8,8 +8,8 @@
 //
 // Logits exist for a few hundred rows at a time: what is wanted of their gradients is computed, for an upstream
 // gradient of 1, while they are there. Everything is f32 and contiguous; W may be bf16 or f16 when its gradient is not
-// wanted. On a GPU h may be bf16: logits and dh are bf16 then, losses and dW f32; nothing waits for the device, so a graph
-// can capture it; and targets are not checked: one outside the vocabulary makes the loss NaN.
+// wanted. On a GPU h may be bf16: logits and dh are bf16 then, losses and dW f32; nothing waits for the device, so a
+// graph can capture it; and targets are not checked: one outside the vocabulary makes the loss NaN.
 #pragma once
 
 #include "ops/matmul.h"

@@ -131,7 +131,7 @@ __global__ void scale_kernel(T* values, int64_t count, const float* factor) {
 
 void count_targets(const Tensor& counted, const Tensor& targets) {
   count_kernel<<<1, kThreads, 0, stream(targets.device())>>>(targets.data<int32_t>(), targets.elements(),
-                                                            counted.data<int32_t>());
+                                                             counted.data<int32_t>());
   check_launch("cross_entropy");
 }
 
@@ -151,7 +151,7 @@ void cross_entropy_rows(const Tensor& logits, const Tensor& targets, const Tenso
 
 void mean_loss(const Tensor& loss, const Tensor& losses, const Tensor& counted) {
   mean_kernel<<<1, kThreads, 0, stream(loss.device())>>>(losses.data<double>(), losses.elements(),
-                                                        counted.data<int32_t>(), loss.data<float>());
+                                                         counted.data<int32_t>(), loss.data<float>());
   check_launch("cross_entropy");
 }
 
@@ -160,7 +160,7 @@ void scale(const Tensor& tensor, const Tensor& factor) {
   with_activation_type(tensor.dtype(), [&](auto zero) {
     const unsigned blocks = std::min(blocks_for(tensor.elements(), 8 * kScaleThreads), 4096u);
     scale_kernel<<<blocks, kScaleThreads, 0, stream(tensor.device())>>>(pointer<decltype(zero)>(tensor),
-                                                                       tensor.elements(), factor.data<float>());
+                                                                        tensor.elements(), factor.data<float>());
   });
   check_launch("cross_entropy");
 }

@@ -57,15 +57,28 @@ __global__ void copy_kernel(Elements<To> out, Elements<From> in, int64_t count) 
   if (i < count) out[i] = converted<To>(in[i]);
 }
 
-// Both contiguous: eight at a time, so that loads and stores are wide.
+// Eight elements as they are loaded and stored, 16 bytes at a time.
+template <class T>
+struct alignas(sizeof(T) * 8 < 16 ? sizeof(T) * 8 : 16) Eight {
+  T x[8];
+};
+
+bool aligned(const Tensor& tensor) {
+  return tensor.is_contiguous() && reinterpret_cast<uintptr_t>(tensor.raw()) % 16 == 0;
+}
+
+// Both contiguous and aligned.
 template <class To, class From>
-__global__ void copy_dense_kernel(To* out, const From* in, int64_t count) {
-  const int64_t first = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * 8;
-  if (first + 8 <= count) {
+__global__ void copy_dense_kernel(To* __restrict__ out, const From* __restrict__ in, int64_t count) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i * 8 + 8 <= count) {
+    const Eight<From> from = reinterpret_cast<const Eight<From>*>(in)[i];
+    Eight<To> to;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) out[first + i] = converted<To>(in[first + i]);
+    for (int e = 0; e < 8; ++e) to.x[e] = converted<To>(from.x[e]);
+    reinterpret_cast<Eight<To>*>(out)[i] = to;
   } else {
-    for (int64_t i = first; i < count; ++i) out[i] = converted<To>(in[i]);
+    for (int64_t e = i * 8; e < count; ++e) out[e] = converted<To>(in[e]);
   }
 }
 
@@ -77,12 +90,15 @@ __global__ void add_kernel(Elements<T> out, Elements<T> in, int64_t count) {
 
 template <class T>
 __global__ void add_dense_kernel(T* __restrict__ out, const T* __restrict__ in, int64_t count) {
-  const int64_t first = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * 8;
-  if (first + 8 <= count) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i * 8 + 8 <= count) {
+    const Eight<T> from = reinterpret_cast<const Eight<T>*>(in)[i];
+    Eight<T> sum = reinterpret_cast<const Eight<T>*>(out)[i];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) out[first + i] = from_float<T>(to_float(out[first + i]) + to_float(in[first + i]));
+    for (int e = 0; e < 8; ++e) sum.x[e] = from_float<T>(to_float(sum.x[e]) + to_float(from.x[e]));
+    reinterpret_cast<Eight<T>*>(out)[i] = sum;
   } else {
-    for (int64_t i = first; i < count; ++i) out[i] = from_float<T>(to_float(out[i]) + to_float(in[i]));
+    for (int64_t e = i * 8; e < count; ++e) out[e] = from_float<T>(to_float(out[e]) + to_float(in[e]));
   }
 }
 
@@ -90,7 +106,7 @@ template <class To, class From>
 void copy_as(const Tensor& out, const Tensor& in) {
   const int64_t count = out.elements();
   const cudaStream_t s = stream(out.device());
-  if (out.is_contiguous() && in.is_contiguous())
+  if (aligned(out) && aligned(in))
     copy_dense_kernel<<<blocks_for(count, 8 * kThreads), kThreads, 0, s>>>(pointer<To>(out), pointer<From>(in), count);
   else
     copy_kernel<<<blocks_for(count, kThreads), kThreads, 0, s>>>(elements<To>(out), elements<From>(in), count);
@@ -104,7 +120,7 @@ void fill(const Tensor& out, float value) {
   with_float_type(out.dtype(), [&](auto zero) {
     using T = decltype(zero);
     fill_kernel<<<blocks_for(out.elements(), kThreads), kThreads, 0, stream(out.device())>>>(elements<T>(out),
-                                                                                          out.elements(), value);
+                                                                                             out.elements(), value);
   });
   check_launch("fill");
 }
@@ -123,7 +139,7 @@ void add_into(const Tensor& out, const Tensor& in) {
   const cudaStream_t s = stream(out.device());
   with_activation_type(out.dtype(), [&](auto zero) {
     using T = decltype(zero);
-    if (out.is_contiguous() && in.is_contiguous())
+    if (aligned(out) && aligned(in))
       add_dense_kernel<<<blocks_for(count, 8 * kThreads), kThreads, 0, s>>>(pointer<T>(out), pointer<T>(in), count);
     else
       add_kernel<<<blocks_for(count, kThreads), kThreads, 0, s>>>(elements<T>(out), elements<T>(in), count);

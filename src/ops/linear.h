@@ -4,8 +4,9 @@
 //
 //   dx = dy W             dW = dyᵀ x          db = Σ_rows dy
 //
-// x and its kin are f32, on a GPU also bf16, of one dtype and contiguous, of any rank from 1. bf16 is multiplied as such,
-// whatever the precision. b and gradients of W and b are f32; W is f32, or bf16 or f16 when no gradient is wanted.
+// x and its kin are f32, on a GPU also bf16, of one dtype and contiguous, of any rank from 1. bf16 is multiplied as
+// such, whatever the precision. b and gradients of W and b are f32; W is f32, or bf16 or f16 when no gradient is
+// wanted.
 #pragma once
 
 #include "ops/matmul.h"

@@ -63,11 +63,11 @@ void linear_backward_bias(const GradientTarget& dbias, const Tensor& dy) {
     with_activation_type(dy.dtype(), [&](auto zero) {
       const dim3 blocks(blocks_for(columns, kColumns), static_cast<unsigned>(count));
       sum_rows_kernel<<<blocks, dim3(kColumns, kLanes), 0, s>>>(pointer<decltype(zero)>(dy), sums.data<float>(), rows,
-                                                               columns, span);
+                                                                columns, span);
     });
   }
-  add_sums_kernel<<<blocks_for(columns, kThreads), kThreads, 0, s>>>(
-      sums.data<float>(), dbias.tensor.data<float>(), count, columns, dbias.holds_sum);
+  add_sums_kernel<<<blocks_for(columns, kThreads), kThreads, 0, s>>>(sums.data<float>(), dbias.tensor.data<float>(),
+                                                                     count, columns, dbias.holds_sum);
   check_launch("linear_backward_bias");
 }
 

@@ -5,8 +5,8 @@
 // Matrices with unit inner stride and any distance between rows, all on one device; out overlaps neither a nor b. Sums
 // are f32. Factors that are not of the type they are multiplied in are converted first.
 //
-// CPU: out and a are f32; b is f32, or bf16 or f16 (weights). The library brings its own threads: not to be called inside
-// a parallel loop. Same bits for the same shapes, strides and number of threads.
+// CPU: out and a are f32; b is f32, or bf16 or f16 (weights). The library brings its own threads: not to be called
+// inside a parallel loop. Same bits for the same shapes, strides and number of threads.
 //
 // GPU: factors are f32 or bf16, b also f16; two bf16 factors are multiplied as they are whatever the precision. out is
 // f32, or bf16 if the factors are multiplied in bf16. Same bits on the same GPU.

@@ -86,7 +86,8 @@ class Library {
   }
 
   // With the types that the library multiplies.
-  void multiply(const Tensor& out, const Tensor& a, const Tensor& b, const MatmulOptions& options, cudaStream_t stream) {
+  void multiply(const Tensor& out, const Tensor& a, const Tensor& b, const MatmulOptions& options,
+                cudaStream_t stream) {
     const Plan& plan = plan_of(out, a, b, options);
     const float alpha = 1;
     const float beta = options.accumulate ? 1 : 0;

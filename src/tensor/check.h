@@ -30,8 +30,8 @@ class ArgumentCheck {
   void dense(std::string_view argument, const Tensor& tensor, DType expected_dtype, std::vector<int64_t> expected_shape,
              Device expected_device = {}) const;
 
-  // Present, f32 (on a GPU also bf16), with contiguous rows that may lie apart: what operations that work on rows ask of
-  // activations, which may be views. And of a second one: the same shape, dtype and device as the first.
+  // Present, f32 (on a GPU also bf16), with contiguous rows that may lie apart: what operations that work on rows ask
+  // of activations, which may be views. And of a second one: the same shape, dtype and device as the first.
   void rows(std::string_view argument, const Tensor& tensor) const;
   void rows(std::string_view argument, const Tensor& tensor, const Tensor& like) const;
 

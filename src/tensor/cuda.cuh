@@ -1,5 +1,5 @@
-// What every CUDA kernel of ours needs. Work of a device goes to one stream, in order: memory that a tensor has left may
-// be given to the next one at once, and a captured graph sees it all.
+// What every CUDA kernel of ours needs. Work of a device goes to one stream, in order: memory that a tensor has left
+// may be given to the next one at once, and a captured graph sees it all.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -57,10 +57,18 @@ void with_activation_type(DType dtype, F&& f) {
     f(float{});
 }
 
-__device__ inline float to_float(float x) { return x; }
-__device__ inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ inline float to_float(__half x) { return __half2float(x); }
-__device__ inline double to_float(double x) { return x; }
+__device__ inline float to_float(float x) {
+  return x;
+}
+__device__ inline float to_float(__nv_bfloat16 x) {
+  return __bfloat162float(x);
+}
+__device__ inline float to_float(__half x) {
+  return __half2float(x);
+}
+__device__ inline double to_float(double x) {
+  return x;
+}
 
 template <class T>
 __device__ T from_float(float x) {

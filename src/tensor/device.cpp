@@ -33,10 +33,11 @@ Device usable_device(std::string_view name) {
   if (name == "auto") return found > 0 ? Device{DeviceKind::cuda, 0} : Device{};
   const Device device = device_from_name(name);
 #ifdef FURIOUS_CUDA
-  require(found > 0,
-          "device {}: no GPU that can be used was found; nvidia-smi should list one, with a driver as new as CUDA {}.{}, "
-          "or use \"cpu\"",
-          name, cuda_version() / 1000, cuda_version() % 1000 / 10);
+  require(
+      found > 0,
+      "device {}: no GPU that can be used was found; nvidia-smi should list one, with a driver as new as CUDA {}.{}, "
+      "or use \"cpu\"",
+      name, cuda_version() / 1000, cuda_version() % 1000 / 10);
   require(device.index < found, "device {}: there are {}, counted from cuda:0", name, found);
 #else
   fail("device {}: this furious was built without CUDA; use \"cpu\" or build the cuda preset", name);

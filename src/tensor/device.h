@@ -29,8 +29,8 @@ namespace memory {  // raw memory of a device, 256-byte aligned; throws Error wi
 void* allocate(Device device, size_t bytes);
 void release(Device device, void* pointer);
 void copy(Device to_device, void* to, Device from_device, const void* from, size_t bytes);  // done when it returns
-void clear(Device device, void* pointer, size_t bytes);  // to zeros
-int64_t available(Device device);                        // bytes that may still be taken
+void clear(Device device, void* pointer, size_t bytes);                                     // to zeros
+int64_t available(Device device);  // bytes that may still be taken
 }  // namespace memory
 
 }  // namespace furious

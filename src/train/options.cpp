@@ -31,7 +31,8 @@ class Table {
 
   void text(const std::string& name, std::string TrainOptions::*field, const std::string& help,
             const std::vector<std::string>& choices = {}) {
-    add(name, help, TrainOption::Kind::text, [field](const TrainOptions& o) { return o.*field; },
+    add(
+        name, help, TrainOption::Kind::text, [field](const TrainOptions& o) { return o.*field; },
         [name, field, choices](TrainOptions& o, const std::string& value) {
           if (!choices.empty() && std::find(choices.begin(), choices.end(), value) == choices.end())
             unknown_name(name, value, choices);
@@ -42,7 +43,8 @@ class Table {
   template <class Number>
   void number(const std::string& name, Number TrainOptions::*field, std::type_identity_t<Number> least,
               std::type_identity_t<Number> most, const std::string& help) {
-    add(name, help, TrainOption::Kind::number, [field](const TrainOptions& o) { return fmt::format("{}", o.*field); },
+    add(
+        name, help, TrainOption::Kind::number, [field](const TrainOptions& o) { return fmt::format("{}", o.*field); },
         [=](TrainOptions& o, const std::string& value) {
           const auto n = parsed<Number>(name, value);
           require(n >= least && n <= most, "{} is {}, expected {}{}", name, n, least,
@@ -52,7 +54,8 @@ class Table {
   }
 
   void flag(const std::string& name, bool TrainOptions::*field, const std::string& help) {
-    add(name, help, TrainOption::Kind::flag,
+    add(
+        name, help, TrainOption::Kind::flag,
         [field](const TrainOptions& o) { return std::string(o.*field ? "true" : "false"); },
         [name, field](TrainOptions& o, const std::string& value) {
           require(value == "true" || value == "false", "{}: \"{}\" is neither true nor false", name, value);

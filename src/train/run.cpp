@@ -80,9 +80,10 @@ void Run::begin() {
 void Run::check_unchanged(const TrainOptions& saved, const fs::path& checkpoint) const {
   for (const TrainOption& option : train_options()) {
     if (!option.fixed || option.get(saved) == option.get(options_)) continue;
-    fail("train: {} was trained with --{} {}, not {}; a run is resumed with what it began with (leave the option out), "
-         "or a new one begins with --init {}",
-         checkpoint.string(), option.name, option.get(saved), option.get(options_), checkpoint.string());
+    fail(
+        "train: {} was trained with --{} {}, not {}; a run is resumed with what it began with (leave the option out), "
+        "or a new one begins with --init {}",
+        checkpoint.string(), option.name, option.get(saved), option.get(options_), checkpoint.string());
   }
 }
 
@@ -116,7 +117,8 @@ void Run::resume() {
   cut_log();
   const double was = learning_rate(saved, saved_step_ + 1), is = learning_rate(options_, saved_step_ + 1);
   if (was != is && saved_step_ < options_.steps)
-    say(fmt::format("the learning rate goes on with {:.3g}; with the options the run had, it would with {:.3g}", is, was));
+    say(fmt::format("the learning rate goes on with {:.3g}; with the options the run had, it would with {:.3g}", is,
+                    was));
 }
 
 void Run::announce() const {

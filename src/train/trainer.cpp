@@ -46,8 +46,8 @@ std::string fingerprint_of(const Dataset& dataset) {
 TrainData open_dataset(const TrainOptions& options) {
   TrainData data;
   data.dataset = std::make_unique<Dataset>(options.data);
-  BatchOptions batches{options.batch, options.length, packing_from_name(options.packing), Order::shuffled,
-                       options.seed, {}};
+  BatchOptions batches{options.batch,   options.length, packing_from_name(options.packing),
+                       Order::shuffled, options.seed,   {}};
   data.batches = std::make_unique<DatasetBatches>(*data.dataset, Split::train, batches);
   if (data.dataset->tokens(Split::test).size() > 1) {
     batches.batch = options.batch / options.accumulate;
@@ -105,10 +105,11 @@ void check_memory(const TrainOptions& options, const ModelConfig& config) {
       break;
     }
   }
-  fail("train: needs about {} of memory on {} ({} for {} parameters with gradients and optimizer, {} for activations), "
-       "but {} are free; {}",
-       gib(memory.total()), options.device, gib(memory.parameters), parameter_count(config), gib(memory.activations), gib(available),
-       advice);
+  fail(
+      "train: needs about {} of memory on {} ({} for {} parameters with gradients and optimizer, {} for activations), "
+      "but {} are free; {}",
+      gib(memory.total()), options.device, gib(memory.parameters), parameter_count(config), gib(memory.activations),
+      gib(available), advice);
 }
 
 double number(const Tensor& loss) {
@@ -175,8 +176,10 @@ Trainer::Trainer(const TrainOptions& options, const fs::path& checkpoint)
     : options_(resolved(options)), device_(device_from_name(options_.device)), data_(TrainData::open(options)) {
   const SafetensorsReader file(checkpoint / kTrainingFile);
   const SavedTraining saved = saved_training(file);
-  require(saved.data == data_.fingerprint, "train: {} was trained on other data than {} holds; to go on with new data, "
-          "begin a new run with --init", checkpoint.string(), options.data);
+  require(saved.data == data_.fingerprint,
+          "train: {} was trained on other data than {} holds; to go on with new data, "
+          "begin a new run with --init",
+          checkpoint.string(), options.data);
   check_memory(options_, load_config(checkpoint));
   model_ = std::make_unique<LanguageModel>(load_model(checkpoint, "", device_));
   for (const Parameter& parameter : model_->parameters()) {
@@ -245,8 +248,7 @@ std::vector<Trainer::Part> Trainer::accumulate_gradients() {
     counted += counted_targets(parts.back().batch);
   }
   for (Part& part : parts) {
-    part.weight =
-        static_cast<float>(counted_targets(part.batch)) / static_cast<float>(std::max<int64_t>(1, counted));
+    part.weight = static_cast<float>(counted_targets(part.batch)) / static_cast<float>(std::max<int64_t>(1, counted));
     part.loss = part_loss(part.batch, part.weight);
   }
   return parts;
@@ -295,9 +297,10 @@ TrainStep Trainer::step() {
     std::vector<double> norms;
     for (const Tensor& gradient : gradients) norms.push_back(gradient_norm(std::span(&gradient, 1)));
     largest = static_cast<size_t>(std::max_element(norms.begin(), norms.end()) - norms.begin());
-    diverged(fmt::format("the loss has exploded to {:.4g} (guessing has {:.4g}); the largest gradient is at {} (norm "
-                         "{:.3g}); a smaller --lr, a longer --warmup or --clip 1 may help",
-                         done.loss, guessing, parameters[largest].name, norms[largest]));
+    diverged(
+        fmt::format("the loss has exploded to {:.4g} (guessing has {:.4g}); the largest gradient is at {} (norm "
+                    "{:.3g}); a smaller --lr, a longer --warmup or --clip 1 may help",
+                    done.loss, guessing, parameters[largest].name, norms[largest]));
   }
   ++step_;
   done.step = step_;

@@ -19,7 +19,8 @@ class TrainCommandTest : public ::testing::Test {
  protected:
   TemporaryFolder folder;
   std::string data = small_data(folder);
-  std::string small = "--hidden 32 --intermediate 32 --heads 2 --layers 2 --batch 4 --length 24 --threads 1 --device cpu";
+  std::string small =
+      "--hidden 32 --intermediate 32 --heads 2 --layers 2 --batch 4 --length 24 --threads 1 --device cpu";
 
   std::string command(const std::string& out, const std::string& more) const {
     return fmt::format("train --data {} --out {} {} {}", data, folder.path(out), small, more);
@@ -48,7 +49,8 @@ TEST_F(TrainCommandTest, ConfigFileAndFlags) {
   for (const char* line : {"lr = 0.25\n", "steps = 3\n", "recompute = true\n", "hidden = 32\n", "threads = 1\n"})
     EXPECT_NE(resolved.find(line), std::string::npos) << line << resolved;
   // What a run wrote is a configuration itself.
-  expect_run(fmt::format("train --config {} --out {}", folder.path("run") + "/run.toml", folder.path("again")), 0, {"done"});
+  expect_run(fmt::format("train --config {} --out {}", folder.path("run") + "/run.toml", folder.path("again")), 0,
+             {"done"});
   EXPECT_EQ(read_file(folder.path("run") + "/latest/model.safetensors"),
             read_file(folder.path("again") + "/latest/model.safetensors"));
   const auto bad = [&](const std::string& text) {
@@ -61,7 +63,8 @@ TEST_F(TrainCommandTest, ConfigFileAndFlags) {
   expect_run("train --config /tmp", 1, {"/tmp", "directory"});
   // Flags win over the file in both directions.
   expect_run(fmt::format("train --config {} --out {} --recompute=false", folder.path("run") + "/run.toml",
-                         folder.path("unset")), 0, {"done"});
+                         folder.path("unset")),
+             0, {"done"});
   EXPECT_NE(read_file(folder.path("unset") + "/run.toml").find("recompute = false\n"), std::string::npos);
 }
 
@@ -94,8 +97,7 @@ TEST_F(TrainCommandTest, KilledOrStoppedItGoesOnBitForBit) {
   const std::string expected = read_file(folder.path("whole") + "/latest/model.safetensors");
   for (const int signal : {SIGKILL, SIGTERM, SIGINT}) {
     const std::string out = fmt::format("signal-{}", signal);
-    const int status =
-        run_and_signal(words(command(out, options)), signal, [&] { return logged(out) >= 17; });
+    const int status = run_and_signal(words(command(out, options)), signal, [&] { return logged(out) >= 17; });
     if (signal == SIGKILL) {
       ASSERT_TRUE(WIFSIGNALED(status)) << "it was done before it was killed";
     } else {

@@ -78,7 +78,8 @@ TEST(MatmulCuda, SameBitsTwice) {
   SKIP_WITHOUT_GPU();
   Random random(3);
   for (const DType dtype : {DType::f32, DType::bf16}) {
-    const Tensor a = to_gpu(random.normal_tensor({33, 9000}), dtype), b = to_gpu(random.normal_tensor({9000, 40}), dtype);
+    const Tensor a = to_gpu(random.normal_tensor({33, 9000}), dtype),
+                 b = to_gpu(random.normal_tensor({9000, 40}), dtype);
     const Tensor first = Tensor::empty({33, 40}, DType::f32, kGpu), second = Tensor::empty({33, 40}, DType::f32, kGpu);
     matmul(first, a, b);
     for (int i = 0; i < 20; ++i) {

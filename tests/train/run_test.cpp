@@ -127,8 +127,7 @@ TEST_F(RunTest, ResumeRefusesAnotherRun) {
   train(options);
   options.resume = true;
   options.steps = 14;
-  for (const auto& [change, part] :
-       std::vector<std::pair<std::function<void(TrainOptions&)>, std::string>>{
+  for (const auto& [change, part] : std::vector<std::pair<std::function<void(TrainOptions&)>, std::string>>{
            {[](TrainOptions& o) { o.batch = 8; }, "--batch 4, not 8"},
            {[](TrainOptions& o) { o.arch = "softmax"; }, "--arch 2mamba, not softmax"},
            {[](TrainOptions& o) { o.seed = 5; }, "--seed 123, not 5"},

@@ -149,8 +149,8 @@ TEST_F(TrainerCuda, MemoryEstimateAndNoNewMemory) {
 
 TEST_F(TrainerCuda, SaysWhereItDiverged) {
   SKIP_WITHOUT_GPU();
-  for (const auto& [name, place] :
-       {std::pair{"model.layers.0.mlp.down_proj.weight", "model.layers.0.mlp"}, {"lm_head.weight", "output projection"}}) {
+  for (const auto& [name, place] : {std::pair{"model.layers.0.mlp.down_proj.weight", "model.layers.0.mlp"},
+                                    {"lm_head.weight", "output projection"}}) {
     Trainer trainer(options_for("run"));
     trainer.step();
     for (const Parameter& parameter : trainer.model().parameters())

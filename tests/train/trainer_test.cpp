@@ -165,7 +165,11 @@ TEST_F(TrainerTest, SaysWhereItDiverged) {
   options.lr = 50;
   options.warmup = 0;
   Trainer trainer(options);
-  expect_error([&] { for (int i = 0; i < 50; ++i) trainer.step(); }, {"step ", "exploded", "--lr", "largest gradient"});
+  expect_error(
+      [&] {
+        for (int i = 0; i < 50; ++i) trainer.step();
+      },
+      {"step ", "exploded", "--lr", "largest gradient"});
 }
 
 TEST(TrainingFlops, CountsProductsAndMixers) {

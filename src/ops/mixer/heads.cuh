@@ -11,9 +11,7 @@ struct Heads {
   int64_t batch, token, head;  // strides
   int group;                   // heads of the call that share one
 
-  __device__ T* row(int64_t b, int64_t t, int64_t h) const {
-    return data + b * batch + t * token + h / group * head;
-  }
+  __device__ T* row(int64_t b, int64_t t, int64_t h) const { return data + b * batch + t * token + h / group * head; }
 };
 
 template <class T>

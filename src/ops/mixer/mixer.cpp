@@ -173,7 +173,8 @@ MixerShape check_mixer(std::string_view operation, const MixerSpec& spec, const 
     check.device("log_decay", in.log_decay, in.q.device());
     if (in.q.device().is_cpu()) check_decay_sign(check, in.log_decay);
   }
-  if (in.initial_state) check_state(check, "initial_state", in.initial_state, spec, shape, accumulator_of(in.q), in.q.device());
+  if (in.initial_state)
+    check_state(check, "initial_state", in.initial_state, spec, shape, accumulator_of(in.q), in.q.device());
   return shape;
 }
 

@@ -32,8 +32,7 @@ __global__ void accumulate_kernel(double* out, const float* a, int64_t batch_str
   for (int64_t first = 0; first < length; first += kScanThreads) {
     const int64_t t = first + threadIdx.x;
     __syncthreads();
-    const double sum =
-        carry + block_scan(t < length ? static_cast<double>(from[t * token_stride]) : 0.0, shared);
+    const double sum = carry + block_scan(t < length ? static_cast<double>(from[t * token_stride]) : 0.0, shared);
     __syncthreads();
     if (t < length) to[t] = sum;
     if (threadIdx.x == kScanThreads - 1) carry = sum;
@@ -51,8 +50,8 @@ __global__ void decay_gradient_kernel(float* da, int64_t batch_stride, int64_t t
   for (int64_t first = 0; first < length; first += kScanThreads) {
     const int64_t t = length - 1 - first - threadIdx.x;
     __syncthreads();
-    const double own = t < 0 ? 0.0
-                             : (row ? static_cast<double>(row[offset + t]) : 0.0) + static_cast<double>(key[offset + t]);
+    const double own =
+        t < 0 ? 0.0 : (row ? static_cast<double>(row[offset + t]) : 0.0) + static_cast<double>(key[offset + t]);
     const double sum = carry + block_scan(own, shared);
     __syncthreads();
     if (t >= 0) {

@@ -1,11 +1,11 @@
 // What the kernels of the parallel form on tensor cores share.
 //
-// Decay is never an exponential per element off the diagonal. Going over tiles of keys J with r_J = A at the last key of
-// the tile, w_ij = f(S_ij)·exp(r_J − A_j)·exp(A_i − r_J): the first factor belongs to a column of the tile; the second
-// is left out of the sums, which are kept relative to r_J and multiplied by exp(r_J − r_{J−1}) from tile to tile. All
-// factors are at most 1. At the diagonal the sums become true ones, times exp(A_i − r_J), and the tiles there take an
-// exponential per element. The pass over queries for a block of keys is the mirror image, from the last tile to the
-// first, relative to A at the first query of a tile.
+// Decay is never an exponential per element off the diagonal. Going over tiles of keys J with r_J = A at the last key
+// of the tile, w_ij = f(S_ij)·exp(r_J − A_j)·exp(A_i − r_J): the first factor belongs to a column of the tile; the
+// second is left out of the sums, which are kept relative to r_J and multiplied by exp(r_J − r_{J−1}) from tile to
+// tile. All factors are at most 1. At the diagonal the sums become true ones, times exp(A_i − r_J), and the tiles there
+// take an exponential per element. The pass over queries for a block of keys is the mirror image, from the last tile to
+// the first, relative to A at the first query of a tile.
 //
 // A is summed in double; kernels use differences to a reference in their own block, so length costs no precision.
 #pragma once
@@ -26,7 +26,8 @@ struct Parallel {
   const double* decay;
   const int *starts, *ends;
   float *normalizer, *maximum;
-  float *delta, *log_sum;  // [batch, heads, length]: δ_i (divided by n_i but for exponentials); log2 of n_i·exp(maximum)
+  float *delta,
+      *log_sum;  // [batch, heads, length]: δ_i (divided by n_i but for exponentials); log2 of n_i·exp(maximum)
   float *row_decay, *key_decay;
   int64_t length, heads;
   float scale;

@@ -1,9 +1,10 @@
 // The parallel form on tensor cores, backward. With g' = g/n and δ' = δ/n (exponential: g and δ, and p holds 1/n):
 //
-//   dq_i = Σ_j c_ij k_j      dk_j = Σ_i c_ij q_i      dv_j = Σ_i w_ij g'_i      c_ij = f'(S_ij)·scale·decay·(g'_i·v_j − δ'_i)
+//   dq_i = Σ_j c_ij k_j      dk_j = Σ_i c_ij q_i      dv_j = Σ_i w_ij g'_i      c_ij = f'(S_ij)·scale·decay·(g'_i·v_j −
+//   δ'_i)
 //
-// Two kernels: one owns queries and walks over keys for dq, one owns keys and walks over queries for dk and dv. Scores are
-// made twice, and nothing is added up across blocks: the same bits on every run.
+// Two kernels: one owns queries and walks over keys for dq, one owns keys and walks over queries for dk and dv. Scores
+// are made twice, and nothing is added up across blocks: the same bits on every run.
 #include "ops/mixer/parallel-inl.cuh"
 
 namespace furious::cuda {

@@ -97,8 +97,8 @@ __global__ void read_kernel(States<T> m) {
 
 template <class T>
 __global__ void write_kernel(States<T> m) {
-  __shared__ float phi[kFeatures][kFeatures];   // token, row
-  __shared__ float u[kFeatures][kColumns];      // token, column
+  __shared__ float phi[kFeatures][kFeatures];  // token, row
+  __shared__ float u[kFeatures][kColumns];     // token, column
   const int64_t b = blockIdx.z, h = blockIdx.y;
   const int r0 = static_cast<int>(blockIdx.x) * kFeatures;
   const int64_t head_row = (b * m.heads + h) * m.length;
