@@ -21,8 +21,10 @@ build: setup
 	cmake --preset release
 	cmake --build --preset release -j $(JOBS)
 
-demo: build
+demo:
 	@scripts/setup.sh dict-gcide
+	cmake --preset release
+	cmake --build --preset release -j $(JOBS) --target furious
 	build/release/furious demo --out demo
 
 test: build
