@@ -156,9 +156,14 @@ void MixerBench::run() const {
             "bench mixer: an exponential score has no chunked form; use --form parallel");
   }
   if (threads > 0) set_threads(threads);
-  const double rate = matmul_rate();
-  fmt::print("mixer {} ({}), batch {}, {} heads of {}, {}, {} threads; floor at {:.0f} GFLOP/s ({})\n\n", preset,
-             to_string(mixer), batch, heads, dim, dtype, furious::threads(), rate / 1e9, matmul_library());
+  const Device where = device_from_name(device);
+  // On a GPU bf16 products have a rate of their own; mixers on the CPU compute in f32 whatever the dtype.
+  const bool bf16 = !where.is_cpu() && dtype == "bf16";
+  const double rate = matmul_rate(bf16 ? MatmulPrecision::bf16 : MatmulPrecision::f32, where);
+  fmt::print("mixer {} ({}), batch {}, {} heads of {}, {}, {}; floor at {:.0f} GFLOP/s ({})\n\n", preset,
+             to_string(mixer), batch, heads, dim, dtype,
+             where.is_cpu() ? fmt::format("{} threads", furious::threads()) : device, rate / 1e9,
+             matmul_library(where));
   fmt::print("{:>9}  {:<10} {:<17} {:>10} {:>10} {:>10} {:>7} {:>12}\n", "length", "form", "pass", "ms", "GFLOP/s",
              "floor ms", "ratio", "us/token");
   nlohmann::json rows = nlohmann::json::array();
