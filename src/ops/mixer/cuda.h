@@ -37,11 +37,27 @@ void simple_forward(const MixerCall& call, const TokenTables& tables, const Tens
 void simple_backward(const MixerCall& call, const TokenTables& tables, const Tensor& out_gradient,
                      const HeadGradients& gradients);
 
+// g/n and δ/n, as the gradients use them; for exponentials g, δ and log2 of n·exp(maximum).
+struct ScaledGradient {
+  Tensor g;               // bf16 [batch, length, heads, v_dim]
+  Tensor delta, log_sum;  // f32 [batch, heads, length]
+};
+
 // bf16 on tensor cores, heads of 64 or 128.
 bool parallel_takes(const MixerCall& call);
 void parallel_forward(const MixerCall& call, const TokenTables& tables);
-void parallel_backward(const MixerCall& call, const TokenTables& tables, const Tensor& out_gradient,
+ScaledGradient scale_gradient(const MixerCall& call, const Tensor& out_gradient);
+void parallel_backward(const MixerCall& call, const TokenTables& tables, const ScaledGradient& scaled,
                        const HeadGradients& gradients);
+
+// The part of the chunked form inside chunks of `chunk` tokens, a multiple of 256; on Hopper only. What earlier chunks
+// give each query comes as `past`, bf16 like out, and its share `past_n` of the normalizer, f32 [batch, heads, length]:
+// under the sum norm `past` is y divided by that share. Backward, the gradients hold the part of other chunks already.
+bool on_hopper(Device device);
+void inside_chunks_forward(const MixerCall& call, const TokenTables& tables, int64_t chunk, const Tensor& past,
+                           const Tensor& past_n);
+void inside_chunks_backward(const MixerCall& call, const TokenTables& tables, int64_t chunk,
+                            const ScaledGradient& scaled, const HeadGradients& gradients);
 
 // States: what one adds to the tokens of each row's first document, and what each row's last document leaves.
 Tensor state_read(const MixerCall& call, const TokenTables& tables);

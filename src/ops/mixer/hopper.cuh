@@ -30,8 +30,6 @@ __device__ inline uint64_t operand_transposed(const void* piece, int step, uint3
          uint64_t{64} << 32 | uint64_t{1} << 62;
 }
 
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-
 // d = a·b, added to what d holds where `add` is not 0.
 #define FURIOUS_FOUR(x) "+f"((x)[0]), "+f"((x)[1]), "+f"((x)[2]), "+f"((x)[3])
 template <int kTransB>
@@ -166,6 +164,16 @@ __device__ inline void fence_shared_writes() {
   asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
 }
 
+// Registers of a thread move from warpgroups that need few to those that need many.
+template <int kCount>
+__device__ inline void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(kCount));
+}
+template <int kCount>
+__device__ inline void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(kCount));
+}
+
 // Copies a box of a tensor [batch, length, heads, dim] at (column, token, head, row of the batch); rows outside are
 // zeros.
 __device__ inline void copy_tile(void* to, const CUtensorMap& map, Barrier& barrier, int column, int token, int head,
@@ -176,7 +184,5 @@ __device__ inline void copy_tile(void* to, const CUtensorMap& map, Barrier& barr
       "l"(&map), "r"(shared_address(&barrier.word)), "r"(column), "r"(token), "r"(head), "r"(batch)
       : "memory");
 }
-
-#endif
 
 }  // namespace furious::cuda

@@ -155,7 +155,7 @@ void mixer_backward(const MixerCall& call, const Tensor& out_gradient, const Mix
     if (call.spec.norm == Norm::none) heads.row_decay = Tensor::empty(tokens, DType::f32, device);
   }
   if (parallel_takes(call))
-    parallel_backward(call, tables, out_gradient, heads);
+    parallel_backward(call, tables, scale_gradient(call, out_gradient), heads);
   else
     simple_backward(call, tables, out_gradient, heads);
   if (gradients.q.size(2) < shape.heads) sum_groups(gradients.q, heads.q);

@@ -32,6 +32,13 @@ struct Parallel {
   int64_t length, heads;
   float scale;
   bool sum_norm;
+  // The chunked form: a query sees no keys before its chunk, of `chunk` tokens (0: all), but has what they give: `past`
+  // (y, divided by its part of the normalizer under the sum norm) and `past_n`. Backward, dq, dk and dv hold it
+  // already.
+  int chunk;
+  Heads<bf16> past;
+  const float* past_n;
+  bool add;
 
   __device__ const double* decay_of(int64_t b, int64_t h) const {
     return decay ? decay + (b * heads + h) * length : nullptr;
@@ -97,5 +104,33 @@ __device__ void scale_rows(float (&acc)[kN][4], float upper, float lower) {
     acc[n][3] *= lower;
   }
 }
+
+template <class Kernel>
+void allow_shared_memory(Kernel kernel, size_t bytes) {
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)), "mixer");
+}
+
+// Calls f with the score and the dimension, 64 or 128, as constants.
+template <class F>
+void with_score_and_dim(const MixerCall& call, F&& f) {
+  const auto with_dim = [&](auto score) {
+    if (call.shape.qk_dim == 64)
+      f(score, std::integral_constant<int, 64>());
+    else
+      f(score, std::integral_constant<int, 128>());
+  };
+  switch (call.spec.score) {
+    case Score::linear:
+      return with_dim(std::integral_constant<Score, Score::linear>());
+    case Score::squared:
+      return with_dim(std::integral_constant<Score, Score::squared>());
+    case Score::exponential:
+      return with_dim(std::integral_constant<Score, Score::exponential>());
+  }
+}
+
+// The same on Hopper, with what only it has.
+void hopper_forward(const MixerCall& call, const Parallel& m);
+void hopper_backward(const MixerCall& call, const Parallel& m, const Tensor& scaled_gradient);
 
 }  // namespace furious::cuda

@@ -488,57 +488,75 @@ __global__ void __launch_bounds__(KeyLayout<kDim>::kThreads, 1) key_kernel(const
 }
 
 template <Score kScore, int kDim>
-void launch(const MixerCall& call, Parallel m, const Tensor& out_gradient, const Tensor& scaled) {
+void launch(const MixerCall& call, const Parallel& m) {
   const MixerShape& shape = call.shape;
   const cudaStream_t s = stream(call.inputs.q.device());
   const auto grid = [&](int rows) {
     return dim3(blocks_for(shape.length, rows), static_cast<unsigned>(shape.heads), static_cast<unsigned>(shape.batch));
   };
-  prepare_kernel<kDim, kScore == Score::exponential>
-      <<<grid(4), 128, 0, s>>>(m, pointer<bfloat16>(scaled), heads_of<bfloat16>(out_gradient, shape.heads));
-  check_launch("mixer_backward");
-  m.g = heads_of<bfloat16>(scaled, shape.heads);
   using Q = QueryLayout<kDim>;
   using K = KeyLayout<kDim>;
   const auto query = query_kernel<kScore, kDim>;
   const auto key = key_kernel<kScore, kDim>;
-  check(cudaFuncSetAttribute(query, cudaFuncAttributeMaxDynamicSharedMemorySize, Q::kBytes), "mixer_backward");
-  check(cudaFuncSetAttribute(key, cudaFuncAttributeMaxDynamicSharedMemorySize, K::kBytes), "mixer_backward");
+  allow_shared_memory(query, Q::kBytes);
+  allow_shared_memory(key, K::kBytes);
   query<<<grid(Q::kRows), Q::kThreads, Q::kBytes, s>>>(m);
   check_launch("mixer_backward");
   key<<<grid(K::kKeys), K::kThreads, K::kBytes, s>>>(m);
   check_launch("mixer_backward");
 }
 
-}  // namespace
-
-void parallel_backward(const MixerCall& call, const TokenTables& tables, const Tensor& out_gradient,
-                       const HeadGradients& gradients) {
-  const MixerShape& shape = call.shape;
-  const Device device = call.inputs.q.device();
+Parallel backward_of(const MixerCall& call, const TokenTables& tables, const ScaledGradient& scaled,
+                     const HeadGradients& gradients) {
+  const int64_t heads = call.shape.heads;
   Parallel m = parallel_of(call, tables);
-  const Tensor delta = Tensor::empty({shape.batch, shape.heads, shape.length}, DType::f32, device);
-  const Tensor log_sum = call.result.maximum ? Tensor::empty_like(delta) : Tensor();
-  const Tensor scaled = Tensor::empty({shape.batch, shape.length, shape.heads, shape.v_dim}, DType::bf16, device);
-  m.delta = floats(delta);
-  m.log_sum = floats(log_sum);
-  m.dq = heads_of<bfloat16>(gradients.q, shape.heads);
-  m.dk = heads_of<bfloat16>(gradients.k, shape.heads);
-  m.dv = heads_of<bfloat16>(gradients.v, shape.heads);
+  m.g = heads_of<bfloat16>(scaled.g, heads);
+  m.delta = floats(scaled.delta);
+  m.log_sum = floats(scaled.log_sum);
+  m.dq = heads_of<bfloat16>(gradients.q, heads);
+  m.dk = heads_of<bfloat16>(gradients.k, heads);
+  m.dv = heads_of<bfloat16>(gradients.v, heads);
   m.row_decay = floats(gradients.row_decay);
   m.key_decay = floats(gradients.key_decay);
-  const bool small = shape.qk_dim == 64;
-  switch (call.spec.score) {
-    case Score::linear:
-      return small ? launch<Score::linear, 64>(call, m, out_gradient, scaled)
-                   : launch<Score::linear, 128>(call, m, out_gradient, scaled);
-    case Score::squared:
-      return small ? launch<Score::squared, 64>(call, m, out_gradient, scaled)
-                   : launch<Score::squared, 128>(call, m, out_gradient, scaled);
-    case Score::exponential:
-      return small ? launch<Score::exponential, 64>(call, m, out_gradient, scaled)
-                   : launch<Score::exponential, 128>(call, m, out_gradient, scaled);
-  }
+  return m;
+}
+
+}  // namespace
+
+ScaledGradient scale_gradient(const MixerCall& call, const Tensor& out_gradient) {
+  const MixerShape& shape = call.shape;
+  const Device device = call.inputs.q.device();
+  ScaledGradient scaled;
+  scaled.g = Tensor::empty({shape.batch, shape.length, shape.heads, shape.v_dim}, DType::bf16, device);
+  scaled.delta = Tensor::empty({shape.batch, shape.heads, shape.length}, DType::f32, device);
+  if (call.result.maximum) scaled.log_sum = Tensor::empty_like(scaled.delta);
+  Parallel m = parallel_of(call, {});
+  m.delta = floats(scaled.delta);
+  m.log_sum = floats(scaled.log_sum);
+  const dim3 grid(blocks_for(shape.length, 4), static_cast<unsigned>(shape.heads), static_cast<unsigned>(shape.batch));
+  with_score_and_dim(call, [&](auto score, auto dim) {
+    prepare_kernel<decltype(dim)::value, decltype(score)::value == Score::exponential>
+        <<<grid, 128, 0, stream(device)>>>(m, pointer<bfloat16>(scaled.g),
+                                           heads_of<bfloat16>(out_gradient, shape.heads));
+  });
+  check_launch("mixer_backward");
+  return scaled;
+}
+
+void parallel_backward(const MixerCall& call, const TokenTables& tables, const ScaledGradient& scaled,
+                       const HeadGradients& gradients) {
+  const Parallel m = backward_of(call, tables, scaled, gradients);
+  if (on_hopper(call.inputs.q.device())) return hopper_backward(call, m, scaled.g);
+  with_score_and_dim(call,
+                     [&](auto score, auto dim) { launch<decltype(score)::value, decltype(dim)::value>(call, m); });
+}
+
+void inside_chunks_backward(const MixerCall& call, const TokenTables& tables, int64_t chunk,
+                            const ScaledGradient& scaled, const HeadGradients& gradients) {
+  Parallel m = backward_of(call, tables, scaled, gradients);
+  m.chunk = static_cast<int>(chunk);
+  m.add = true;
+  hopper_backward(call, m, scaled.g);
 }
 
 }  // namespace furious::cuda

@@ -260,7 +260,7 @@ template <Score kScore, int kDim>
 void launch(const MixerCall& call, const Parallel& m) {
   using L = Layout<kDim>;
   const auto kernel = forward_kernel<kScore, kDim>;
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, L::kBytes), "mixer_forward");
+  allow_shared_memory(kernel, L::kBytes);
   const dim3 grid(blocks_for(call.shape.length, L::kRows), static_cast<unsigned>(call.shape.heads),
                   static_cast<unsigned>(call.shape.batch));
   kernel<<<grid, kThreads, L::kBytes, stream(call.inputs.q.device())>>>(m);
@@ -282,17 +282,26 @@ bool parallel_takes(const MixerCall& call) {
          shape.length <= (int64_t{1} << 30);
 }
 
+bool on_hopper(Device device) {
+  int major = 0;
+  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device.index), "device");
+  return major == 9;
+}
+
 void parallel_forward(const MixerCall& call, const TokenTables& tables) {
   const Parallel m = parallel_of(call, tables);
-  const bool small = call.shape.qk_dim == 64;
-  switch (call.spec.score) {
-    case Score::linear:
-      return small ? launch<Score::linear, 64>(call, m) : launch<Score::linear, 128>(call, m);
-    case Score::squared:
-      return small ? launch<Score::squared, 64>(call, m) : launch<Score::squared, 128>(call, m);
-    case Score::exponential:
-      return small ? launch<Score::exponential, 64>(call, m) : launch<Score::exponential, 128>(call, m);
-  }
+  if (on_hopper(call.inputs.q.device())) return hopper_forward(call, m);
+  with_score_and_dim(call,
+                     [&](auto score, auto dim) { launch<decltype(score)::value, decltype(dim)::value>(call, m); });
+}
+
+void inside_chunks_forward(const MixerCall& call, const TokenTables& tables, int64_t chunk, const Tensor& past,
+                           const Tensor& past_n) {
+  Parallel m = parallel_of(call, tables);
+  m.chunk = static_cast<int>(chunk);
+  m.past = heads_of<bfloat16>(past, call.shape.heads);
+  m.past_n = floats(past_n);
+  hopper_forward(call, m);
 }
 
 }  // namespace furious::cuda
