@@ -108,17 +108,11 @@ __global__ void __launch_bounds__(kThreads, 1) query_kernel(const __grid_constan
   const int w0 = row0 + group * 64;
   const int lane_row = warp % 4 * 16 + lane / 4;
   const int64_t head_row = (static_cast<int64_t>(b) * m.heads + h) * m.length;
-  uint32_t q[kSteps][4], g[kSteps][4];
   float acc[kDim / 8][4];
   clear(acc);
   float delta[2], own[2];  // own: A_i less the reference; for exponentials the part of the exponent of the row
   int start[2];
   shared.ready.wait(0);
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    piece_of(shared.queries[group][step / 4]).a_fragment(q[step], warp % 4 * 16, step % 4);
-    piece_of(shared.gradients[group][step / 4]).a_fragment(g[step], warp % 4 * 16, step % 4);
-  }
 #pragma unroll
   for (int u = 0; u < 2; ++u) {
     const int row = min(w0 + lane_row + u * 8, length - 1);
@@ -139,7 +133,10 @@ __global__ void __launch_bounds__(kThreads, 1) query_kernel(const __grid_constan
     const bool masked = diagonal || latest_start > key0;
     const float* const column = shared.columns[stage];
     const float* const local = shared.locals[stage];
+    uint32_t q[kSteps][4], g[kSteps][4];
     float s[kN][4], dp[kN][4];
+    load_rows(q, shared.queries[group]);
+    load_rows(g, shared.gradients[group]);
     shared.full[stage].wait(turn / L::kStages);
     fence_products();
 #pragma unroll
@@ -208,13 +205,13 @@ __global__ void __launch_bounds__(kThreads, 1) query_kernel(const __grid_constan
     commit_products();
     wait_for_products<0>();
     settle(acc);
-    if (threadIdx.x % 128 == 0) shared.empty[stage].arrive();
+    if (lane == 0) shared.empty[stage].arrive();
     if (near) true_sums = true;
   }
   for (int tile = own_last_tile + 1; tile <= last_tile; ++tile) {
     const int turn = tile - first_tile, stage = turn % L::kStages;
     shared.full[stage].wait(turn / L::kStages);
-    if (threadIdx.x % 128 == 0) shared.empty[stage].arrive();
+    if (lane == 0) shared.empty[stage].arrive();
   }
 
   constexpr float kDegree = kScore == Score::squared ? 2 : 1;
@@ -332,18 +329,11 @@ __global__ void __launch_bounds__(kThreads, 1) key_kernel(const __grid_constant_
   const int group = warp / 4;
   const int w0 = key0 + group * 64;
   const int lane_row = warp % 4 * 16 + lane / 4;
-  uint32_t k[kSteps][4], v[kSteps][4];
   float dk[kDim / 8][4], dv[kDim / 8][4];
   clear(dk);
   clear(dv);
   float own[2], decay_sum[2] = {};
   shared.ready.wait(0);
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    if constexpr (!kInRegisters) break;
-    piece_of(shared.keys[group][step / 4]).a_fragment(k[step], warp % 4 * 16, step % 4);
-    piece_of(shared.values[group][step / 4]).a_fragment(v[step], warp % 4 * 16, step % 4);
-  }
 #pragma unroll
   for (int u = 0; u < 2; ++u) {
     const int key = min(w0 + lane_row + u * 8, length - 1);
@@ -357,7 +347,7 @@ __global__ void __launch_bounds__(kThreads, 1) key_kernel(const __grid_constant_
     const int row0 = tile * kTile;
     shared.full[stage].wait(turn / L::kStages);
     if (row0 + kTile - 1 < w0 || w0 >= length) {
-      if (threadIdx.x % 128 == 0) shared.empty[stage].arrive();
+      if (lane == 0) shared.empty[stage].arrive();
       continue;
     }
     const bool diagonal = row0 == w0;
@@ -367,7 +357,12 @@ __global__ void __launch_bounds__(kThreads, 1) key_kernel(const __grid_constant_
     const float* const delta = shared.deltas[stage];
     const int* const begin = shared.begins[stage];
     const bool masked = diagonal || begin[kTile - 1] > w0 || (starts && row0 + kTile > length);
+    [[maybe_unused]] uint32_t k[kSteps][4], v[kSteps][4];
     float s[kN][4], dp[kN][4];
+    if constexpr (kInRegisters) {
+      load_rows(k, shared.keys[group]);
+      load_rows(v, shared.values[group]);
+    }
     fence_products();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -468,7 +463,7 @@ __global__ void __launch_bounds__(kThreads, 1) key_kernel(const __grid_constant_
     wait_for_products<0>();
     settle(dk);
     settle(dv);
-    if (threadIdx.x % 128 == 0) shared.empty[stage].arrive();
+    if (lane == 0) shared.empty[stage].arrive();
     if (near) true_sums = true;
   }
 

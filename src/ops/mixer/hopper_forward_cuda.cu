@@ -66,16 +66,12 @@ __global__ void __launch_bounds__(Layout<kDim>::kThreads, 1)
   const int group = warp / 4;
   const int w0 = row0 + group * L::kGroupRows;  // the warpgroup's first query; a lane's are 16·(warp % 4) further on
   const int lane_row = warp % 4 * 16 + lane / 4;
-  uint32_t q[kM][kSteps][4];
   float acc[kM][kDim / 8][4];
   float n[kM][2] = {}, largest[kM][2], own[kM][2];
   int start[kM][2];
   shared.ready.wait(0);
 #pragma unroll
   for (int mt = 0; mt < kM; ++mt) {
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step)
-      piece_of(shared.queries[group * kM + mt][step / 4]).a_fragment(q[mt][step], warp % 4 * 16, step % 4);
 #pragma unroll
     for (int d = 0; d < kDim / 8; ++d)
 #pragma unroll
@@ -98,7 +94,10 @@ __global__ void __launch_bounds__(Layout<kDim>::kThreads, 1)
     const bool near = key0 >= row0;  // columns are relative to the tile's last key, not to the block's first query
     const float* const column = shared.columns[stage];
     const float* const local = shared.locals[stage];
+    uint32_t q[kM][kSteps][4];
     float s[kM][kN][4];
+#pragma unroll
+    for (int mt = 0; mt < kM; ++mt) load_rows(q[mt], shared.queries[group * kM + mt]);
     shared.full[stage].wait(turn / L::kStages);
     fence_products();
 #pragma unroll
@@ -206,14 +205,14 @@ __global__ void __launch_bounds__(Layout<kDim>::kThreads, 1)
     wait_for_products<0>();
 #pragma unroll
     for (int mt = 0; mt < kM; ++mt) settle(acc[mt]);
-    if (threadIdx.x % 128 == 0) shared.empty[stage].arrive();
+    if (lane == 0) shared.empty[stage].arrive();
     if (near) true_sums = true;
   }
   // The other warpgroup may have tiles to come; the warp that copies waits for both.
   for (int tile = own_last_tile + 1; tile <= last_tile; ++tile) {
     const int turn = tile - first_tile, stage = turn % L::kStages;
     shared.full[stage].wait(turn / L::kStages);
-    if (threadIdx.x % 128 == 0) shared.empty[stage].arrive();
+    if (lane == 0) shared.empty[stage].arrive();
   }
 
   const int64_t head_row = (static_cast<int64_t>(b) * m.heads + h) * m.length;

@@ -14,6 +14,16 @@ __device__ inline Tile<64> piece_of(unsigned char* piece) {
   return Tile<64>{reinterpret_cast<bf16*>(piece)};
 }
 
+// The warp's 16 rows of 64 as operand A. Kernels load them anew for every tile: the assembler of CUDA 13.0 takes the
+// registers of an operand that stays the same through a loop for other things (seen: wrong results from the second turn
+// on).
+template <int kSteps>
+__device__ void load_rows(uint32_t (&rows)[kSteps][4], unsigned char (&pieces)[kSteps / 4][kPieceBytes]) {
+  const int row = static_cast<int>(threadIdx.x) / 32 % 4 * 16;
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) piece_of(pieces[step / 4]).a_fragment(rows[step], row, step % 4);
+}
+
 // The first tile of keys that queries from `row0` on see: their document, their chunk, and what decay has left.
 template <int kThreads>
 __device__ int first_key_tile(const Parallel& m, const double* a, const int* starts, int row0) {
@@ -60,13 +70,13 @@ __device__ KeyFactors key_factors(const double* a, int key0, int row0, int lengt
   return f;
 }
 
-// By all threads, before anything else uses the barriers: `readers` warpgroups let go of a stage.
+// By all threads, before anything else uses the barriers: every warp of `readers` warpgroups lets go of a stage.
 template <class Shared>
 __device__ void init_barriers(Shared& shared, int readers) {
   if (threadIdx.x == 0) {
     for (int i = 0; i < Shared::kStages; ++i) {
       shared.full[i].init(1);
-      shared.empty[i].init(readers);
+      shared.empty[i].init(4 * readers);
     }
     shared.ready.init(1);
     fence_barriers();
