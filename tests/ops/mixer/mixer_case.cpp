@@ -65,7 +65,8 @@ MixerCase random_case(Random& random, const MixerSpec& spec, const CaseLimits& l
       MixerOptions options{Form::reference, 0, true};
       c.inputs.initial_state = mixer_forward(spec, past, options).final_state;
     }
-    c.final_state_gradient = random.normal_tensor(state, 1 / std::sqrt(static_cast<double>(state[2])));
+    if (limits.final_gradient)
+      c.final_state_gradient = random.normal_tensor(state, 1 / std::sqrt(static_cast<double>(state[2])));
   }
   c.out_gradient = random.normal_tensor({batch, length, c.heads, v_dim});
   return c;
