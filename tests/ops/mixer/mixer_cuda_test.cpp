@@ -117,6 +117,22 @@ TEST(MixerCuda, OneToken) {
   for (const MixerSpec& spec : all_specs()) compare_with_oracle(random, random_case(random, spec, limits), DType::f32);
 }
 
+TEST(MixerCuda, OtherDimensionsAsOnTheCpu) {
+  SKIP_WITHOUT_GPU();
+  Random random(10);
+  for (const MixerSpec& spec : all_specs()) {
+    for (const int64_t dim : {40, 72, 136}) {
+      CaseLimits limits;
+      limits.dim = dim;
+      limits.longest = 30;
+      limits.states = false;
+      const MixerCase c = random_case(random, spec, limits);
+      SCOPED_TRACE(describe(c));
+      expect_near(c, run_on_gpu(c, {.chunk = 10}), run(c, {}), DType::f32);
+    }
+  }
+}
+
 TEST(MixerCuda, TensorCores) {
   SKIP_WITHOUT_GPU();
   Random random(3);
