@@ -132,7 +132,7 @@ TokenTables token_tables(const MixerCall& call) {
 
 Form choose_form(const MixerCall& call) {
   // The lengths up to which the parallel form is faster, measured on an H200 (docs/performance.md).
-  constexpr int64_t kOnTensorCores = 32768;
+  constexpr int64_t kOnTensorCores = 65536;
   constexpr int64_t kSimple = 512;
   const int64_t longest = parallel_takes(call) ? kOnTensorCores : kSimple;
   return call.spec.has_state() && call.shape.length > longest ? Form::chunked : Form::parallel;
