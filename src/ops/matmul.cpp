@@ -126,20 +126,20 @@ bool has_bf16() {
 
 #endif
 
-void check_matrix(const ArgumentCheck& check, std::string_view argument, const Tensor& matrix, Device device) {
-  check.rank(argument, matrix, 2);
-  check.device(argument, matrix, device);
+void check_matrix(const ArgumentCheck& check, std::string_view argument, const Tensor& matrix, const Tensor& out) {
+  check.rank(argument, matrix, out.rank() == 3 ? 3 : 2);
+  check.device(argument, matrix, out.device());
   check.unit_inner_stride(argument, matrix);
-  require(matrix.size(0) <= 1 || matrix.stride(0) >= matrix.size(1),
+  require(matrix.size(-2) <= 1 || matrix.stride(-2) >= matrix.size(-1),
           "matmul: argument \"{}\" of shape {} has rows that overlap (stride {})", argument, to_string(matrix.shape()),
-          matrix.stride(0));
+          matrix.stride(-2));
 }
 
 void check_product(const Tensor& out, const Tensor& a, const Tensor& b, const MatmulOptions& options) {
   const ArgumentCheck check("matmul");
-  check_matrix(check, "out", out, out.device());
-  check_matrix(check, "a", a, out.device());
-  check_matrix(check, "b", b, out.device());
+  check_matrix(check, "out", out, out);
+  check_matrix(check, "a", a, out);
+  check_matrix(check, "b", b, out);
   const bool cpu = out.device().is_cpu();
   check.dtype("out", out, cpu ? std::vector{DType::f32} : std::vector{DType::f32, DType::bf16});
   check.dtype("a", a, cpu ? std::vector{DType::f32} : std::vector{DType::f32, DType::bf16});
@@ -149,11 +149,13 @@ void check_product(const Tensor& out, const Tensor& a, const Tensor& b, const Ma
           name_of(b.dtype()));
   const auto check_shape = [&](std::string_view argument, const Tensor& matrix, bool transpose, int64_t first,
                                int64_t second) {
-    check.shape(argument, matrix, transpose ? std::vector{second, first} : std::vector{first, second});
+    std::vector<int64_t> shape = transpose ? std::vector{second, first} : std::vector{first, second};
+    if (out.rank() == 3) shape.insert(shape.begin(), out.size(0));
+    check.shape(argument, matrix, shape);
   };
-  const int64_t inner = a.size(options.transpose_a ? 0 : 1);
-  check_shape("a", a, options.transpose_a, out.size(0), inner);
-  check_shape("b", b, options.transpose_b, inner, out.size(1));
+  const int64_t inner = a.size(options.transpose_a ? -2 : -1);
+  check_shape("a", a, options.transpose_a, out.size(-2), inner);
+  check_shape("b", b, options.transpose_b, inner, out.size(-1));
 }
 
 }  // namespace
@@ -164,7 +166,7 @@ DType multiplied_in(const Tensor& a, const Tensor& b, MatmulPrecision precision)
 }
 
 int64_t row_stride(const Tensor& matrix) {
-  return matrix.size(0) > 1 ? matrix.stride(0) : std::max<int64_t>(matrix.size(1), 1);
+  return matrix.size(-2) > 1 ? matrix.stride(-2) : std::max<int64_t>(matrix.size(-1), 1);
 }
 
 namespace cpu {
@@ -174,6 +176,10 @@ void matmul(const Tensor& out, const Tensor& a, const Tensor& b, const MatmulOpt
           "matmul: bf16 products were asked for, but {} has none on this CPU; use precision f32",
           cpu::matmul_library({}));
   require(!omp_in_parallel(), "matmul: called inside a parallel loop");
+  if (out.rank() == 3) {
+    for (int64_t i = 0; i < out.size(0); ++i) cpu::matmul(out.select(0, i), a.select(0, i), b.select(0, i), options);
+    return;
+  }
   Product product{out, a, b, options};
   const bool bf16 = options.precision == MatmulPrecision::bf16;
   if (b.dtype() == DType::f16 || (b.dtype() == DType::bf16 && !bf16)) product.b = to_dtype(b, DType::f32);
@@ -222,7 +228,7 @@ void matmul(const Tensor& out, const Tensor& a, const Tensor& b, const MatmulOpt
 }
 
 bool matmul_supports(MatmulPrecision precision, Device device) {
-  return precision == MatmulPrecision::f32 || !device.is_cpu() || has_bf16();
+  return precision != MatmulPrecision::bf16 || !device.is_cpu() || has_bf16();
 }
 
 double matmul_rate(MatmulPrecision precision, Device device) {

@@ -3,7 +3,8 @@
 //   out = op(a) op(b)      or, with accumulate,      out += op(a) op(b)            op: as it is, or transposed
 //
 // Matrices with unit inner stride and any distance between rows, all on one device; out overlaps neither a nor b. Sums
-// are f32. Factors that are not of the type they are multiplied in are converted first.
+// are f32. Factors that are not of the type they are multiplied in are converted first. Tensors [count, rows, columns]
+// are as many products, at any distance from each other.
 //
 // CPU: out and a are f32; b is f32, or bf16 or f16 (weights). The library brings its own threads: not to be called
 // inside a parallel loop. Same bits for the same shapes, strides and number of threads.
@@ -19,8 +20,9 @@
 
 namespace furious {
 
-// What the factors are rounded to before they are multiplied.
-enum class MatmulPrecision : uint8_t { f32, bf16 };
+// What the factors are rounded to before they are multiplied. tf32 has the range of f32 and 11 bits; a GPU may multiply
+// it many times faster than f32, the CPU takes f32 for it.
+enum class MatmulPrecision : uint8_t { f32, tf32, bf16 };
 
 struct MatmulOptions {
   bool transpose_a = false;
@@ -41,7 +43,8 @@ std::string matmul_library(Device device = {});  // "oneDNN 2.6.3", "OpenBLAS 0.
 
 // The type that factors are multiplied in on a GPU.
 DType multiplied_in(const Tensor& a, const Tensor& b, MatmulPrecision precision);
-// The distance between rows. A single row may have any stride, but the libraries insist on one that is long enough.
+// The distance between rows of a matrix or of many. A single row may have any stride, but the libraries insist on one
+// that is long enough.
 int64_t row_stride(const Tensor& matrix);
 
 namespace cpu {

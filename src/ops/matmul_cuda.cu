@@ -24,10 +24,19 @@ cudaDataType_t type_of(const Tensor& matrix) {
   return matrix.dtype() == DType::bf16 ? CUDA_R_16BF : CUDA_R_32F;
 }
 
+int64_t count_of(const Tensor& matrix) {
+  return matrix.rank() == 3 ? matrix.size(0) : 1;
+}
+// Between one matrix and the next.
+int64_t distance_of(const Tensor& matrix) {
+  return count_of(matrix) > 1 ? matrix.stride(0) : 0;
+}
+
 // What a kernel may rely on when it loads many bytes at once.
 uint32_t alignment_of(const Tensor& matrix) {
   const auto address = reinterpret_cast<uintptr_t>(matrix.raw());
-  return uint32_t{1} << std::min(8, std::countr_zero(address));
+  const auto distance = static_cast<uintptr_t>(distance_of(matrix)) * size_of(matrix.dtype());
+  return uint32_t{1} << std::min(8, std::countr_zero(address | distance));
 }
 
 // The library's description of a product and the kernel it chose.
@@ -38,25 +47,22 @@ struct Plan {
 };
 
 // Everything that the choice of a kernel depends on.
-using Key = std::array<int64_t, 18>;
+using Key = std::array<int64_t, 23>;
 
 Key key_of(const Tensor& out, const Tensor& a, const Tensor& b, const MatmulOptions& options) {
-  Key key{options.transpose_a, options.transpose_b, options.accumulate};
-  size_t next = 3;
+  Key key{options.transpose_a, options.transpose_b, options.accumulate, options.precision == MatmulPrecision::tf32,
+          count_of(out)};
+  size_t next = 5;
   for (const Tensor* matrix : {&out, &a, &b})
-    for (const int64_t value : {matrix->size(0), matrix->size(1), row_stride(*matrix),
+    for (const int64_t value : {matrix->size(-2), matrix->size(-1), row_stride(*matrix), distance_of(*matrix),
                                 static_cast<int64_t>(matrix->dtype()), static_cast<int64_t>(alignment_of(*matrix))})
       key[next++] = value;
   return key;
 }
 
-// The library knows columns that follow each other: to it, a matrix of ours is its transpose.
-cublasLtMatrixLayout_t layout_of(const Tensor& matrix) {
-  cublasLtMatrixLayout_t layout = nullptr;
-  check(cublasLtMatrixLayoutCreate(&layout, type_of(matrix), static_cast<uint64_t>(matrix.size(1)),
-                                   static_cast<uint64_t>(matrix.size(0)), row_stride(matrix)),
-        "layout");
-  return layout;
+template <class T>
+void set(cublasLtMatrixLayout_t layout, cublasLtMatrixLayoutAttribute_t attribute, T value) {
+  check(cublasLtMatrixLayoutSetAttribute(layout, attribute, &value, sizeof(value)), "layout");
 }
 
 template <class T>
@@ -67,6 +73,19 @@ void set(cublasLtMatmulDesc_t product, cublasLtMatmulDescAttributes_t attribute,
 template <class T>
 void set(cublasLtMatmulPreference_t preference, cublasLtMatmulPreferenceAttributes_t attribute, T value) {
   check(cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof(value)), "preference");
+}
+
+// The library knows columns that follow each other: to it, a matrix of ours is its transpose.
+cublasLtMatrixLayout_t layout_of(const Tensor& matrix) {
+  cublasLtMatrixLayout_t layout = nullptr;
+  check(cublasLtMatrixLayoutCreate(&layout, type_of(matrix), static_cast<uint64_t>(matrix.size(-1)),
+                                   static_cast<uint64_t>(matrix.size(-2)), row_stride(matrix)),
+        "layout");
+  if (matrix.rank() == 3) {
+    set(layout, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, static_cast<int32_t>(count_of(matrix)));
+    set(layout, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, distance_of(matrix));
+  }
+  return layout;
 }
 
 // cuBLASLt on one device. Lives as long as the process.
@@ -114,7 +133,9 @@ class Library {
   // outᵀ = op(b)ᵀ op(a)ᵀ: the factors change places.
   Plan new_plan(const Tensor& out, const Tensor& a, const Tensor& b, const MatmulOptions& options) const {
     Plan plan;
-    check(cublasLtMatmulDescCreate(&plan.product, CUBLAS_COMPUTE_32F, CUDA_R_32F), "description");
+    const bool tf32 = options.precision == MatmulPrecision::tf32 && a.dtype() == DType::f32;
+    check(cublasLtMatmulDescCreate(&plan.product, tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F, CUDA_R_32F),
+          "description");
     set(plan.product, CUBLASLT_MATMUL_DESC_TRANSA, options.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N);
     set(plan.product, CUBLASLT_MATMUL_DESC_TRANSB, options.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N);
     plan.a = layout_of(a);

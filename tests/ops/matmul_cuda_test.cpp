@@ -60,6 +60,36 @@ TEST(MatmulCuda, AgreesWithTheCpu) {
   }
 }
 
+TEST(MatmulCuda, ManyProducts) {
+  SKIP_WITHOUT_GPU();
+  Random random(4);
+  for (int i = 0; i < 60; ++i) {
+    const int64_t count = random.integer(1, 5), rows = random.integer(1, 90), columns = random.integer(1, 90),
+                  inner = random.integer(1, 90);
+    MatmulOptions options{random.coin(), random.coin(), random.coin(), MatmulPrecision::f32};
+    // Windows into longer matrices: those of a factor lie apart.
+    const auto window = [&](int64_t first, int64_t second, bool transposed) {
+      const int64_t height = transposed ? second : first, width = transposed ? first : second;
+      const int64_t before = random.integer(0, 3);
+      return std::pair{random.normal_tensor({count, before + height, width}), before};
+    };
+    const auto [a, a_from] = window(rows, inner, options.transpose_a);
+    const auto [b, b_from] = window(inner, columns, options.transpose_b);
+    const auto [expected, from] = window(rows, columns, false);
+    const Tensor out = to_gpu(expected), a_there = to_gpu(a), b_there = to_gpu(b);
+    const auto part = [](const Tensor& x, int64_t begin) { return x.slice(1, begin, x.size(1) - begin); };
+    for (const MatmulPrecision precision : {MatmulPrecision::f32, MatmulPrecision::tf32}) {
+      copy(out, to_gpu(expected));
+      options.precision = precision;
+      const Tensor here = to_dtype(expected, DType::f32);
+      matmul(part(here, from), part(a, a_from), part(b, b_from), options);
+      matmul(part(out, from), part(a_there, a_from), part(b_there, b_from), options);
+      EXPECT_LT(relative_error(to_cpu(out), here), precision == MatmulPrecision::f32 ? 1e-5 : 2e-3)
+          << count << " times " << rows << " x " << columns << " x " << inner;
+    }
+  }
+}
+
 TEST(MatmulCuda, LongSumsAndEmptyShapes) {
   SKIP_WITHOUT_GPU();
   Random random(2);

@@ -67,6 +67,18 @@ void check_product(testing::Random& random, const Case& size, DType b_dtype, Mat
     }
 }
 
+TEST(Matmul, ManyProducts) {
+  testing::Random random(11);
+  const Tensor a = random.normal_tensor({3, 7, 5}), b = random.normal_tensor({3, 6, 5});
+  const Tensor out = Tensor::empty({3, 7, 6}, DType::f32), one = Tensor::empty({7, 6}, DType::f32);
+  matmul(out, a, b, {.transpose_b = true});
+  for (int64_t i = 0; i < 3; ++i) {
+    matmul(one, a.select(0, i), b.select(0, i), {.transpose_b = true});
+    EXPECT_TRUE(same_bits(out.select(0, i), one));
+  }
+  expect_error([&] { matmul(out, a, b.slice(0, 0, 2), {.transpose_b = true}); }, {"\"b\"", "[2, 6, 5]"});
+}
+
 TEST(Matmul, AgreesWithTheOracleOnRandomShapes) {
   testing::Random random(10);
   for (int i = 0; i < 60; ++i)

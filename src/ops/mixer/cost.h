@@ -11,8 +11,8 @@ enum class Pass : uint8_t { forward, backward };
 double parallel_flops(const MixerShape& shape, const std::vector<Segment>& segments, Pass pass);
 double chunked_flops(const MixerShape& shape, const std::vector<Segment>& segments, int64_t chunk, Pass pass);
 
-// The chunk that suits a state of these dimensions.
-int64_t default_chunk(const MixerSpec& spec, int64_t qk_dim, int64_t v_dim);
+// The chunk that suits a state of these dimensions on a device.
+int64_t default_chunk(const MixerSpec& spec, int64_t qk_dim, int64_t v_dim, Device device = {});
 
 // Parallel or chunked, whichever is estimated to take less time on the CPU. Looks at the decays: tiles that decay has
 // erased cost the parallel form nothing.

@@ -10,11 +10,16 @@ struct MixerCall {
   const MixerShape& shape;
   const MixerInputs& inputs;
   const std::vector<Segment>& segments;
+  int64_t chunk;  // the whole length in the parallel form
   const MixerResult& result;
 };
 
+// The faster form for a call without states.
+Form choose_form(const MixerCall& call);
+
 void mixer_forward(const MixerCall& call);
-void mixer_backward(const MixerCall& call, const Tensor& out_gradient, const MixerGradients& gradients);
+void mixer_backward(const MixerCall& call, const Tensor& out_gradient, const Tensor& final_state_gradient,
+                    const MixerGradients& gradients);
 
 // What the kernels know of the tokens of a call. Without decay or boundaries the tensors are not there.
 struct TokenTables {
@@ -32,7 +37,7 @@ struct HeadGradients {
 };
 
 // Any dtype, dimension and spec; f32 arithmetic, a warp per token. `past` is f32 [batch, heads, length, columns]: what
-// the initial state adds to each token.
+// a state adds to each token.
 void simple_forward(const MixerCall& call, const TokenTables& tables, const Tensor& past);
 void simple_backward(const MixerCall& call, const TokenTables& tables, const Tensor& out_gradient,
                      const HeadGradients& gradients);
@@ -59,8 +64,22 @@ void inside_chunks_forward(const MixerCall& call, const TokenTables& tables, int
 void inside_chunks_backward(const MixerCall& call, const TokenTables& tables, int64_t chunk,
                             const ScaledGradient& scaled, const HeadGradients& gradients);
 
-// States: what one adds to the tokens of each row's first document, and what each row's last document leaves.
-Tensor state_read(const MixerCall& call, const TokenTables& tables);
-void state_write(const MixerCall& call, const TokenTables& tables);
+// What decay and boundaries do to states. Without both the factors are all 1, and not there.
+struct ChunkTables {
+  Tensor in;           // f32 [batch, heads, length]: what of the state before a token's chunk reaches the token
+  Tensor out;          // f32 [batch, heads, length]: what of a token reaches the end of its chunk
+  Tensor through;      // f32 [batch, heads, chunks]: what of the state before a chunk reaches its end
+  TokenTables within;  // every chunk begins a document
+  int64_t chunk = 0, chunks = 0;
+};
+ChunkTables chunk_tables(const MixerCall& call, const TokenTables& tokens);
+
+// The chunked form but for what happens inside the chunks; any dtype, dimension and score with a state.
+// Forward: `past` (not there where nothing comes in), and the final state if it is asked for.
+Tensor chunked_past(const MixerCall& call, const ChunkTables& tables);
+// Backward: adds to the gradients, and writes that of an initial state.
+void chunked_backward(const MixerCall& call, const ChunkTables& tables, const Tensor& out_gradient,
+                      const Tensor& final_state_gradient, const HeadGradients& gradients,
+                      const Tensor& initial_state_gradient);
 
 }  // namespace furious::cuda

@@ -53,8 +53,8 @@ void check_chunk(std::string_view operation, int64_t chunk) {
 }
 
 void check_form(std::string_view operation, Form form, Device device) {
-  require(device.is_cpu() || form == Form::automatic || form == Form::parallel,
-          "{}: argument \"form\" is {}, but tensors on {} have the parallel form only", operation, name_of(form),
+  require(device.is_cpu() || form != Form::reference,
+          "{}: argument \"form\" is reference, but tensors are on {}; the oracle is on the CPU only", operation,
           name_of(device));
 }
 
@@ -186,13 +186,10 @@ MixerResult mixer_forward(const MixerSpec& spec, const MixerInputs& inputs, cons
   require(!options.final_state || spec.has_state(),
           "{}: argument \"final_state\" was asked for, but an exponential score has no state of constant size",
           kOperation);
-  const int64_t chunk = options.chunk > 0 ? options.chunk : default_chunk(spec, shape.qk_dim, shape.v_dim);
   const Device device = inputs.q.device();
+  const int64_t chunk = options.chunk > 0 ? options.chunk : default_chunk(spec, shape.qk_dim, shape.v_dim, device);
   check_form(kOperation, options.form, device);
   MixerResult result;
-  result.form = options.form;
-  if (result.form == Form::automatic)
-    result.form = device.is_cpu() ? choose_form(spec, shape, inputs, segments, chunk) : Form::parallel;
   const DType accumulator = accumulator_of(inputs.q);
   result.out = Tensor::empty({shape.batch, shape.length, shape.heads, shape.v_dim}, inputs.v.dtype(), device);
   if (spec.norm == Norm::sum) {
@@ -202,12 +199,18 @@ MixerResult mixer_forward(const MixerSpec& spec, const MixerInputs& inputs, cons
   if (options.final_state)
     result.final_state =
         Tensor::empty({shape.batch, shape.heads, shape.state_rows, shape.state_columns}, accumulator, device);
+  result.form = options.form;
 #ifdef FURIOUS_CUDA
   if (!device.is_cpu()) {
-    cuda::mixer_forward({spec, shape, inputs, segments, result});
+    if (inputs.initial_state || options.final_state)
+      result.form = Form::chunked;
+    else if (result.form == Form::automatic)
+      result.form = cuda::choose_form({spec, shape, inputs, segments, chunk, result});
+    cuda::mixer_forward({spec, shape, inputs, segments, result.form == Form::parallel ? shape.length : chunk, result});
     return result;
   }
 #endif
+  if (result.form == Form::automatic) result.form = choose_form(spec, shape, inputs, segments, chunk);
   if (result.form == Form::reference)
     reference::mixer_forward(spec, shape, inputs, segments, result);
   else
@@ -264,15 +267,15 @@ MixerGradients mixer_backward(const MixerSpec& spec, const MixerInputs& inputs, 
     check.contiguous("into.initial_state", gradients.initial_state);
   }
 
+  const int64_t chunk = options.chunk > 0 ? options.chunk : default_chunk(spec, shape.qk_dim, shape.v_dim, device);
 #ifdef FURIOUS_CUDA
   if (!device.is_cpu()) {
-    require(!inputs.initial_state && !final_state_gradient, "{}: gradients of states are not computed on {}",
-            kOperation, name_of(device));
-    cuda::mixer_backward({spec, shape, inputs, segments, result}, out_gradient, gradients);
+    const bool parallel = form == Form::parallel && !inputs.initial_state && !final_state_gradient;
+    cuda::mixer_backward({spec, shape, inputs, segments, parallel ? shape.length : chunk, result}, out_gradient,
+                         final_state_gradient, gradients);
     return gradients;
   }
 #endif
-  const int64_t chunk = options.chunk > 0 ? options.chunk : default_chunk(spec, shape.qk_dim, shape.v_dim);
   if (form == Form::reference)
     reference::mixer_backward(spec, shape, inputs, segments, out_gradient, final_state_gradient, gradients);
   else

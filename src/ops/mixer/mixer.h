@@ -10,7 +10,8 @@
 //
 // The forms compute the same function. `parallel` walks tiles of the score matrix (quadratic time, any score);
 // `chunked` does so inside chunks and carries the state between them (linear time; linear and squared scores); both
-// need memory linear in length. `reference` is the double-precision oracle. `recurrent.h` is the form for one token.
+// need memory linear in length. On a GPU a call with states takes the chunked form whatever was asked for. `reference`
+// is the double-precision oracle, on the CPU. `recurrent.h` is the form for one token.
 //
 // A decay factor below the smallest normal f32 (exp(−87)) may count as zero: what lies behind it is forgotten.
 //

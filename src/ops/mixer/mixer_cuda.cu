@@ -130,17 +130,31 @@ TokenTables token_tables(const MixerCall& call) {
   return tables;
 }
 
-void mixer_forward(const MixerCall& call) {
-  const TokenTables tables = token_tables(call);
-  const Tensor past = call.inputs.initial_state ? state_read(call, tables) : Tensor();
-  if (!past && parallel_takes(call))
-    parallel_forward(call, tables);
-  else
-    simple_forward(call, tables, past);
-  if (call.result.final_state) state_write(call, tables);
+Form choose_form(const MixerCall& call) {
+  // The lengths up to which the parallel form is faster, measured on an H200 (docs/performance.md).
+  constexpr int64_t kOnTensorCores = 65536;
+  constexpr int64_t kSimple = 512;
+  const int64_t longest = parallel_takes(call) ? kOnTensorCores : kSimple;
+  return call.spec.has_state() && call.shape.length > longest ? Form::chunked : Form::parallel;
 }
 
-void mixer_backward(const MixerCall& call, const Tensor& out_gradient, const MixerGradients& gradients) {
+void mixer_forward(const MixerCall& call) {
+  const bool chunked = call.chunk < call.shape.length || call.inputs.initial_state || call.result.final_state;
+  TokenTables within = token_tables(call);
+  Tensor past;
+  if (chunked) {
+    const ChunkTables chunks = chunk_tables(call, within);
+    past = chunked_past(call, chunks);
+    within = chunks.within;
+  }
+  if (!past && parallel_takes(call))
+    parallel_forward(call, within);
+  else
+    simple_forward(call, within, past);
+}
+
+void mixer_backward(const MixerCall& call, const Tensor& out_gradient, const Tensor& final_state_gradient,
+                    const MixerGradients& gradients) {
   const MixerShape& shape = call.shape;
   const Device device = call.inputs.q.device();
   const TokenTables tables = token_tables(call);
@@ -154,10 +168,14 @@ void mixer_backward(const MixerCall& call, const Tensor& out_gradient, const Mix
     heads.key_decay = Tensor::empty(tokens, DType::f32, device);
     if (call.spec.norm == Norm::none) heads.row_decay = Tensor::empty(tokens, DType::f32, device);
   }
+  const bool chunked = call.chunk < shape.length || call.inputs.initial_state || final_state_gradient;
+  const ChunkTables chunks = chunked ? chunk_tables(call, tables) : ChunkTables();
+  const TokenTables& within = chunked ? chunks.within : tables;
   if (parallel_takes(call))
-    parallel_backward(call, tables, scale_gradient(call, out_gradient), heads);
+    parallel_backward(call, within, scale_gradient(call, out_gradient), heads);
   else
-    simple_backward(call, tables, out_gradient, heads);
+    simple_backward(call, within, out_gradient, heads);
+  if (chunked) chunked_backward(call, chunks, out_gradient, final_state_gradient, heads, gradients.initial_state);
   if (gradients.q.size(2) < shape.heads) sum_groups(gradients.q, heads.q);
   if (gradients.k.size(2) < shape.heads) sum_groups(gradients.k, heads.k);
   if (gradients.v.size(2) < shape.heads) sum_groups(gradients.v, heads.v);

@@ -7,7 +7,6 @@ namespace furious::cuda {
 namespace {
 
 constexpr int kWarps = 4;
-constexpr int kPerLane = kLargestDim / 32;
 
 template <class T>
 struct Simple {
@@ -23,7 +22,8 @@ struct Simple {
   bool sum_norm;
 };
 
-template <class T>
+// A row of up to 32 · kPerLane numbers is spread over the lanes of a warp.
+template <int kPerLane, class T>
 __device__ void load(float (&x)[kPerLane], const T* row, int dim) {
   for (int i = 0; i < kPerLane; ++i) {
     const int c = i * 32 + threadIdx.x % 32;
@@ -31,7 +31,7 @@ __device__ void load(float (&x)[kPerLane], const T* row, int dim) {
   }
 }
 
-template <class T>
+template <int kPerLane, class T>
 __device__ void store(T* row, const float (&x)[kPerLane], int dim, float factor) {
   for (int i = 0; i < kPerLane; ++i) {
     const int c = i * 32 + threadIdx.x % 32;
@@ -39,12 +39,14 @@ __device__ void store(T* row, const float (&x)[kPerLane], int dim, float factor)
   }
 }
 
+template <int kPerLane>
 __device__ float dot(const float (&x)[kPerLane], const float (&y)[kPerLane]) {
   float sum = 0;
   for (int i = 0; i < kPerLane; ++i) sum += x[i] * y[i];
   return warp_sum(sum);
 }
 
+template <int kPerLane>
 __device__ void add(float (&x)[kPerLane], float factor, const float (&y)[kPerLane]) {
   for (int i = 0; i < kPerLane; ++i) x[i] += factor * y[i];
 }
@@ -58,7 +60,7 @@ __device__ bool place(Place& p, int64_t length) {
   return p.t < length;
 }
 
-template <class T>
+template <int kPerLane, class T>
 __global__ void forward_kernel(Simple<T> m) {
   Place p;
   if (!place(p, m.length)) return;
@@ -125,7 +127,7 @@ __device__ Pair pair(const Simple<T>& m, float s, float a, float dot_gv, float d
   return {2 * s * d * dw, s * s * d * dw, s * s * d * inverse};
 }
 
-template <class T>
+template <int kPerLane, class T>
 __global__ void query_gradient_kernel(Simple<T> m) {
   Place p;
   if (!place(p, m.length)) return;
@@ -152,7 +154,7 @@ __global__ void query_gradient_kernel(Simple<T> m) {
   if (m.row_decay && threadIdx.x % 32 == 0) m.row_decay[head_row + p.t] = row_decay;
 }
 
-template <class T>
+template <int kPerLane, class T>
 __global__ void key_gradient_kernel(Simple<T> m) {
   Place p;
   if (!place(p, m.length)) return;
@@ -204,6 +206,16 @@ auto simple_of(const MixerCall& call, const TokenTables& tables) {
   return m;
 }
 
+// Calls f with the numbers per lane that hold a row of every input, as a constant.
+template <class F>
+void with_lanes(const MixerShape& shape, F&& f) {
+  const int64_t dim = std::max(shape.qk_dim, shape.v_dim);
+  if (dim <= 32) return f(std::integral_constant<int, 1>());
+  if (dim <= 64) return f(std::integral_constant<int, 2>());
+  if (dim <= 128) return f(std::integral_constant<int, 4>());
+  f(std::integral_constant<int, kLargestDim / 32>());
+}
+
 dim3 grid_of(const MixerShape& shape) {
   return dim3(blocks_for(shape.length, kWarps), static_cast<unsigned>(shape.heads), static_cast<unsigned>(shape.batch));
 }
@@ -214,7 +226,9 @@ void simple_forward(const MixerCall& call, const TokenTables& tables, const Tens
   with_activation_type(call.inputs.q.dtype(), [&](auto zero) {
     auto m = simple_of<decltype(zero)>(call, tables);
     m.past = floats(past);
-    forward_kernel<<<grid_of(call.shape), 32 * kWarps, 0, stream(call.inputs.q.device())>>>(m);
+    with_lanes(call.shape, [&](auto lanes) {
+      forward_kernel<lanes()><<<grid_of(call.shape), 32 * kWarps, 0, stream(call.inputs.q.device())>>>(m);
+    });
   });
   check_launch("mixer_forward");
 }
@@ -231,8 +245,10 @@ void simple_backward(const MixerCall& call, const TokenTables& tables, const Ten
     m.row_decay = floats(gradients.row_decay);
     m.key_decay = floats(gradients.key_decay);
     const cudaStream_t s = stream(call.inputs.q.device());
-    query_gradient_kernel<<<grid_of(call.shape), 32 * kWarps, 0, s>>>(m);
-    key_gradient_kernel<<<grid_of(call.shape), 32 * kWarps, 0, s>>>(m);
+    with_lanes(call.shape, [&](auto lanes) {
+      query_gradient_kernel<lanes()><<<grid_of(call.shape), 32 * kWarps, 0, s>>>(m);
+      key_gradient_kernel<lanes()><<<grid_of(call.shape), 32 * kWarps, 0, s>>>(m);
+    });
   });
   check_launch("mixer_backward");
 }

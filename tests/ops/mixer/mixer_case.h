@@ -17,9 +17,10 @@ struct MixerCase {
 struct CaseLimits {
   int64_t shortest = 1, longest = 90;
   int64_t largest_dim = 24;
-  int64_t dim = 0;         // of queries, keys and values; 0: any up to the largest
-  bool states = true;      // may have initial states
-  bool boundaries = true;  // may have packed documents
+  int64_t dim = 0;             // of queries, keys and values; 0: any up to the largest
+  bool states = true;          // may have initial states
+  bool final_gradient = true;  // has a gradient of the final state
+  bool boundaries = true;      // may have packed documents
   double strongest_decay = 1.0;
 };
 

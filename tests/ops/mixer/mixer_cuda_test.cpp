@@ -1,6 +1,7 @@
-// The mixers on a GPU against the double-precision oracle.
+// The mixers on a GPU against the double-precision oracle, and the fast kernels against the simple ones.
 #include "cuda.h"
 #include "ops/mixer/mixer_case.h"
+#include "ops/random.h"
 
 namespace furious {
 namespace {
@@ -10,64 +11,126 @@ using namespace furious::testing;
 MixerCase on_gpu(const MixerCase& c) {
   MixerCase there = c;
   for (Tensor* x : {&there.inputs.q, &there.inputs.k, &there.inputs.v, &there.inputs.log_decay,
-                    &there.inputs.initial_state, &there.out_gradient})
+                    &there.inputs.initial_state, &there.out_gradient, &there.final_state_gradient})
     if (*x) *x = to_gpu(*x);
   return there;
 }
 
-MixerRun run_on_gpu(const MixerCase& c, bool final_state) {
+MixerRun run_on_gpu(const MixerCase& c, const MixerOptions& options = {}) {
   const MixerCase there = on_gpu(c);
-  MixerOptions options;
-  options.final_state = final_state;
+  MixerOptions with_state = options;
+  with_state.final_state = there.final_state_gradient.defined();
   MixerRun run;
-  run.result = mixer_forward(there.spec, there.inputs, options);
-  if (!there.inputs.initial_state)
-    run.gradients = mixer_backward(there.spec, there.inputs, run.result, there.out_gradient);
+  run.result = mixer_forward(there.spec, there.inputs, with_state);
+  run.gradients =
+      mixer_backward(there.spec, there.inputs, run.result, there.out_gradient, there.final_state_gradient, with_state);
   for (Tensor* x : {&run.result.out, &run.result.final_state, &run.gradients.q, &run.gradients.k, &run.gradients.v,
-                    &run.gradients.log_decay})
+                    &run.gradients.log_decay, &run.gradients.initial_state})
     if (*x) *x = to_cpu(*x);
   return run;
 }
 
-// Against the oracle, or where that takes long against the CPU in f32, whose error is nothing beside that of bf16.
-void compare(const MixerCase& c, DType dtype, double tolerance, bool oracle = true) {
-  SCOPED_TRACE(describe(c));
-  const MixerCase rounded = cast(c, dtype);
-  MixerCase exact = cast(rounded, oracle ? DType::f64 : DType::f32);
-  exact.final_state_gradient = {};
-  MixerOptions parallel{Form::parallel, 0, c.spec.has_state()};
-  const MixerRun expected = oracle ? run_oracle(exact) : run(exact, parallel);
-  const MixerRun actual = run_on_gpu(rounded, c.spec.has_state());
-  EXPECT_LE(relative_error(actual.result.out, expected.result.out), tolerance) << "out";
-  if (actual.result.final_state) {
-    EXPECT_LE(relative_error(actual.result.final_state, expected.result.final_state), tolerance) << "final state";
-  }
-  if (c.inputs.initial_state) return;
+MixerCase without_states(const MixerCase& c) {
+  MixerCase out = c;
+  out.inputs.initial_state = out.final_state_gradient = {};
+  return out;
+}
+
+void expect_near(const MixerCase& c, const MixerRun& actual, const MixerRun& expected, double tolerance,
+                 double decay_tolerance) {
   // Under the sum norm gradients are differences that may cancel, to nothing for a document of one token: what came in
   // sets the scale.
   double scale = 0;
   for (const double g : to_doubles(c.out_gradient)) scale += g * g;
   scale = std::sqrt(scale);
-  EXPECT_LE(relative_error(actual.gradients.q, expected.gradients.q, scale), tolerance) << "dq";
-  EXPECT_LE(relative_error(actual.gradients.k, expected.gradients.k, scale), tolerance) << "dk";
-  EXPECT_LE(relative_error(actual.gradients.v, expected.gradients.v, scale), tolerance) << "dv";
-  if (c.spec.decay) {
-    EXPECT_LE(relative_error(actual.gradients.log_decay, expected.gradients.log_decay, scale), 2 * tolerance) << "da";
+  const auto near = [&](const char* what, const Tensor& a, const Tensor& e, double least, double most) {
+    ASSERT_EQ(a.defined(), e.defined()) << what;
+    if (a) {
+      EXPECT_LE(relative_error(a, e, least), most) << what;
+    }
+  };
+  near("out", actual.result.out, expected.result.out, 1e-30, tolerance);
+  if (c.final_state_gradient)
+    near("final state", actual.result.final_state, expected.result.final_state, 1e-30, tolerance);
+  near("dq", actual.gradients.q, expected.gradients.q, scale, tolerance);
+  near("dk", actual.gradients.k, expected.gradients.k, scale, tolerance);
+  near("dv", actual.gradients.v, expected.gradients.v, scale, tolerance);
+  near("da", actual.gradients.log_decay, expected.gradients.log_decay, scale, decay_tolerance);
+  near("d initial state", actual.gradients.initial_state, expected.gradients.initial_state, scale, tolerance);
+}
+
+void expect_near(const MixerCase& c, const MixerRun& actual, const MixerRun& expected, DType dtype) {
+  const bool bf16 = dtype == DType::bf16;
+  expect_near(c, actual, expected, tolerance(dtype), (bf16 ? 3 : 2) * tolerance(dtype));
+}
+
+// Against the oracle: the parallel form without states, and the chunked form with chunks of any length.
+void compare_with_oracle(Random& random, const MixerCase& c, DType dtype) {
+  SCOPED_TRACE(describe(c));
+  const MixerCase rounded = cast(c, dtype), alone = without_states(rounded);
+  const MixerRun parallel = run_on_gpu(alone, {.form = Form::parallel});
+  EXPECT_EQ(parallel.result.form, Form::parallel);
+  expect_near(alone, parallel, run_oracle(alone), dtype);
+  if (!c.spec.has_state()) return;
+  const int64_t chunk = random.pick<int64_t>({0, 1, random.integer(2, 20), random.integer(2, 100)});
+  SCOPED_TRACE(fmt::format("chunked by {}", chunk));
+  const MixerRun chunked = run_on_gpu(rounded, {.form = Form::chunked, .chunk = chunk});
+  EXPECT_EQ(chunked.result.form, Form::chunked);
+  expect_near(rounded, chunked, run_oracle(rounded), dtype);
+}
+
+void compare_any_shapes(Random& random, int cases, DType dtype) {
+  for (const MixerSpec& spec : all_specs()) {
+    for (int i = 0; i < cases; ++i) {
+      CaseLimits limits;
+      limits.strongest_decay = random.pick<double>({0.01, 1, 20});
+      compare_with_oracle(random, random_case(random, spec, limits), dtype);
+    }
   }
+}
+
+// Where the oracle takes long, bf16 against the same numbers in f32, which the oracle has checked.
+void compare_with_f32(const MixerCase& c, const MixerOptions& options) {
+  SCOPED_TRACE(describe(c));
+  const MixerCase rounded = cast(c, DType::bf16);
+  const MixerOptions parallel{.form = Form::parallel};
+  expect_near(rounded, run_on_gpu(rounded, options), run_on_gpu(cast(rounded, DType::f32), parallel), DType::bf16);
 }
 
 TEST(MixerCuda, AnyShapeInF32) {
   SKIP_WITHOUT_GPU();
   Random random(1);
-  for (const MixerSpec& spec : all_specs())
-    for (int i = 0; i < 6; ++i) compare(random_case(random, spec), DType::f32, 1e-4);
+  compare_any_shapes(random, 6, DType::f32);
 }
 
 TEST(MixerCuda, AnyShapeInBf16) {
   SKIP_WITHOUT_GPU();
   Random random(2);
-  for (const MixerSpec& spec : all_specs())
-    for (int i = 0; i < 3; ++i) compare(random_case(random, spec), DType::bf16, 1e-2);
+  compare_any_shapes(random, 3, DType::bf16);
+}
+
+TEST(MixerCuda, OneToken) {
+  SKIP_WITHOUT_GPU();
+  Random random(7);
+  CaseLimits limits;
+  limits.longest = 1;
+  for (const MixerSpec& spec : all_specs()) compare_with_oracle(random, random_case(random, spec, limits), DType::f32);
+}
+
+TEST(MixerCuda, OtherDimensionsAsOnTheCpu) {
+  SKIP_WITHOUT_GPU();
+  Random random(10);
+  for (const MixerSpec& spec : all_specs()) {
+    for (const int64_t dim : {40, 72, 136}) {
+      CaseLimits limits;
+      limits.dim = dim;
+      limits.longest = 30;
+      limits.states = false;
+      const MixerCase c = random_case(random, spec, limits);
+      SCOPED_TRACE(describe(c));
+      expect_near(c, run_on_gpu(c, {.chunk = 10}), run(c, {}), DType::f32);
+    }
+  }
 }
 
 TEST(MixerCuda, TensorCores) {
@@ -79,9 +142,9 @@ TEST(MixerCuda, TensorCores) {
         CaseLimits limits;
         limits.dim = dim;
         limits.longest = 300;
-        limits.states = false;
+        limits.states = limits.final_gradient = false;
         limits.strongest_decay = strongest;
-        compare(random_case(random, spec, limits), DType::bf16, 1e-2, false);
+        compare_with_f32(random_case(random, spec, limits), {.form = Form::parallel});
       }
     }
   }
@@ -95,10 +158,51 @@ TEST(MixerCuda, LongerThanManyTiles) {
     limits.dim = 64;
     limits.shortest = 700;
     limits.longest = 800;
-    limits.states = limits.boundaries = false;
+    limits.states = limits.final_gradient = limits.boundaries = false;
     limits.strongest_decay = 0.02;
-    compare(random_case(random, spec, limits), DType::bf16, 1e-2, false);
+    const MixerCase c = random_case(random, spec, limits);
+    compare_with_f32(c, {.form = Form::parallel});
+    if (spec.has_state()) compare_with_f32(c, {.form = Form::chunked, .chunk = 128});
   }
+}
+
+TEST(MixerCuda, HeadsOf64And128WithStates) {
+  SKIP_WITHOUT_GPU();
+  Random random(8);
+  for (const MixerSpec& spec : all_specs()) {
+    if (!spec.has_state()) continue;
+    for (const int64_t dim : {64, 128}) {
+      CaseLimits limits;
+      limits.dim = dim;
+      limits.longest = 100;
+      limits.states = false;
+      limits.strongest_decay = 0.1;
+      MixerCase c = random_case(random, spec, limits);
+      // The state of a real past: its normalizer column fits its features.
+      const MixerCase past = on_gpu(c);
+      c.inputs.initial_state =
+          to_cpu(mixer_forward(spec, past.inputs, {.form = Form::chunked, .final_state = true}).final_state);
+      compare_with_f32(c, {.form = Form::chunked, .chunk = random.integer(10, 120)});
+    }
+  }
+}
+
+// A state that grows over thousands of tokens, passed on a thousand times.
+TEST(MixerCuda, LongSequence) {
+  SKIP_WITHOUT_GPU();
+  MixerCase c;
+  c.spec = mixer_spec("2mamba");
+  const Shape shape{1, 262144, 1, 16};
+  for (Tensor* x : {&c.inputs.q, &c.inputs.k, &c.inputs.v, &c.out_gradient}) *x = Tensor::empty(shape, DType::f32);
+  c.inputs.log_decay = Tensor::empty({1, 262144, 1}, DType::f32);
+  fill_uniform(c.inputs.q, 0, 1, 1, 0);
+  fill_uniform(c.inputs.k, 0, 1, 2, 0);
+  fill_normal(c.inputs.v, 0, 1, 3, 0);
+  fill_uniform(c.inputs.log_decay, -0.001f, 0, 4, 0);
+  fill_normal(c.out_gradient, 0, 1, 5, 0);
+  const MixerRun gpu = run_on_gpu(c);
+  EXPECT_EQ(gpu.result.form, Form::chunked);
+  expect_near(c, gpu, run(c, {.form = Form::chunked}), 1e-4, 1e-3);
 }
 
 TEST(MixerCuda, ZeroKeysGiveZerosNotNaN) {
@@ -107,12 +211,15 @@ TEST(MixerCuda, ZeroKeysGiveZerosNotNaN) {
   for (const MixerSpec& spec : all_specs()) {
     CaseLimits limits;
     limits.dim = 64;
-    limits.states = false;
+    limits.states = limits.final_gradient = false;
     MixerCase c = random_case(random, spec, limits);
     fill(c.inputs.k, 0);
-    const MixerRun run = run_on_gpu(cast(c, DType::bf16), false);
-    for (const Tensor& x : {run.result.out, run.gradients.q, run.gradients.k, run.gradients.v})
-      EXPECT_TRUE(all_finite(x)) << describe(c);
+    for (const Form form : {Form::parallel, Form::chunked}) {
+      if (form == Form::chunked && !spec.has_state()) continue;
+      const MixerRun run = run_on_gpu(cast(c, DType::bf16), {.form = form, .chunk = 16});
+      for (const Tensor& x : {run.result.out, run.gradients.q, run.gradients.k, run.gradients.v})
+        EXPECT_TRUE(all_finite(x)) << describe(c);
+    }
   }
 }
 
@@ -123,14 +230,20 @@ TEST(MixerCuda, SameBitsEveryTime) {
   limits.dim = 64;
   limits.shortest = 300;
   limits.longest = 600;
-  limits.states = false;
+  limits.states = limits.final_gradient = false;
   for (const MixerSpec& spec : all_specs()) {
     const MixerCase c = cast(random_case(random, spec, limits), DType::bf16);
-    const MixerRun a = run_on_gpu(c, false), b = run_on_gpu(c, false);
-    EXPECT_TRUE(same_bits(a.result.out, b.result.out));
-    EXPECT_TRUE(same_bits(a.gradients.q, b.gradients.q));
-    EXPECT_TRUE(same_bits(a.gradients.k, b.gradients.k));
-    EXPECT_TRUE(same_bits(a.gradients.v, b.gradients.v));
+    for (const Form form : {Form::parallel, Form::chunked}) {
+      if (form == Form::chunked && !spec.has_state()) continue;
+      const MixerRun a = run_on_gpu(c, {.form = form, .chunk = 128}), b = run_on_gpu(c, {.form = form, .chunk = 128});
+      EXPECT_TRUE(same_bits(a.result.out, b.result.out));
+      EXPECT_TRUE(same_bits(a.gradients.q, b.gradients.q));
+      EXPECT_TRUE(same_bits(a.gradients.k, b.gradients.k));
+      EXPECT_TRUE(same_bits(a.gradients.v, b.gradients.v));
+      if (spec.decay) {
+        EXPECT_TRUE(same_bits(a.gradients.log_decay, b.gradients.log_decay));
+      }
+    }
   }
 }
 
