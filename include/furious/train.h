@@ -16,6 +16,7 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "furious/error.h"
 #include "furious/export.h"
@@ -29,7 +30,8 @@ struct TrainOptions {
   int64_t hidden = 0, intermediate = 0, heads = 0, layers = 0;
   int64_t qk_heads = 0;  // heads of Q and K that the others share; 0: as many as there are
   bool tie_embeddings = false;
-  std::string init;  // begin with the weights of this model instead of new ones
+  std::string switches;  // of the token-mixing block, where not the arch's: conv_window=3,norm=none (as config.json)
+  std::string init;      // begin with the weights of this model instead of new ones
 
   // The data.
   std::string data;                // a folder of `furious tokenize`, or synthetic:recall or synthetic:passkey
@@ -48,9 +50,11 @@ struct TrainOptions {
 
   // How it is computed.
   std::string device = "auto";  // cpu, cuda, cuda:1, …; auto: a GPU if there is one
-  std::string dtype = "auto";   // f32 or bf16, of matrix products and on a GPU of activations; auto: bf16 on a GPU
-  int64_t threads = 0;          // 0: all cores
-  bool recompute = false;       // keep only the inputs of layers: less memory, a third more work
+  // f32 or bf16, of matrix products and on a GPU of activations; auto: bf16 on a GPU. tf32, on a GPU: f32 with products
+  // in TF32.
+  std::string dtype = "auto";
+  int64_t threads = 0;     // 0: all cores
+  bool recompute = false;  // keep only the inputs of layers: less memory, a third more work
 
   // The run.
   std::string out;
@@ -59,6 +63,7 @@ struct TrainOptions {
   int64_t eval_every = 100, eval_batches = 32;     // steps between test losses; batches of one, 0: all
   int64_t save_every = 500, keep = 2;              // steps between checkpoints; how many stay
   int64_t sample_every = 500, sample_tokens = 48;  // steps between samples of text; 0: none
+  bool log_values = false;                         // how large values are, with every test loss
 };
 
 struct TrainStep {
@@ -68,6 +73,8 @@ struct TrainStep {
   double mfu = 0;  // flops of the model per second, as a part of what a large matrix product reaches here
   std::optional<double> test_loss;
   std::string sample;  // text, where one was made
+  // For each layer, √ of the mean square of the values that enter its mixer (after discretization); where asked for.
+  std::vector<double> value_rms;
 };
 
 struct TrainObserver {

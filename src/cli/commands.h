@@ -5,12 +5,14 @@
 
 namespace furious::cli {
 
+void add_ablate(CLI::App& app);
 void add_bench(CLI::App& app);
 void add_bench_decode(CLI::App& bench);
 void add_bench_step(CLI::App& bench);
 void add_demo(CLI::App& app);
 void add_eval(CLI::App& app);
 void add_generate(CLI::App& app);
+void add_plot(CLI::App& app);
 void add_presets(CLI::App& app);
 void add_tokenize(CLI::App& app);
 void add_tokenizer(CLI::App& app);

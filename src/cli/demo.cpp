@@ -125,19 +125,6 @@ void DemoCommand::train(std::vector<Contender>& contenders) const {
   for (Contender& contender : contenders) contender.test_loss = contender.trainer->test_loss().value_or(NAN);
 }
 
-// The mean of the losses around each step: single batches differ more than models do.
-std::vector<double> smooth(const std::vector<double>& losses) {
-  const auto count = static_cast<int64_t>(losses.size());
-  std::vector<double> means;
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t reach = std::min({i, count - 1 - i, int64_t{8}});
-    double sum = 0;
-    for (int64_t j = i - reach; j <= i + reach; ++j) sum += losses[static_cast<size_t>(j)];
-    means.push_back(sum / static_cast<double>(2 * reach + 1));
-  }
-  return means;
-}
-
 void DemoCommand::report(const std::vector<Contender>& contenders) const {
   Chart chart;
   chart.title = "Training loss, side by side";
@@ -153,7 +140,7 @@ void DemoCommand::report(const std::vector<Contender>& contenders) const {
     table.rows.push_back({contender.arch, fmt::format("{:.2f}M", static_cast<double>(parameter_count(config)) / 1e6),
                           fmt::format("{:.3f}", contender.test_loss), fmt::format("{:.0f}", tokens / contender.seconds),
                           kilobytes(1 << 10), kilobytes(8 << 10), kilobytes(64 << 10)});
-    Series series{contender.arch, {}, smooth(contender.losses)};
+    Series series{contender.arch, {}, smooth(contender.losses, 8)};
     for (size_t i = 0; i < series.y.size(); ++i) series.x.push_back(static_cast<double>(i + 1));
     chart.series.push_back(std::move(series));
   }

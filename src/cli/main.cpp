@@ -57,6 +57,8 @@ int main(int argc, char** argv) {
   furious::cli::add_train(app);
   furious::cli::add_eval(app);
   furious::cli::add_generate(app);
+  furious::cli::add_ablate(app);
+  furious::cli::add_plot(app);
   furious::cli::add_bench(app);
   try {
     app.parse(argc, argv);

@@ -155,18 +155,8 @@ void each_llama_key(Config& config, Keys& keys) {
   keys("num_hidden_layers", config.layers, kLayers);
 }
 
-// Every key of our own, for both directions.
-template <class Config, class Keys>
-void each_key(Config& config, Keys& keys) {
-  auto& block = config.block;
-  keys("arch", config.arch);
-  each_llama_key(config, keys);
-  keys("q_heads", config.q_heads, kHeads);
-  keys("k_heads", config.k_heads, kHeads);
-  keys("v_heads", config.v_heads, kHeads);
-  keys("head_dim", config.head_dim, kHeadDim);
-  keys("rms_norm_eps", config.norm_eps, kEps);
-  keys("tie_word_embeddings", config.tie_embeddings);
+template <class Block, class Keys>
+void each_switch(Block& block, Keys& keys) {
   keys("score", block.score);
   keys("norm", block.norm);
   keys("decay", block.decay);
@@ -180,6 +170,20 @@ void each_key(Config& config, Keys& keys) {
   keys("rope", block.rope);
   keys("rope_pairing", block.rope_pairing);
   keys("rope_theta", block.rope_base, kRopeBase);
+}
+
+// Every key of our own, for both directions.
+template <class Config, class Keys>
+void each_key(Config& config, Keys& keys) {
+  keys("arch", config.arch);
+  each_llama_key(config, keys);
+  keys("q_heads", config.q_heads, kHeads);
+  keys("k_heads", config.k_heads, kHeads);
+  keys("v_heads", config.v_heads, kHeads);
+  keys("head_dim", config.head_dim, kHeadDim);
+  keys("rms_norm_eps", config.norm_eps, kEps);
+  keys("tie_word_embeddings", config.tie_embeddings);
+  each_switch(config.block, keys);
 }
 
 ModelConfig own_config(const Reader& reader) {
@@ -234,6 +238,28 @@ std::string config_to_json(const ModelConfig& config) {
   writer.json["num_key_value_heads"] = config.k_heads;
   writer.json["torch_dtype"] = "float32";
   return writer.json.dump(2) + "\n";
+}
+
+const std::vector<std::string>& switch_names() {
+  static const std::vector<std::string> names = [] {
+    Writer writer;
+    const BlockConfig block;
+    each_switch(block, writer);
+    std::vector<std::string> keys;
+    for (const auto& [key, value] : writer.json.items()) keys.push_back(key);
+    return keys;
+  }();
+  return names;
+}
+
+void set_switch(BlockConfig& block, const std::string& key, const std::string& text) {
+  if (std::ranges::find(switch_names(), key) == switch_names().end()) unknown_name("switch", key, switch_names());
+  Writer writer;
+  each_switch(block, writer);
+  const Json value = Json::parse(text, nullptr, false);
+  writer.json[key] = value.is_number() || value.is_boolean() ? value : Json(text);  // names of choices have no quotes
+  const Reader reader(Reader::Json(writer.json), "switches");
+  each_switch(block, reader);
 }
 
 ModelConfig config_from_json(std::string_view text, const std::string& origin) {

@@ -4,12 +4,18 @@
 
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "model/config.h"
 
 namespace furious {
 
 std::string config_to_json(const ModelConfig& config);
+
+// The switches of a block by their keys in config.json. An unknown one is answered with the nearest; an Error says what
+// a value may be.
+const std::vector<std::string>& switch_names();
+void set_switch(BlockConfig& block, const std::string& key, const std::string& text);
 
 // Takes what config_to_json writes, and the config.json of a Llama, which is `softmax`. Errors name `origin` and the
 // key. Numbers are bounded, so that no size computed from them overflows.

@@ -32,6 +32,11 @@ double dt_bias_of(double log_dt) {
   return dt + std::log(-std::expm1(-dt));  // softplus⁻¹
 }
 
+double rms_of(const Tensor& x) {
+  const Tensor exact = to_dtype(x, DType::f32);
+  return gradient_norm(std::span(&exact, 1)) / std::sqrt(static_cast<double>(exact.elements()));
+}
+
 }  // namespace
 
 // Makes parameters in order: new ones, each of which draws from a random stream of its own, so that one switch does not
@@ -255,8 +260,10 @@ Variable LanguageModel::mix(Tape& tape, const Variable& q, const Variable& k, co
   return Variable(cache->mixer.prefill({q.value(), k.value(), v.value(), log_decay.value(), {}, {}}));
 }
 
-Variable LanguageModel::block(Tape& tape, const Layer& layer, const Variable& h, const Tensor& boundaries,
-                              ModelCache::Layer* cache) const {
+Variable LanguageModel::block(Tape& tape, size_t index, const Variable& h, const Tensor& boundaries, ModelCache* caches,
+                              const Observer& observe) const {
+  const Layer& layer = layers_[index];
+  ModelCache::Layer* cache = caches ? &caches->layers_[index] : nullptr;
   const BlockConfig& block = config_.block;
   const int64_t seen = cache ? cache->mixer.tokens() : 0;
   Variable qkv = project(tape, h, layer.qkv);
@@ -291,7 +298,9 @@ Variable LanguageModel::block(Tape& tape, const Layer& layer, const Variable& h,
   if (block.decay == DecayKind::softplus) log_decay = softplus_decay(tape, project(tape, h, layer.a_mask));
   if (block.decay == DecayKind::original) log_decay = original_decay(tape, dt, layer.a_log);
 
-  Variable o = mix(tape, q, k, block.discretize ? discretize(tape, v, dt) : v, log_decay, boundaries, cache);
+  const Variable values = block.discretize ? discretize(tape, v, dt) : v;
+  if (observe) observe(fmt::format("model.layers.{}.self_attn.values", index), values.value());
+  Variable o = mix(tape, q, k, values, log_decay, boundaries, cache);
   if (block.d_residual) o = d_residual(tape, o, v, layer.d);
   const Shape& shape = h.value().shape();
   o = reshape(tape, o, {shape[0], shape[1], config_.heads() * config_.head_dim});
@@ -323,9 +332,9 @@ Variable LanguageModel::hidden(Tape& tape, const Tensor& tokens, const Tensor& b
   seen("model.embed_tokens", x);
   for (size_t i = 0; i < layers_.size(); ++i) {
     // Holds what it needs by value: recomputed() runs it again when this function has returned.
-    const auto layer = [this, i, boundaries, cache, seen](Tape& t, const Variable& input) {
+    const auto layer = [this, i, boundaries, cache, observe, seen](Tape& t, const Variable& input) {
       const Variable h = rms_norm(t, input, layers_[i].input_norm, config_.norm_eps);
-      const Variable mixed = add(t, input, block(t, layers_[i], h, boundaries, cache ? &cache->layers_[i] : nullptr));
+      const Variable mixed = add(t, input, block(t, i, h, boundaries, cache, observe));
       seen(fmt::format("model.layers.{}.self_attn", i), mixed);
       const Variable out = add(t, mixed, mlp(t, layers_[i], mixed));
       seen(fmt::format("model.layers.{}.mlp", i), out);
@@ -383,14 +392,21 @@ std::string LanguageModel::first_not_finite(const Tensor& tokens, const Tensor& 
   int64_t layers_done = 0;
   try {
     hidden(Tape::off(), tokens, boundaries, nullptr, [&](const std::string& place, const Tensor& out) {
-      const Tensor exact = out.dtype() == DType::f32 ? out : to_dtype(out, DType::f32);
-      if (first.empty() && !std::isfinite(gradient_norm(std::span(&exact, 1)))) first = place;
+      if (first.empty() && !std::isfinite(rms_of(out))) first = place;
       if (place.ends_with(".mlp")) ++layers_done;
     });
   } catch (const Error&) {  // the mixer refuses decays that are not finite
     if (first.empty()) first = fmt::format("model.layers.{}.self_attn", layers_done);
   }
   return first;
+}
+
+std::vector<double> LanguageModel::value_rms(const Tensor& tokens, const Tensor& boundaries) const {
+  std::vector<double> rms;
+  hidden(Tape::off(), tokens, boundaries, nullptr, [&](const std::string& place, const Tensor& out) {
+    if (place.ends_with(".values")) rms.push_back(rms_of(out));
+  });
+  return rms;
 }
 
 }  // namespace furious

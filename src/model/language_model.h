@@ -101,6 +101,8 @@ class LanguageModel {
   // Where a full pass first meets a number that is not finite, as the checkpoint names the place
   // ("model.layers.3.self_attn"); empty if nowhere.
   std::string first_not_finite(const Tensor& tokens, const Tensor& boundaries = {}) const;
+  // For each layer, √ of the mean square of the values that enter its mixer in a full pass.
+  std::vector<double> value_rms(const Tensor& tokens, const Tensor& boundaries = {}) const;
 
  private:
   struct Layer {
@@ -114,14 +116,14 @@ class LanguageModel {
   class Maker;
   void make(Maker& maker);
 
-  // Called with the place and what came out of it.
+  // Called with the place and what came out of it; "….self_attn.values" are the mixer's.
   using Observer = std::function<void(const std::string& place, const Tensor& out)>;
   Variable hidden(Tape& tape, const Tensor& tokens, const Tensor& boundaries, ModelCache* cache,
                   const Observer& observe = {}) const;
   Variable project(Tape& tape, const Variable& x, const Variable& weight, const Variable& bias = {}) const;
   Variable mlp(Tape& tape, const Layer& layer, const Variable& x) const;
-  Variable block(Tape& tape, const Layer& layer, const Variable& h, const Tensor& boundaries,
-                 ModelCache::Layer* cache) const;
+  Variable block(Tape& tape, size_t index, const Variable& h, const Tensor& boundaries, ModelCache* caches,
+                 const Observer& observe) const;
   Variable mix(Tape& tape, const Variable& q, const Variable& k, const Variable& v, const Variable& log_decay,
                const Tensor& boundaries, ModelCache::Layer* cache) const;
   Tensor here(std::string_view argument, const Tensor& ids, int64_t first) const;

@@ -10,6 +10,7 @@
 
 #include "base/error.h"
 #include "data/utf8.h"
+#include "report/markup.h"
 
 namespace furious {
 namespace {
@@ -22,7 +23,7 @@ constexpr double kLabelHeight = 17;  // from one line of text to the next
 constexpr double kCharacter = 7.8;   // of the 13 px font; viewers choose the font, so this is on the wide side
 
 // Told apart by colour-blind readers, and dark (or light) enough for text on a white (or black) ground. More series
-// begin again, dashed.
+// begin again, dashed, and again, dotted.
 constexpr std::array kOnLight = {"#0063a6", "#cc5500", "#00805e", "#b0408c", "#8a7000", "#505050"};
 constexpr std::array kOnDark = {"#56b4e9", "#ff9a52", "#35c79a", "#e48cc8", "#e6c229", "#bdbdbd"};
 
@@ -41,6 +42,9 @@ std::string style() {
          ".chart .axis{stroke:#777}\n"
          ".chart .line{fill:none;stroke:currentColor;stroke-width:1.8;stroke-linejoin:round;stroke-linecap:round}\n"
          ".chart .dashed{stroke-dasharray:6 4}\n"
+         ".chart .dotted{stroke-dasharray:1 4}\n"
+         ".chart .faint{stroke-width:1;stroke-opacity:.45}\n"
+         ".chart .band{fill:currentColor;fill-opacity:.16}\n"
          ".chart .point{fill:currentColor}\n"
          ".chart .leader{stroke:currentColor;stroke-width:.8;stroke-opacity:.6}\n" +
          light +
@@ -53,22 +57,6 @@ std::string style() {
          dark + "}\n</style>\n";
 }
 
-std::string escape(std::string_view text) {
-  int64_t replaced = 0;
-  std::string escaped;
-  for (const char c : replace_invalid_utf8(text, replaced)) {
-    if (c == '&')
-      escaped += "&amp;";
-    else if (c == '<')
-      escaped += "&lt;";
-    else if (c == '>')
-      escaped += "&gt;";
-    else
-      escaped += static_cast<unsigned char>(c) < 0x20 ? ' ' : c;  // XML has no place for control characters
-  }
-  return escaped;
-}
-
 double width_of(std::string_view text) {
   return kCharacter * static_cast<double>(utf8_length(text));
 }
@@ -76,6 +64,10 @@ double width_of(std::string_view text) {
 // The ends of double's range are out of bounds, so that arithmetic on ranges stays inside it. False for NaN.
 bool drawable(double value, bool log) {
   return std::abs(value) <= 1e300 && (!log || value >= 1e-300);
+}
+
+bool has_band(const Series& series, size_t i, bool log) {
+  return !series.low.empty() && drawable(series.low[i], log) && drawable(series.high[i], log);
 }
 
 int exponent_of(double value) {
@@ -159,8 +151,14 @@ Axis make_axis(const Chart& chart, bool log, std::vector<double> Series::*values
   for (const Series& series : chart.series)
     for (size_t i = 0; i < series.x.size(); ++i) {
       if (!drawable(series.x[i], chart.log_x) || !drawable(series.y[i], chart.log_y)) continue;
-      low = std::min(low, (series.*values)[i]);
-      high = std::max(high, (series.*values)[i]);
+      const auto cover = [&](double value) {
+        low = std::min(low, value);
+        high = std::max(high, value);
+      };
+      cover((series.*values)[i]);
+      if (values == &Series::x || !has_band(series, i, chart.log_y)) continue;
+      cover(series.low[i]);
+      cover(series.high[i]);
     }
   return make_axis(log, low, high, free);
 }
@@ -213,21 +211,47 @@ struct Point {
   double x, y;
 };
 
+struct Frame {
+  Axis x, y;
+  double height;
+
+  Point place(double at_x, double at_y) const { return {kPlotWidth * x.place(at_x), height * (1 - y.place(at_y))}; }
+};
+
 // The drawable points of a series in pixels, in runs between the gaps.
-std::vector<std::vector<Point>> runs_of(const Series& series, const Axis& x, const Axis& y, double height) {
+std::vector<std::vector<Point>> runs_of(const Series& series, const Frame& frame) {
   std::vector<std::vector<Point>> runs;
   bool open = false;
   for (size_t i = 0; i < series.x.size(); ++i) {
-    const bool here = drawable(series.x[i], x.log) && drawable(series.y[i], y.log);
+    const bool here = drawable(series.x[i], frame.x.log) && drawable(series.y[i], frame.y.log);
     if (here && !open) runs.emplace_back();
-    if (here) runs.back().push_back({kPlotWidth * x.place(series.x[i]), height * (1 - y.place(series.y[i]))});
+    if (here) runs.back().push_back(frame.place(series.x[i], series.y[i]));
     open = here;
   }
   return runs;
 }
 
+std::string points_text(const std::vector<Point>& points) {
+  std::string text;
+  for (const Point& point : points) text += fmt::format("{}{:.1f},{:.1f}", text.empty() ? "" : " ", point.x, point.y);
+  return text;
+}
+
+// Along the upper edge and back along the lower one.
+std::string draw_band(const Series& series, const Frame& frame, size_t colour) {
+  std::vector<Point> upper, lower;
+  for (size_t i = 0; i < series.x.size(); ++i) {
+    if (!drawable(series.x[i], frame.x.log) || !has_band(series, i, frame.y.log)) continue;
+    upper.push_back(frame.place(series.x[i], series.high[i]));
+    lower.push_back(frame.place(series.x[i], series.low[i]));
+  }
+  if (upper.size() < 2) return {};
+  upper.insert(upper.end(), lower.rbegin(), lower.rend());
+  return fmt::format("<polygon class=\"band s{}\" points=\"{}\"/>\n", colour, points_text(upper));
+}
+
 std::string text_at(double x, double y, std::string_view attributes, std::string_view text) {
-  return fmt::format("<text x=\"{:.1f}\" y=\"{:.1f}\"{}>{}</text>\n", x, y, attributes, escape(text));
+  return fmt::format("<text x=\"{:.1f}\" y=\"{:.1f}\"{}>{}</text>\n", x, y, attributes, escape_markup(text));
 }
 
 std::string line_between(Point from, Point to, std::string_view style_class) {
@@ -235,14 +259,11 @@ std::string line_between(Point from, Point to, std::string_view style_class) {
                      from.x, from.y, to.x, to.y);
 }
 
-std::string draw_run(const std::vector<Point>& run, size_t colour, bool dashed) {
+std::string draw_run(const std::vector<Point>& run, size_t colour, std::string_view stroke) {
   if (run.size() == 1)
     return fmt::format("<circle class=\"point s{}\" cx=\"{:.1f}\" cy=\"{:.1f}\" r=\"3\"/>\n", colour, run[0].x,
                        run[0].y);
-  std::string points;
-  for (const Point& point : run) points += fmt::format("{:.1f},{:.1f} ", point.x, point.y);
-  points.pop_back();
-  return fmt::format("<polyline class=\"line s{}{}\" points=\"{}\"/>\n", colour, dashed ? " dashed" : "", points);
+  return fmt::format("<polyline class=\"line s{}{}\" points=\"{}\"/>\n", colour, stroke, points_text(run));
 }
 
 struct End {  // of a line
@@ -266,7 +287,8 @@ std::string draw_names(std::vector<End> ends, double height) {
   return svg;
 }
 
-std::string draw_axes(const Chart& chart, const Axis& x, const Axis& y, double height) {
+std::string draw_axes(const Chart& chart, const Frame& frame) {
+  const auto& [x, y, height] = frame;
   std::string svg;
   for (const double tick : y.ticks) {
     const double at = height * (1 - y.place(tick));
@@ -285,43 +307,67 @@ std::string draw_axes(const Chart& chart, const Axis& x, const Axis& y, double h
 
 }  // namespace
 
+std::vector<double> smooth(const std::vector<double>& values, int64_t reach) {
+  const auto count = static_cast<int64_t>(values.size());
+  std::vector<double> means;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t here = std::min({i, count - 1 - i, reach});
+    double sum = 0;
+    for (int64_t j = i - here; j <= i + here; ++j) sum += values[static_cast<size_t>(j)];
+    means.push_back(sum / static_cast<double>(2 * here + 1));
+  }
+  return means;
+}
+
 std::string to_svg(const Chart& chart) {
-  for (const Series& series : chart.series)
+  size_t named = 0;
+  for (const Series& series : chart.series) {
     require(series.x.size() == series.y.size(), "chart \"{}\": series \"{}\" has {} x values and {} y values",
             chart.title, series.name, series.x.size(), series.y.size());
-  const Axis x = make_axis(chart, chart.log_x, &Series::x, 0);
-  const Axis y = make_axis(chart, chart.log_y, &Series::y, 0.04);
-  const double height = std::max(kPlotHeight, kLabelHeight * static_cast<double>(chart.series.size()));
+    require(series.low.size() == series.high.size() && (series.low.empty() || series.low.size() == series.x.size()),
+            "chart \"{}\": series \"{}\" has {} x values and a band of {} and {}", chart.title, series.name,
+            series.x.size(), series.low.size(), series.high.size());
+    named += !series.name.empty();
+  }
+  const double height = std::max(kPlotHeight, kLabelHeight * static_cast<double>(named));
+  const Frame frame{make_axis(chart, chart.log_x, &Series::x, 0), make_axis(chart, chart.log_y, &Series::y, 0.04),
+                    height};
 
-  std::string lines, names;
+  std::string background, lines, names;
   std::vector<End> ends;
   double names_width = 0;
   for (size_t i = 0; i < chart.series.size(); ++i) {
     const Series& series = chart.series[i];
-    const auto runs = runs_of(series, x, y, height);
+    const auto runs = runs_of(series, frame);
     if (runs.empty()) continue;
-    const size_t colour = i % kOnLight.size();
-    for (const auto& run : runs) lines += draw_run(run, colour, i >= kOnLight.size());
+    const size_t own = series.colour < 0 ? i : static_cast<size_t>(series.colour);
+    const size_t colour = own % kOnLight.size();
+    const std::string stroke = std::array{"", " dashed", " dotted"}[own / kOnLight.size() % 3];
+    background += draw_band(series, frame, colour);
+    for (const auto& run : runs)
+      (series.faint ? background : lines) += draw_run(run, colour, stroke + (series.faint ? " faint" : ""));
+    if (series.name.empty()) continue;
     ends.push_back({series.name, colour, runs.back().back()});
     names += (names.empty() ? "" : ", ") + series.name;
     names_width = std::max(names_width, width_of(series.name));
   }
-  if (ends.empty()) lines = text_at(kPlotWidth / 2, height / 2, " text-anchor=\"middle\"", "no values");
+  if (lines.empty() && background.empty())
+    lines = text_at(kPlotWidth / 2, height / 2, " text-anchor=\"middle\"", "no values");
 
   double left = 0;
-  for (const double tick : y.ticks) left = std::max(left, kMargin + width_of(tick_text(y, tick)) + 8);
+  for (const double tick : frame.y.ticks) left = std::max(left, kMargin + width_of(tick_text(frame.y, tick)) + 8);
   const double top = kMargin + 56;
   const double wide = std::max(left + kPlotWidth + 22 + names_width, kMargin + 1.3 * width_of(chart.title)) + kMargin;
   const double high = top + height + 48 + kMargin;
   return fmt::format(
              "<svg xmlns=\"http://www.w3.org/2000/svg\" class=\"chart\" role=\"img\" width=\"{0:.0f}\" "
              "height=\"{1:.0f}\" viewBox=\"0 0 {0:.0f} {1:.0f}\">\n<title>{2}</title>\n<desc>{3}</desc>\n",
-             wide, high, escape(chart.title),
-             escape(fmt::format("Line chart of {} over {}: {}", chart.y_label, chart.x_label, names))) +
+             wide, high, escape_markup(chart.title),
+             escape_markup(fmt::format("Line chart of {} over {}: {}", chart.y_label, chart.x_label, names))) +
          style() + "<rect class=\"ground\" width=\"100%\" height=\"100%\"/>\n" +
          text_at(kMargin, kMargin + 16, " class=\"title\"", chart.title) +
          fmt::format("<g transform=\"translate({:.1f} {:.1f})\">\n", left, top) +
-         text_at(kMargin - left, -14, "", chart.y_label) + draw_axes(chart, x, y, height) + lines +
+         text_at(kMargin - left, -14, "", chart.y_label) + draw_axes(chart, frame) + background + lines +
          draw_names(std::move(ends), height) + "</g>\n</svg>\n";
 }
 

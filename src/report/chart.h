@@ -2,14 +2,18 @@
 // written beside the end of its line.
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
 namespace furious {
 
 struct Series {
-  std::string name;
+  std::string name;  // empty: none is written
   std::vector<double> x, y;
+  std::vector<double> low = {}, high = {};  // of a band around the line, if there is one
+  int colour = -1;                          // series with the same one belong together; -1: one of its own
+  bool faint = false;                       // in the background of the others
 };
 
 struct Chart {
@@ -18,6 +22,9 @@ struct Chart {
   bool log_y = false;
   std::vector<Series> series;
 };
+
+// The mean of the values around each place, up to `reach` to either side, and as far to both.
+std::vector<double> smooth(const std::vector<double>& values, int64_t reach);
 
 // Points that cannot be drawn (not finite, or not positive on a log axis) leave a gap in the line; a series without any
 // others is left out.

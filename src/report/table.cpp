@@ -6,6 +6,7 @@
 
 #include "base/error.h"
 #include "data/utf8.h"
+#include "report/markup.h"
 
 namespace furious {
 namespace {
@@ -16,6 +17,8 @@ bool is_number(std::string cell) {
   std::strtod(cell.c_str(), &end);
   if (end == cell.c_str()) return cell.empty() || cell == "-";  // nothing was measured
   std::string_view unit = end;
+  constexpr std::string_view kSpread = " ± ";
+  if (unit.starts_with(kSpread)) return is_number(std::string(unit.substr(kSpread.size())));
   if (unit.starts_with(' ')) unit.remove_prefix(1);
   return unit.empty() || unit == "×" || (unit.size() == 1 && std::string_view("kMGBT%x").find(unit) != unit.npos);
 }
@@ -78,6 +81,19 @@ std::string to_markdown(const Table& table) {
   std::string text = markdown_row(table.header) + markdown_row(rule);
   for (const auto& row : table.rows) text += markdown_row(row);
   return text;
+}
+
+std::string to_html(const Table& table) {
+  const std::vector<bool> numbers = number_columns(table);
+  const auto row_of = [&](const std::vector<std::string>& cells, std::string_view tag) {
+    std::string line = "<tr>";
+    for (size_t i = 0; i < cells.size(); ++i)
+      line += fmt::format("<{0}{1}>{2}</{0}>", tag, numbers[i] ? " class=\"number\"" : "", escape_markup(cells[i]));
+    return line + "</tr>\n";
+  };
+  std::string html = "<table>\n<thead>\n" + row_of(table.header, "th") + "</thead>\n<tbody>\n";
+  for (const auto& row : table.rows) html += row_of(row, "td");
+  return html + "</tbody>\n</table>\n";
 }
 
 }  // namespace furious

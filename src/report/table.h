@@ -1,5 +1,5 @@
-// A small table for terminals and for Markdown. Columns of numbers (also with one of the units k M G B T % x ×) are
-// aligned to the right.
+// A small table for terminals, for Markdown and for HTML. Columns of numbers (also with one of the units k M G B T % x
+// ×, or as 3.21 ± 0.04) are aligned to the right.
 #pragma once
 
 #include <string>
@@ -14,5 +14,6 @@ struct Table {
 
 std::string to_text(const Table& table);
 std::string to_markdown(const Table& table);
+std::string to_html(const Table& table);
 
 }  // namespace furious

@@ -8,6 +8,7 @@
 #include "base/error.h"
 #include "base/names.h"
 #include "data/batches.h"
+#include "model/config_json.h"
 #include "tensor/device.h"
 
 namespace furious {
@@ -83,6 +84,7 @@ std::vector<TrainOption> make_table() {
   t.number("layers", &O::layers, 0, 1 << 16, "Layers, instead of the size's");
   t.number("qk-heads", &O::qk_heads, 0, 1 << 16, "Heads of Q and K, shared by the others; 0: no sharing");
   t.flag("tie-embeddings", &O::tie_embeddings, "Use the embedding as output projection");
+  t.text("switches", &O::switches, "Of the block, instead of the architecture's: conv_window=3,norm=none");
   t.text("packing", &O::packing, "packed, isolated (documents do not see each other), rows (one each, padded)",
          {name_of(Packing::packed), name_of(Packing::isolated), name_of(Packing::rows)});
   t.number("batch", &O::batch, 1, 1 << 24, "Sequences in a step");
@@ -101,8 +103,9 @@ std::vector<TrainOption> make_table() {
   t.number("beta2", &O::beta2, 0, 1, "Of AdamW");
   t.number("clip", &O::clip, 0, 1e9, "Largest norm of the gradient; 0: any");
   t.text("device", &O::device, "cpu, cuda, cuda:N; auto: a GPU if there is one");
-  t.text("dtype", &O::dtype, "Of products, on a GPU also of activations: f32, bf16; auto: bf16 on a GPU",
-         {"auto", "f32", "bf16"});
+  t.text("dtype", &O::dtype,
+         "Of products, on a GPU also of activations: f32, bf16; tf32: f32 with products in TF32; auto: bf16 on a GPU",
+         {"auto", "f32", "tf32", "bf16"});
   t.number("threads", &O::threads, 0, 4096, "0: all cores");
   t.flag("recompute", &O::recompute, "Run layers again in the backward pass: less memory, more work");
   t.text("out", &O::out, "Folder of the run");
@@ -113,6 +116,7 @@ std::vector<TrainOption> make_table() {
   t.number("keep", &O::keep, 1, kAny, "Checkpoints that stay");
   t.number("sample-every", &O::sample_every, 0, kAny, "Steps between samples of text; 0: none");
   t.number("sample-tokens", &O::sample_tokens, 1, 1 << 20, "Tokens of a sample");
+  t.flag("log-values", &O::log_values, "Log how large the values of each layer are, with every test loss");
   return t.rows;
 }
 
@@ -174,6 +178,19 @@ TrainOptions resolved(TrainOptions options) {
   return options;
 }
 
+std::vector<KeyValue> key_values(const std::string& text) {
+  std::vector<KeyValue> found;
+  for (size_t begin = 0; begin < text.size();) {
+    const size_t end = std::min(text.find(',', begin), text.size());
+    const std::string part = text.substr(begin, end - begin);
+    const size_t equals = part.find('=');
+    require(equals != std::string::npos && equals > 0, "\"{}\" in \"{}\" is no key=value", part, text);
+    found.push_back({part.substr(0, equals), part.substr(equals + 1)});
+    begin = end + 1;
+  }
+  return found;
+}
+
 ModelConfig model_config(const TrainOptions& options, int64_t vocabulary) {
   ModelConfig config = model_config(options.arch, options.size, vocabulary);
   if (options.hidden > 0) config.hidden = options.hidden;
@@ -185,6 +202,7 @@ ModelConfig model_config(const TrainOptions& options, int64_t vocabulary) {
   config.v_heads = heads;
   config.q_heads = config.k_heads = options.qk_heads > 0 ? options.qk_heads : heads;
   config.tie_embeddings = options.tie_embeddings;
+  for (const auto& [key, value] : key_values(options.switches)) set_switch(config.block, key, value);
   check_config(config);
   return config;
 }

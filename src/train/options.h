@@ -27,6 +27,12 @@ const std::vector<TrainOption>& train_options();
 // Sets one option; an unknown name is answered with the nearest.
 void set_train_option(TrainOptions& options, const std::string& name, const std::string& text);
 
+// "a=1,b=2" in its parts.
+struct KeyValue {
+  std::string key, value;
+};
+std::vector<KeyValue> key_values(const std::string& text);
+
 std::string to_toml(const TrainOptions& options);
 std::map<std::string, std::string> to_texts(const TrainOptions& options);
 

@@ -1,13 +1,13 @@
 // A training run: its folder, log and checkpoints around a Trainer.
 #include <algorithm>
 #include <fstream>
-#include <nlohmann/json.hpp>
 
 #include "base/error.h"
 #include "base/file.h"
 #include "base/parallel.h"
 #include "model/checkpoint.h"
 #include "model/cost.h"
+#include "train/log.h"
 #include "train/options.h"
 #include "train/trainer.h"
 
@@ -15,7 +15,6 @@ namespace furious {
 namespace {
 
 namespace fs = std::filesystem;
-using Json = nlohmann::ordered_json;
 
 constexpr const char* kLatest = "latest";
 
@@ -52,7 +51,8 @@ class Run {
   void check_unchanged(const TrainOptions& saved, const fs::path& checkpoint) const;
   void cut_log();
   void announce() const;
-  void log(const TrainStep& step);
+  void test(TrainStep& step) const;
+  void log(const std::string& line) const;
   void save();
   void point_to_newest() const;
   void remove_old() const;
@@ -74,7 +74,7 @@ void Run::begin() {
   require(checkpoints_in(folder_).empty(),
           "train: {} holds a run already; go on with it by --resume, or choose another --out", folder_.string());
   trainer_ = std::make_unique<Trainer>(options_);
-  write_text(folder_ / "log.jsonl", "");
+  write_text(folder_ / kLogFile, "");
 }
 
 void Run::check_unchanged(const TrainOptions& saved, const fs::path& checkpoint) const {
@@ -89,17 +89,10 @@ void Run::check_unchanged(const TrainOptions& saved, const fs::path& checkpoint)
 
 // Steps after the checkpoint are made, and logged, once more.
 void Run::cut_log() {
-  const std::string text = fs::exists(folder_ / "log.jsonl") ? read_text(folder_ / "log.jsonl") : "";
   std::string kept;
-  for (size_t begin = 0; begin < text.size();) {
-    const size_t end = std::min(text.find('\n', begin), text.size());
-    const std::string line = text.substr(begin, end - begin);
-    begin = end + 1;
-    const Json parsed = Json::parse(line, nullptr, false);
-    const bool whole = parsed.is_object() && parsed.contains("step") && parsed["step"].is_number();
-    if (whole && parsed["step"] <= trainer_->steps_done()) kept += line + "\n";
-  }
-  write_text(folder_ / "log.jsonl", kept);
+  for (const TrainStep& step : read_log(folder_).steps)
+    if (step.step <= trainer_->steps_done()) kept += to_line(step) + "\n";
+  write_text(folder_ / kLogFile, kept);
 }
 
 void Run::resume() {
@@ -140,19 +133,16 @@ void Run::announce() const {
     say("no test loss: the data has no test part (furious tokenize --test-fraction)");
 }
 
-void Run::log(const TrainStep& step) {
-  Json line{{"step", step.step},
-            {"loss", step.loss},
-            {"lr", step.lr},
-            {"gradient_norm", step.gradient_norm},
-            {"tokens_per_second", step.tokens_per_second},
-            {"mfu", step.mfu}};
-  if (step.test_loss) line["test_loss"] = *step.test_loss;
-  if (!step.sample.empty()) line["sample"] = step.sample;
-  std::ofstream file(folder_ / "log.jsonl", std::ios::app);
-  file << line.dump(-1, ' ', false, Json::error_handler_t::replace) << "\n";
+void Run::test(TrainStep& step) const {
+  step.test_loss = trainer_->test_loss();
+  if (options_.log_values) step.value_rms = trainer_->value_rms();
+}
+
+void Run::log(const std::string& line) const {
+  std::ofstream file(folder_ / kLogFile, std::ios::app);
+  file << line << "\n";
   file.flush();
-  require(file.good(), "train: cannot write {}: is the disk full?\n{}", (folder_ / "log.jsonl").string(), last_good());
+  require(file.good(), "train: cannot write {}: is the disk full?\n{}", (folder_ / kLogFile).string(), last_good());
 }
 
 // For errors. Weights that fail do so in the next step: when they were saved before, theirs is not a good checkpoint.
@@ -212,13 +202,13 @@ TrainResult Run::train() {
     try {
       result.last = trainer_->step();
       finished = trainer_->steps_done() == options_.steps;
-      if (every(options_.eval_every) || (finished && options_.eval_every > 0))
-        result.last.test_loss = trainer_->test_loss();
+      if (every(options_.eval_every) || (finished && options_.eval_every > 0)) test(result.last);
     } catch (const Diverged& error) {
-      fail("{}\n{}", error.what(), last_good());
+      log(diverged_line(trainer_->steps_done() + 1, error.what()));
+      throw Diverged(fmt::format("{}\n{}", error.what(), last_good()));
     }
     if (every(options_.sample_every)) result.last.sample = trainer_->sample(options_.sample_tokens);
-    log(result.last);
+    log(to_line(result.last));
     if (observer_.step) observer_.step(result.last);
     if (every(options_.save_every)) save();
     result.stopped = !finished && stop_wanted();

@@ -78,14 +78,17 @@ std::string gib(int64_t bytes) {
   return fmt::format("{:.2f} GiB", static_cast<double>(bytes) / (1 << 30));
 }
 
-DType dtype_of(const TrainOptions& options) {
-  return options.dtype == "bf16" ? DType::bf16 : DType::f32;
+Compute compute_of(const TrainOptions& options, Device device) {
+  Compute compute = compute_in(options.dtype == "bf16" ? DType::bf16 : DType::f32, device);
+  if (options.dtype == "tf32") compute.precision = MatmulPrecision::tf32;
+  compute.recompute = options.recompute;
+  return compute;
 }
 
 TrainingMemory needed_memory(const TrainOptions& options, const ModelConfig& config, int64_t parts, bool recompute) {
   const Device device = device_from_name(options.device);
   return training_memory(config, options.batch / parts, options.length, recompute, device,
-                         compute_in(dtype_of(options), device).activations);
+                         compute_of(options, device).activations);
 }
 
 void check_memory(const TrainOptions& options, const ModelConfig& config) {
@@ -193,10 +196,10 @@ Trainer::Trainer(const TrainOptions& options, const fs::path& checkpoint)
 }
 
 void Trainer::prepare() {
-  Compute compute = compute_in(dtype_of(options_), device_);
+  const Compute compute = compute_of(options_, device_);
   require(matmul_supports(compute.precision, device_), "train: {} has no bf16 products on this CPU; use --dtype f32",
           matmul_library(device_));
-  compute.recompute = options_.recompute;
+  require(options_.dtype != "tf32" || !device_.is_cpu(), "train: a CPU has no TF32; use --dtype f32");
   model_->set_compute(compute);
   flops_ = training_flops(model_->config(), options_.batch, options_.length);
   flops_rate_ = matmul_rate(compute.precision, device_);
@@ -331,6 +334,11 @@ std::optional<double> Trainer::test_loss() const {
   }
   check_loss(loss.sum, first);
   return loss.mean();
+}
+
+std::vector<double> Trainer::value_rms() const {
+  const Batch batch = data_.batches->at(std::max<int64_t>(0, step_ - 1), {0, options_.batch / options_.accumulate});
+  return model_->value_rms(batch.inputs, batch.boundaries);
 }
 
 std::string Trainer::sample(int64_t tokens) const {

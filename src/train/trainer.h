@@ -42,6 +42,7 @@ class Trainer {
   TrainStep step();  // one step of the optimizer; without test loss and sample
   // Mean loss on the test part, per token; nothing if there is none.
   std::optional<double> test_loss() const;
+  std::vector<double> value_rms() const;     // of the rows of the last step's batch that are computed first
   std::string sample(int64_t tokens) const;  // what the model writes now; empty without a tokenizer
 
   void save(const std::filesystem::path& directory) const;  // into an existing directory

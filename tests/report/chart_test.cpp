@@ -72,7 +72,7 @@ class Parser {
     for (const char c : text) require(c == '\n' || static_cast<unsigned char>(c) >= 0x20, "a control character");
     for (size_t at = text.find('&'); at != text.npos; at = text.find('&', at + 1)) {
       const std::string entity = text.substr(at, text.find(';', at) - at + 1);
-      require(entity == "&amp;" || entity == "&lt;" || entity == "&gt;", "bad entity {}", entity);
+      require(entity == "&amp;" || entity == "&lt;" || entity == "&gt;" || entity == "&quot;", "bad entity {}", entity);
     }
     return text;
   }
@@ -229,7 +229,7 @@ TEST(Chart, NamesAreEscaped) {
   chart.x_label = "x & y";
   const auto elements = drawn(chart);
   EXPECT_EQ(elements[1].text, "&lt;/title&gt;");
-  EXPECT_EQ(of_class(elements, "name").at(0).text, "a&lt;b&gt; &amp; \"c\" \uFFFD");
+  EXPECT_EQ(of_class(elements, "name").at(0).text, "a&lt;b&gt; &amp; &quot;c&quot; \uFFFD");
 }
 
 TEST(Chart, SeriesOfUnequalLengthsAreRefused) {

@@ -1,0 +1,195 @@
+// `furious ablate`: the paper's experiments, each with one command.
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <csignal>
+#include <filesystem>
+#include <memory>
+
+#include "base/error.h"
+#include "base/file.h"
+#include "cli/checks.h"
+#include "cli/commands.h"
+#include "cli/progress.h"
+#include "cli/train_flags.h"
+#include "report/ablation_report.h"
+
+namespace furious::cli {
+namespace {
+
+// Small enough for a laptop: a row takes about half a minute on two cores.
+TrainOptions laptop_options() {
+  TrainOptions options;
+  options.length = 256;
+  options.steps = 300;
+  options.lr = 2e-3;
+  options.warmup = 30;
+  options.clip = 1;
+  options.eval_every = 30;
+  options.keep = 1;
+  return options;
+}
+
+// The paper's small model and its training.
+TrainOptions paper_options() {
+  TrainOptions options;
+  options.size = "small";
+  options.batch = 32;
+  options.length = 2048;
+  options.steps = 100000;
+  options.warmup = 10000;
+  options.eval_every = 10000;
+  options.eval_batches = 0;
+  options.save_every = 5000;
+  options.keep = 1;
+  return options;
+}
+
+class AblateCommand {
+ public:
+  explicit AblateCommand(CLI::App& command)
+      : flags_(command, laptop_options(),
+               {"data",       "out",       "size",           "hidden",       "intermediate", "heads",
+                "layers",     "qk-heads",  "steps",          "batch",        "length",       "accumulate",
+                "packing",    "lr",        "warmup",         "clip",         "beta1",        "beta2",
+                "seed",       "device",    "schedule-steps", "weight-decay", "dtype",        "threads",
+                "keep",       "recompute", "tie-embeddings", "switches",     "eval-every",   "eval-batches",
+                "save-every", "log-values"}) {
+    command.add_option("rows", words_, "Suites, and presets with changes of your own: 2mamba:conv_window=3,lr=1e-3");
+    command.add_option("--seeds", seeds_, "Trainings of each row, with --seed and the numbers after it")
+        ->check(CLI::Range(1, 1000))
+        ->capture_default_str();
+    command.add_flag("--paper", paper_,
+                     "The paper's scale instead of a laptop's: small, 100,000 steps of 32 x 2048 tokens, lr 1e-4, "
+                     "warmup 10,000, no clipping");
+    command.add_option("--from", from_, "Train nothing: make the report again from this results.json");
+  }
+
+  void run();
+
+ private:
+  AblationOptions options() const;
+  void show(const Ablation& ablation) const;
+  void begin(const Ablation& ablation);
+  void step(const RowResult& row, uint64_t seed, const TrainStep& step);
+  void ended(const Ablation& so_far, const RowResult& row, const RowRun& run);
+  void report_again() const;
+  int64_t steps_left() const { return total_ - done_before_ - done_; }
+
+  TrainFlags flags_;
+  std::vector<std::string> words_;
+  int64_t seeds_ = 1;
+  bool paper_ = false;
+  std::string from_;
+
+  std::string out_;
+  std::unique_ptr<ProgressLine> line_;
+  int64_t steps_of_a_run_ = 0, total_ = 0;  // steps
+  int64_t done_ = 0, done_before_ = 0;      // now, and by an earlier call
+  int64_t row_steps_ = 0;                   // of the run in progress, done now
+};
+
+AblationOptions AblateCommand::options() const {
+  AblationOptions options{words_, paper_ ? paper_options() : laptop_options(), seeds_};
+  flags_.apply(options.base);
+  if (options.base.out.empty() && !words_.empty())
+    options.base.out = "ablate-" + words_.front().substr(0, words_.front().find(':'));
+  return options;
+}
+
+void AblateCommand::show(const Ablation& ablation) const {
+  fmt::print("\n{}\n{}", to_text(ablation_table(ablation)), ablation_notes(ablation));
+}
+
+void AblateCommand::begin(const Ablation& ablation) {
+  total_ = static_cast<int64_t>(ablation.rows.size()) * seeds_ * steps_of_a_run_;
+  line_->print(fmt::format("{} rows, {} seed{}, {} steps each; runs in {}/runs", ablation.rows.size(), seeds_,
+                           seeds_ == 1 ? "" : "s", steps_of_a_run_, out_));
+}
+
+void AblateCommand::step(const RowResult& row, uint64_t seed, const TrainStep& step) {
+  if (row_steps_ == 0) done_before_ += step.step - 1;
+  ++row_steps_;
+  ++done_;
+  if (!line_->due()) return;
+  const double left = line_->seconds() * static_cast<double>(steps_left()) / static_cast<double>(done_);
+  line_->show(fmt::format("{} seed {}  step {}/{}  loss {:.4f}  {:.0f} tokens/s  {:.0f} % of all  {} left", row.name,
+                          seed, step.step, steps_of_a_run_, step.loss, step.tokens_per_second,
+                          100 * static_cast<double>(done_before_ + done_) / static_cast<double>(total_),
+                          clock_text(left)));
+}
+
+void AblateCommand::ended(const Ablation& so_far, const RowResult& row, const RowRun& run) {
+  if (row_steps_ == 0) done_before_ += run.steps;
+  if (run.finished) done_before_ += steps_of_a_run_ - run.steps;  // a run that diverged has no more
+  std::string text = fmt::format("{}  seed {}  ", row.label, run.seed);
+  if (!run.diverged.empty())
+    text += run.diverged;
+  else
+    text += fmt::format("train loss {:.4f}  test loss {:.4f}  {:.0f} tokens/s", run.train_loss, run.test_loss,
+                        run.tokens_per_second);
+  if (row_steps_ == 0) text += "  (done before)";
+  if (!run.finished) text += fmt::format("  stopped at step {}", run.steps);
+  line_->print(text);
+  row_steps_ = 0;
+  write_ablation_report(out_, so_far);
+}
+
+void AblateCommand::report_again() const {
+  require(words_.empty(), "ablate: --from makes a report again; it takes no suite");
+  TrainOptions given;
+  flags_.apply(given);
+  require(!given.out.empty(), "ablate: --from needs --out, a folder for the report");
+  const Ablation ablation = ablation_from_json(read_text(from_), from_);
+  std::filesystem::create_directories(given.out);
+  write_ablation_report(given.out, ablation);
+  show(ablation);
+  fmt::print("\nreport in {}/report.html\n", given.out);
+}
+
+void AblateCommand::run() {
+  if (!from_.empty()) return report_again();
+  const AblationOptions chosen = options();
+  if (words_.empty()) {
+    std::vector<std::string> names;
+    for (const Suite& suite : suites()) names.push_back(suite.name);
+    throw CLI::ValidationError(fmt::format("name a suite ({}) or presets", fmt::join(names, ", ")));
+  }
+  if (chosen.base.data.empty()) throw CLI::RequiredError("--data");
+  out_ = chosen.base.out;
+  steps_of_a_run_ = chosen.base.steps;
+  stop_on_signals();
+  std::signal(SIGPIPE, SIG_IGN);  // as in `furious train`
+  line_ = std::make_unique<ProgressLine>("ablate");
+  AblationObserver observer;
+  observer.begin = [&](const Ablation& ablation) { begin(ablation); };
+  observer.step = [&](const RowResult& row, uint64_t seed, const TrainStep& done) { step(row, seed, done); };
+  observer.run = [&](const Ablation& so_far, const RowResult& row, const RowRun& done) { ended(so_far, row, done); };
+  observer.stop = stop_requested;
+  const Ablation ablation = run_ablation(chosen, observer);
+  line_->clear();
+  write_ablation_report(out_, ablation);
+  show(ablation);
+  fmt::print("\n{} in {}; report in {}/report.html\n", ablation.stopped ? "stopped" : "done",
+             clock_text(line_->seconds()), out_);
+  if (ablation.stopped) fmt::print("go on with the same command\n");
+}
+
+}  // namespace
+
+void add_ablate(CLI::App& app) {
+  CLI::App* ablate = app.add_subcommand("ablate", "Train the rows of an experiment side by side, and compare");
+  auto command = std::make_shared<AblateCommand>(*ablate);
+  std::string text = "Suites:\n";
+  for (const Suite& suite : suites()) text += fmt::format("  {:<10} {}\n", suite.name, suite.about);
+  ablate->footer(
+      text +
+      "Keys of changes: the switches of config.json (score, norm, decay, conv_window, …) and the options of a "
+      "model or its training.\n"
+      "Ctrl-C saves and ends; the same command goes on.\n"
+      "Example: furious ablate compare 2mamba:conv_window=4 --data shards --seeds 3");
+  ablate->callback([command] { command->run(); });
+}
+
+}  // namespace furious::cli
