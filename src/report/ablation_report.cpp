@@ -91,20 +91,19 @@ bool has_values(const Ablation& ablation) {
   return any(ablation, [](const RowResult& row) { return std::isfinite(last_value(row)); });
 }
 
-// The mean of the runs' curves, and how far they lie apart.
-Series mean_curve(const RowResult& row, Curve RowRun::*curve, double from) {
+// The mean of some curves, and how far they lie apart.
+Series mean_curve(const std::vector<Curve>& curves, double from) {
   std::map<double, std::vector<double>> points;
-  for (const RowRun& run : row.runs)
-    for (size_t i = 0; i < (run.*curve).x.size(); ++i)
-      if ((run.*curve).x[i] >= from) points[(run.*curve).x[i]].push_back((run.*curve).y[i]);
+  for (const Curve& curve : curves)
+    for (size_t i = 0; i < curve.x.size(); ++i)
+      if (curve.x[i] >= from) points[curve.x[i]].push_back(curve.y[i]);
   Series series;
-  series.name = row.label;
   for (const auto& [x, values] : points) {
     double sum = 0;
     for (const double value : values) sum += value;
     series.x.push_back(x);
     series.y.push_back(sum / static_cast<double>(values.size()));
-    if (row.runs.size() < 2) continue;
+    if (curves.size() < 2) continue;
     series.low.push_back(std::ranges::min(values));
     series.high.push_back(std::ranges::max(values));
   }
@@ -148,7 +147,22 @@ Chart curves(const Ablation& ablation, const std::string& title, const std::stri
   chart.title = title;
   chart.x_label = "step";
   chart.y_label = y_label;
-  for (const RowResult& row : ablation.rows) chart.series.push_back(mean_curve(row, curve, from));
+  int colour = 0;
+  for (const RowResult& row : ablation.rows) {
+    // Runs that diverged would take the others with them: they are lines of their own.
+    std::vector<Curve> kept, diverged;
+    for (const RowRun& run : row.runs) (run.diverged.empty() ? kept : diverged).push_back(run.*curve);
+    if (kept.empty()) kept.swap(diverged);
+    const auto add = [&](Series series, const std::string& name) {
+      series.name = name;
+      series.colour = colour;
+      series.faint = name.empty();
+      chart.series.push_back(std::move(series));
+    };
+    add(mean_curve(kept, from), row.label);
+    for (const Curve& one : diverged) add(mean_curve({one}, from), "");
+    ++colour;
+  }
   return chart;
 }
 

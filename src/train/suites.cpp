@@ -167,16 +167,15 @@ const std::vector<Suite>& suites() {
 std::string AblationRow::folder() const {
   std::string fit = name;
   for (char& c : fit)
-    if (c == ':' || c == ',' || c == '/' || static_cast<unsigned char>(c) <= ' ') c = '-';
+    if (c == ':' || c == ',') c = '-';
   return fit;
 }
 
 std::vector<AblationRow> ablation_rows(const std::vector<std::string>& words, const TrainOptions& base) {
   std::vector<AblationRow> rows;
-  std::set<std::string> names, folders;
+  std::set<std::string> names;
   const auto add = [&](AblationRow row, const std::string& table) {
     if (!names.insert(row.name).second) return;
-    require(folders.insert(row.folder()).second, "ablate: {} would lie in the folder of another row", row.name);
     row.paper = paper_row(row, table);
     if (!table.empty() && row.paper) row.label = row.paper->label;
     rows.push_back(std::move(row));

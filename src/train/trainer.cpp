@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <map>
 #include <nlohmann/json.hpp>
 
 #include "base/error.h"
@@ -83,6 +84,14 @@ Compute compute_of(const TrainOptions& options, Device device) {
   if (options.dtype == "tf32") compute.precision = MatmulPrecision::tf32;
   compute.recompute = options.recompute;
   return compute;
+}
+
+// Measured once in a process: the trainings of an ablation are seen in one light, and short ones do not wait for it.
+double known_rate(MatmulPrecision precision, Device device) {
+  static std::map<std::pair<MatmulPrecision, std::string>, double> known;
+  double& rate = known[{precision, name_of(device)}];
+  if (rate == 0) rate = matmul_rate(precision, device);
+  return rate;
 }
 
 TrainingMemory needed_memory(const TrainOptions& options, const ModelConfig& config, int64_t parts, bool recompute) {
@@ -202,7 +211,7 @@ void Trainer::prepare() {
   require(options_.dtype != "tf32" || !device_.is_cpu(), "train: a CPU has no TF32; use --dtype f32");
   model_->set_compute(compute);
   flops_ = training_flops(model_->config(), options_.batch, options_.length);
-  flops_rate_ = matmul_rate(compute.precision, device_);
+  flops_rate_ = known_rate(compute.precision, device_);
 }
 
 TrainingMemory Trainer::memory() const {

@@ -94,6 +94,32 @@ TEST_F(Checkpoint, EverySwitchComesBack) {
   EXPECT_NE(config_to_json(little("2mamba")).find("\"rms_norm_eps\": 1e-05"), std::string::npos);
 }
 
+TEST(Switches, AreSetByTheirKeys) {
+  BlockConfig block = preset("2mamba").block;
+  for (const auto& [key, text] : {std::pair{"score", "exponential"},
+                                  {"norm", "none"},
+                                  {"conv_window", "4"},
+                                  {"conv_silu", "true"},
+                                  {"rope", "true"},
+                                  {"rope_theta", "5e5"}})
+    set_switch(block, key, text);
+  BlockConfig expected = preset("2mamba").block;
+  expected.score = Score::exponential;
+  expected.norm = Norm::none;
+  expected.conv_window = 4;
+  expected.conv_silu = expected.rope = true;
+  expected.rope_base = 5e5;
+  EXPECT_EQ(block, expected);
+  EXPECT_EQ(switch_names().size(), 13u);
+  for (const std::string& key : switch_names())  // each one has a value that it takes
+    expect_error([&] { set_switch(block, key, "[]"); }, {key});
+  expect_error([&] { set_switch(block, "conv_windw", "2"); }, {"unknown switch", "did you mean \"conv_window\""});
+  expect_error([&] { set_switch(block, "conv_window", "5"); }, {"conv_window", "5", "0 to 4"});
+  expect_error([&] { set_switch(block, "score", "squard"); }, {"score", "did you mean \"squared\""});
+  expect_error([&] { set_switch(block, "rope", "yes"); }, {"rope", "true or false"});
+  EXPECT_EQ(block, expected);
+}
+
 TEST_F(Checkpoint, TiedEmbeddingsAndGroupedHeads) {
   for (const char* arch : {"softmax", "mamba2", "2mamba"}) {
     SCOPED_TRACE(arch);

@@ -201,6 +201,28 @@ TEST(LanguageModel, FindsTheFirstPlaceThatIsNotFinite) {
   EXPECT_EQ(broken_at("model.layers.1.mlp.up_proj.weight"), "model.layers.1.mlp");
 }
 
+// Values are a projection of the normalized input: with the projection doubled they are twice as large, and a time step
+// of softplus(0) makes them smaller by log 2.
+TEST(LanguageModel, ValueRms) {
+  Random random(8);
+  const Tensor tokens = random_tokens(random, {2, 7}, 23);
+  const auto rms = [&](const char* arch, float scale) {
+    const LanguageModel model(little(preset(arch)), 5);
+    for (const Parameter& p : model.parameters()) {
+      const Tensor& x = p.value.value();
+      if (p.name == "model.layers.0.self_attn.qkv_proj.weight")
+        for (int64_t i = 0; i < x.elements(); ++i) x.data<float>()[i] *= scale;
+      if (p.name.ends_with("conv1d.bias") || p.name.ends_with("dt_proj.weight")) fill(x, 0);
+    }
+    return model.value_rms(tokens);
+  };
+  const std::vector<double> one = rms("2mamba", 1), two = rms("2mamba", 2), discretized = rms("2mamba-dt", 1);
+  ASSERT_EQ(one.size(), 2u);
+  EXPECT_GT(one[0], 0);
+  EXPECT_NEAR(two[0] / one[0], 2, 1e-5);
+  EXPECT_NEAR(discretized[0] / one[0], std::log(2.0), 1e-5);
+}
+
 TEST(LanguageModel, SameSeedSameWeights) {
   const ModelConfig config = little(preset("mamba2"));
   const LanguageModel a(config, 5), b(config, 5), c(config, 6);

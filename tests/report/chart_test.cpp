@@ -223,6 +223,36 @@ TEST(Chart, TicksAreRoundNumbers) {
   EXPECT_EQ(ticks(1e-6, 1e-4, true), (Texts{"10⁻⁶", "10⁻⁵", "10⁻⁴"}));
 }
 
+TEST(Chart, BandsFaintLinesAndSharedColours) {
+  Chart chart = chart_of({{"mean", {0, 1, 2}, {3, 2, 1}, {2, kNaN, 0.5}, {4, 3, 8}},
+                          {"", {0, 2}, {3, 2}, {}, {}, 0, true},
+                          {"eighth", {0, 2}, {1, 1}, {}, {}, 7},
+                          {"fourteenth", {0, 2}, {1.5, 1.5}, {}, {}, 13}});
+  const auto elements = drawn(chart);
+  const auto bands = of_class(elements, "band");
+  ASSERT_EQ(bands.size(), 1u);
+  EXPECT_TRUE(bands[0].has_class("s0"));
+  EXPECT_EQ(std::ranges::count(bands[0].attributes.at("points"), ','), 4);  // two ends, above and below
+  const auto faint = of_class(elements, "faint");
+  ASSERT_EQ(faint.size(), 1u);
+  EXPECT_TRUE(faint[0].has_class("s0"));
+  EXPECT_EQ(of_class(elements, "name").size(), 3u);  // the faint one has none
+  EXPECT_EQ(elements[2].text, "Line chart of loss over step: mean, eighth, fourteenth");
+  EXPECT_TRUE(of_class(elements, "dashed").at(0).has_class("s1"));
+  EXPECT_TRUE(of_class(elements, "dotted").at(0).has_class("s1"));
+  EXPECT_EQ(y_ticks(elements).back(), "8");  // the band is inside the axes
+  chart.series[0].high.pop_back();
+  expect_error([&] { to_svg(chart); }, {"mean", "3 x values", "band of 3 and 2"});
+}
+
+TEST(Chart, Smooth) {
+  using Values = std::vector<double>;
+  EXPECT_EQ(smooth({1, 2, 6, 4, 5}, 0), (Values{1, 2, 6, 4, 5}));
+  EXPECT_EQ(smooth({1, 2, 6, 4, 5}, 1), (Values{1, 3, 4, 5, 5}));
+  EXPECT_EQ(smooth({1, 2, 6, 4, 7}, 9), (Values{1, 3, 4, 17.0 / 3, 7}));
+  EXPECT_TRUE(smooth({}, 3).empty());
+}
+
 TEST(Chart, NamesAreEscaped) {
   Chart chart = chart_of({{"a<b> & \"c\"\x01\xFF", {0, 1}, {0, 1}}});
   chart.title = "</title>";

@@ -29,6 +29,17 @@ TEST(Table, Markdown) {
             "| mamba2 | - | 9 % | 7 of 9 |\n");
 }
 
+TEST(Table, Html) {
+  EXPECT_EQ(to_html({{"a<b", "n"}, {{"\"x\"", "3.21 ± 0.04"}}}),
+            "<table>\n<thead>\n<tr><th>a&lt;b</th><th class=\"number\">n</th></tr>\n</thead>\n<tbody>\n"
+            "<tr><td>&quot;x&quot;</td><td class=\"number\">3.21 ± 0.04</td></tr>\n</tbody>\n</table>\n");
+}
+
+TEST(Table, NumbersWithASpread) {
+  EXPECT_EQ(to_text({{"a"}, {{"3.21 ± 0.04"}, {"5"}}}), "          a\n3.21 ± 0.04\n          5\n");
+  EXPECT_EQ(to_text({{"a"}, {{"3.21 ± much"}, {"5"}}}), "a\n3.21 ± much\n5\n");
+}
+
 TEST(Table, CharactersCountNotBytes) {
   EXPECT_EQ(to_text({{"größe", "x"}, {{"a", "b"}}}), "größe  x\na      b\n");
 }

@@ -61,6 +61,19 @@ TEST(TrainOptions, DimensionsReplaceTheSize) {
   expect_error([&] { model_config(options, 300); }, {"width of 96", "7 heads"});
 }
 
+TEST(TrainOptions, SwitchesReplaceTheArchitectures) {
+  TrainOptions options;
+  options.switches = "conv_window=4,norm=none";
+  BlockConfig expected = preset("2mamba").block;
+  expected.conv_window = 4;
+  expected.norm = Norm::none;
+  EXPECT_EQ(model_config(options, 300).block, expected);
+  options.switches = "conv_window";
+  expect_error([&] { model_config(options, 300); }, {"\"conv_window\"", "no key=value"});
+  options.switches = "score=linear";  // under the sum norm, without ReLU
+  expect_error([&] { model_config(options, 300); }, {"linear score", "ReLU"});
+}
+
 TEST(TrainOptions, LearningRateGrowsAndFalls) {
   TrainOptions options;
   options.lr = 1;

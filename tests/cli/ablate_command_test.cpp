@@ -1,0 +1,143 @@
+// `furious ablate` and `furious plot`, by running the binary.
+#include <signal.h>
+#include <sys/wait.h>
+
+#include <filesystem>
+#include <nlohmann/json.hpp>
+
+#include "cli/run.h"
+#include "train/small_run.h"
+
+namespace furious {
+namespace {
+
+namespace fs = std::filesystem;
+using namespace furious::testing;
+using Json = nlohmann::json;
+
+class AblateCommandTest : public ::testing::Test {
+ protected:
+  TemporaryFolder folder;
+  std::string data = small_data(folder);
+
+  std::string command(const std::string& rows, const std::string& out, const std::string& more = "") const {
+    return fmt::format(
+        "ablate {} --data {} --out {} --hidden 16 --intermediate 16 --heads 2 --layers 1 --batch 4 --length 24 --steps "
+        "4 "
+        "--eval-every 2 --eval-batches 1 --threads 1 --device cpu {}",
+        rows, data, folder.path(out), more);
+  }
+  Json results(const std::string& out) const { return Json::parse(read_file(folder.path(out) + "/results.json")); }
+};
+
+// Everything but the time it took.
+Json without_rates(Json results) {
+  for (Json& row : results["rows"])
+    for (Json& run : row["runs"]) run.erase("tokens_per_second");
+  return results;
+}
+
+TEST_F(AblateCommandTest, TableReportAndJson) {
+  expect_run(command("norm 2mamba:conv_window=4", "out", "--seeds 2"), 0,
+             {"4 rows, 2 seeds, 4 steps each", "SM Norm + ReLU", "paper test", "3.03", " ± ", "2mamba:conv_window=4",
+              "KB at 8k", "done in", "report.html"});
+  const Json json = results("out");
+  ASSERT_EQ(json["rows"].size(), 4u);
+  EXPECT_EQ(json["finished"], true);
+  EXPECT_EQ(json["rows"][0]["name"], "linear");
+  EXPECT_EQ(json["rows"][0]["paper"]["test_loss"], 3.03);
+  EXPECT_EQ(json["rows"][3]["options"]["switches"], "conv_window=4");
+  EXPECT_EQ(json["rows"][3]["runs"].size(), 2u);
+  EXPECT_EQ(json["rows"][3]["runs"][1]["test"]["step"], (std::vector<double>{2, 4}));
+  EXPECT_FALSE(json["rows"][3].contains("paper"));
+  EXPECT_GT(json["rows"][3]["state_bytes"], 0);
+  EXPECT_NE(read_file(folder.path("out/table.md")).find("| SM Norm + ReLU |"), std::string::npos);
+  EXPECT_NE(read_file(folder.path("out/report.html")).find("<svg"), std::string::npos);
+  // Made again from the results, the report is the same.
+  expect_run(fmt::format("ablate --from {0}/out/results.json --out {0}/again", folder.path("")), 0, {"SM Norm + ReLU"});
+  for (const char* name : {"report.html", "table.md", "results.json", "test-loss.svg"})
+    EXPECT_EQ(read_file(folder.path("again/") + name), read_file(folder.path("out/") + name)) << name;
+}
+
+TEST_F(AblateCommandTest, KilledOrStoppedItGoesOn) {
+  const std::string more = "--steps 30 --save-every 5";
+  ASSERT_EQ(run(command("base", "whole", more)).code, 0);
+  for (const int signal : {SIGKILL, SIGINT}) {
+    const std::string out = fmt::format("signal-{}", signal);
+    std::istringstream text(command("base", out, more));
+    const std::vector<std::string> words{std::istream_iterator<std::string>(text), {}};
+    const std::string log = folder.path(out + "/runs/mamba2/seed-123/log.jsonl");
+    const int status = run_and_signal(words, signal, [&] { return fs::exists(log) && fs::file_size(log) > 0; });
+    if (signal == SIGINT) {
+      EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+      EXPECT_EQ(results(out)["finished"], false);
+    } else {
+      ASSERT_TRUE(WIFSIGNALED(status)) << "it was done before it was killed";
+    }
+    expect_run(command("base", out, more), 0, {"(done before)", "done in"});
+    EXPECT_EQ(without_rates(results(out)), without_rates(results("whole")));
+  }
+}
+
+TEST_F(AblateCommandTest, Usage) {
+  expect_run("ablate --help", 0, {"Suites:", "isolated", "stability", "Example: furious ablate", "--seeds", "--paper"});
+  expect_run("ablate", 2, {"name a suite", "buildup"});
+  expect_run("ablate base", 2, {"--data"});
+  expect_run("ablate base --data /nowhere", 1, {"/nowhere"});
+  expect_run("ablate base --seeds 0 --data x", 2, {"--seeds"});
+  expect_run("ablate base --data x --lr fast", 2, {"--lr", "fast"});
+  expect_run(command("buildp", "out"), 1, {"unknown suite or preset \"buildp\"", "did you mean \"buildup\""});
+  expect_run(command("2mamba:conv_windw=2", "out"), 1, {"unknown key", "did you mean \"conv_window\""});
+  expect_run(command("2mamba:dtype=tf32", "out"), 1, {"TF32"});
+  expect_run("ablate --from nowhere.json --out " + folder.path("out"), 1, {"nowhere.json"});
+  expect_run("ablate base --from nowhere.json", 1, {"takes no suite"});
+  expect_run("ablate --from " + folder.write("bad.json", "{}"), 1, {"--out"});
+  expect_run(fmt::format("ablate --from {} --out {}", folder.path("bad.json"), folder.path("out")), 1,
+             {"bad.json", "not the results.json"});
+  ASSERT_EQ(run(command("linear", "mine")).code, 0);
+  expect_run(command("linear", "mine", "--lr 0.5"), 1, {"lr = 0.5", "another --out"});
+}
+
+TEST_F(AblateCommandTest, Plot) {
+  ASSERT_EQ(run(command("softmax 2mamba", "out")).code, 0);
+  const std::string runs = folder.path("out/runs");
+  const auto picture = [&](const std::string& more) {
+    const std::string svg = folder.path("x.svg");
+    expect_run(fmt::format("plot {} -o {}", more, svg), 0, {"x.svg"});
+    return read_file(svg);
+  };
+  const auto count = [](const std::string& text, const std::string& part) {
+    size_t found = 0;
+    for (size_t at = text.find(part); at != text.npos; at = text.find(part, at + 1)) ++found;
+    return found;
+  };
+  const std::string both = picture(folder.path("out"));
+  EXPECT_EQ(count(both, "<polyline"), 4u);
+  EXPECT_EQ(count(both, " faint\""), 2u);
+  EXPECT_EQ(count(both, "class=\"name "), 2u);  // named once, by what tells them apart, with the last loss
+  EXPECT_NE(both.find(">softmax 5."), std::string::npos) << both;
+  EXPECT_EQ(picture(fmt::format("{0}/softmax/seed-123/ {0}/2mamba/seed-123/log.jsonl", runs)).size(), both.size());
+  EXPECT_EQ(count(picture(runs + " --curves test"), "<polyline"), 2u);
+  EXPECT_EQ(count(picture(runs + " --curves train"), " faint\""), 0u);
+  const std::string late = picture(runs + "/softmax --curves train --from 3 --smooth 0 --log-x --log-y --title 'a<b'");
+  EXPECT_NE(late.find("<title>a&lt;b</title>"), std::string::npos);
+  EXPECT_NE(late.find("seed-123"), std::string::npos);
+  const size_t points = late.find("points=\"") + 8;
+  EXPECT_EQ(count(late.substr(points, late.find('"', points) - points), ","), 2u);  // steps 3 and 4
+
+  expect_run("plot", 2, {"runs"});
+  expect_run("plot x", 2, {"--out"});
+  expect_run("plot nowhere -o x.svg", 1, {"there is no nowhere"});
+  expect_run(fmt::format("plot {} -o x.svg", data), 1, {data, "holds no run", "log.jsonl"});
+  expect_run(fmt::format("plot {}/manifest.json -o x.svg", data), 1, {"is no folder"});
+  expect_run(fmt::format("plot {} -o x.pdf", runs), 1, {"x.pdf", ".svg or .png"});
+  expect_run(fmt::format("plot {} -o {}/none/x.svg", runs, folder.path("")), 1, {"none/x.svg"});
+  expect_run(fmt::format("plot {} -o x.svg --from 99", runs), 1, {"nothing to draw", "step 99"});
+  expect_run(fmt::format("plot {} -o x.svg --curves tset", runs), 2, {"--curves"});
+  const RunResult without = run(fmt::format("plot {} -o {}", runs, folder.path("x.png")), "PATH=/nowhere");
+  EXPECT_EQ(without.code, 1);
+  EXPECT_NE(without.output.find("librsvg2-bin"), std::string::npos) << without.output;
+}
+
+}  // namespace
+}  // namespace furious
