@@ -6,6 +6,7 @@
 #include <csignal>
 #include <filesystem>
 #include <memory>
+#include <set>
 
 #include "base/error.h"
 #include "base/file.h"
@@ -46,16 +47,18 @@ TrainOptions paper_options() {
   return options;
 }
 
+// Those of `furious train`, without what makes a row, and what a row has no use for.
+std::vector<std::string> shared_options() {
+  const std::set<std::string> others = {"arch", "init", "resume", "sample-every", "sample-tokens"};
+  std::vector<std::string> names;
+  for (const TrainOption& option : train_options())
+    if (!others.contains(option.name)) names.push_back(option.name);
+  return names;
+}
+
 class AblateCommand {
  public:
-  explicit AblateCommand(CLI::App& command)
-      : flags_(command, laptop_options(),
-               {"data",       "out",       "size",           "hidden",       "intermediate", "heads",
-                "layers",     "qk-heads",  "steps",          "batch",        "length",       "accumulate",
-                "packing",    "lr",        "warmup",         "clip",         "beta1",        "beta2",
-                "seed",       "device",    "schedule-steps", "weight-decay", "dtype",        "threads",
-                "keep",       "recompute", "tie-embeddings", "switches",     "eval-every",   "eval-batches",
-                "save-every", "log-values"}) {
+  explicit AblateCommand(CLI::App& command) : flags_(command, laptop_options(), shared_options()) {
     command.add_option("rows", words_, "Suites, and presets with changes of your own: 2mamba:conv_window=3,lr=1e-3");
     command.add_option("--seeds", seeds_, "Trainings of each row, with --seed and the numbers after it")
         ->check(CLI::Range(1, 1000))

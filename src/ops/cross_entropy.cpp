@@ -118,7 +118,7 @@ CrossEntropyResult cross_entropy_forward(const Tensor& hidden, const Tensor& wei
   const Device device = weight.device();
   const int64_t rows = targets.elements();
   const bool bf16 = options.precision == MatmulPrecision::bf16 || hidden.dtype() == DType::bf16;
-  const MatmulPrecision precision = bf16 ? MatmulPrecision::bf16 : MatmulPrecision::f32;
+  const MatmulPrecision precision = bf16 ? MatmulPrecision::bf16 : options.precision;
   const auto gradient = [&](const Tensor& of) {
     return rows > 0 ? Tensor::empty_like(of) : Tensor::zeros(of.shape(), of.dtype(), device);
   };

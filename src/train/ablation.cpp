@@ -148,7 +148,8 @@ Ablation AblationRunner::run() {
   // All rows with the first seed first: a table is there soon.
   for (int64_t i = 0; i < options_.seeds && !ablation_.stopped; ++i)
     for (size_t row = 0; row < rows.size() && !ablation_.stopped; ++row)
-      ablation_.stopped = !train_row(rows[row], base.seed + static_cast<uint64_t>(i), ablation_.rows[row]);
+      ablation_.stopped = (observer_.stop && observer_.stop()) ||
+                          !train_row(rows[row], base.seed + static_cast<uint64_t>(i), ablation_.rows[row]);
   return ablation_;
 }
 

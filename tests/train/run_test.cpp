@@ -43,6 +43,7 @@ std::vector<nlohmann::json> log_of(const std::string& run) {
 TEST_F(RunTest, LeavesLogOptionsAndCheckpoints) {
   TrainOptions options = options_for("run");
   options.sample_every = 6;
+  options.log_values = true;
   std::vector<TrainStep> seen;
   std::string messages;
   TrainObserver observer;
@@ -59,6 +60,11 @@ TEST_F(RunTest, LeavesLogOptionsAndCheckpoints) {
     EXPECT_EQ(log[i]["step"], i + 1);
     EXPECT_EQ(log[i].contains("test_loss"), (i + 1) % 5 == 0 || i + 1 == 12) << i + 1;
     EXPECT_EQ(log[i].contains("sample"), (i + 1) % 6 == 0) << i + 1;
+    EXPECT_EQ(log[i].contains("value_rms"), log[i].contains("test_loss")) << i + 1;
+    if (log[i].contains("value_rms")) {
+      ASSERT_EQ(log[i]["value_rms"].size(), 2u);  // layers
+      for (const double rms : log[i]["value_rms"]) EXPECT_GT(rms, 0);
+    }
     for (const char* key : {"loss", "lr", "gradient_norm", "tokens_per_second", "mfu"})
       EXPECT_TRUE(log[i].contains(key)) << key;
   }
@@ -166,10 +172,14 @@ TEST_F(RunTest, DivergenceNamesTheLastGoodCheckpoint) {
   // Step 4 spoils the weights and saves them, step 5 meets them.
   expect_error([&] { train(options); }, {"step 5", "last good checkpoint: " + options.out + "/step-00000003 (remove " +
                                                        options.out + "/step-00000004"});
+  EXPECT_EQ(log_of(options.out).back()["step"], 5);
+  EXPECT_NE(std::string(log_of(options.out).back()["diverged"]).find("step 5"), std::string::npos);
   fs::remove_all(options.out + "/step-00000004");
   options.lr = 1e-3;
   options.steps = 5;
   EXPECT_EQ(train(options).steps, 5);
+  ASSERT_EQ(log_of(options.out).size(), 5u);
+  EXPECT_FALSE(log_of(options.out).back().contains("diverged"));
 
   TrainOptions at_once = options_for("at once");
   at_once.lr = 50;

@@ -50,7 +50,7 @@ TEST_F(TrainerCuda, LearnsWhatTheCpuLearns) {
     const double expected = learned(options);
     EXPECT_LT(expected, 3) << arch;
     options.device = "cuda";
-    for (const char* dtype : {"f32", "bf16"}) {
+    for (const char* dtype : {"f32", "tf32", "bf16"}) {
       options.dtype = dtype;
       EXPECT_NEAR(learned(options), expected, 0.05) << arch << " " << dtype;
     }

@@ -83,6 +83,8 @@ TEST_F(TrainerTest, SyntheticTasksNeedNoFiles) {
 }
 
 TEST_F(TrainerTest, Bf16ProductsLearnTheSame) {
+  options.dtype = "tf32";
+  expect_error([&] { Trainer{options}; }, {"TF32", "--dtype f32"});
   options.dtype = "bf16";
   if (!matmul_supports(MatmulPrecision::bf16)) {
     expect_error([&] { Trainer{options}; }, {"bf16", "--dtype f32"});
