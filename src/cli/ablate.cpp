@@ -190,7 +190,7 @@ void add_ablate(CLI::App& app) {
       text +
       "Keys of changes: the switches of config.json (score, norm, decay, conv_window, …) and the options of a "
       "model or its training.\n"
-      "Ctrl-C saves and ends; the same command goes on.\n"
+      "Runs and report lie in --out, or in ablate-SUITE. Ctrl-C saves and ends; the same command goes on.\n"
       "Example: furious ablate compare 2mamba:conv_window=4 --data shards --seeds 3");
   ablate->callback([command] { command->run(); });
 }

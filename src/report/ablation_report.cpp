@@ -253,14 +253,18 @@ RowResult row_from_json(const Json& json) {
   return row;
 }
 
+// Empty where the rows differ.
+std::string shared_option(const Ablation& ablation, const std::string& name) {
+  const std::string value = option(ablation.rows.front(), name);
+  return any(ablation, [&](const RowResult& row) { return option(row, name) != value; }) ? "" : value;
+}
+
 // Options that all rows share, and were chosen; the rest says nothing.
 Table options_table(const Ablation& ablation) {
   Table table{{"option", "value"}, {}};
-  for (const auto& [name, value] : ablation.rows.front().options) {
-    const bool shared = std::ranges::all_of(
-        ablation.rows, [&, key = name, text = value](const RowResult& row) { return option(row, key) == text; });
-    if (shared && !value.empty() && value != "0" && value != "false") table.rows.push_back({name, value});
-  }
+  for (const auto& [name, ignored] : ablation.rows.front().options)
+    if (const std::string value = shared_option(ablation, name); !value.empty() && value != "0" && value != "false")
+      table.rows.push_back({name, value});
   return table;
 }
 
@@ -354,13 +358,19 @@ std::vector<NamedChart> ablation_charts(const Ablation& ablation) {
 }
 
 std::string ablation_notes(const Ablation& ablation) {
-  const RowResult& row = ablation.rows.front();
   size_t seeds = 1;
   for (const RowResult& one : ablation.rows) seeds = std::max(seeds, one.runs.size());
-  std::string text = fmt::format("{} model, {} steps of {} x {} tokens, {}, {} on {}, {} seed{}{}.\n",
-                                 option(row, "size"), option(row, "steps"), option(row, "batch"), option(row, "length"),
-                                 option(row, "data"), option(row, "dtype"), option(row, "device"), seeds,
-                                 seeds == 1 ? "" : "s", seeds == 1 ? "" : " (mean ± standard deviation)");
+  const auto shared = [&](const std::string& name) { return shared_option(ablation, name); };
+  const RowResult& row = ablation.rows.front();
+  const auto number = [&](const char* name) { return std::strtoll(option(row, name).c_str(), nullptr, 10); };
+  std::string text = fmt::format("{} steps of {} tokens", shared("steps"), number("batch") * number("length"));
+  if (!shared("length").empty()) text += fmt::format(" ({} x {})", shared("batch"), shared("length"));
+  const bool own_size = number("hidden") + number("intermediate") + number("heads") + number("layers") > 0;
+  if (!own_size && !shared("size").empty()) text += ", size " + shared("size");
+  text += ", " + shared("data");
+  if (!shared("dtype").empty()) text += ", " + shared("dtype");
+  text += fmt::format(" on {}, {}.\n", shared("device"),
+                      seeds == 1 ? "1 seed" : fmt::format("{} seeds (mean ± standard deviation)", seeds));
   text += fmt::format(
       "Train loss: mean of the last twentieth of the steps. KB at {}k: what one sequence holds in memory while it is "
       "written, after {} tokens, in f32.\n",

@@ -18,7 +18,7 @@
 
 namespace furious {
 
-// The numbers of generated tokens at which what a sequence holds in memory is compared: the paper's longest.
+// The length at which rows are compared by what a sequence holds in memory: the paper's longest.
 inline constexpr int64_t kStateTokens = 8192;
 
 struct Curve {

@@ -66,10 +66,14 @@ Words in_every_precision(const TrainOptions& base) {
 const std::vector<SuiteRows>& suite_rows() {
   static const std::vector<SuiteRows> all = {
       {{"base", "linear attention, Mamba-2 and softmax attention"}, "", always({"linear", "mamba2", "softmax"})},
-      {{"norm", "the norm of linear attention"}, kIsolated, always({"linear", "linear-outnorm", "outnorm-relu"})},
-      {{"conv", "a convolution on linear attention"}, kConv, always(presets_of(kConv))},
-      {{"isolated", "each component of Mamba-2 alone, on linear attention"}, kIsolated, always(presets_of(kIsolated))},
-      {{"buildup", "from linear attention to Mamba-2S"}, kBuildup, always(presets_of(kBuildup))},
+      {{"norm", "the norm of linear attention, softmax or output"},
+       kIsolated,
+       always({"linear", "linear-outnorm", "outnorm-relu"})},
+      {{"conv", "Table 1: a convolution on linear attention"}, kConv, always(presets_of(kConv))},
+      {{"isolated", "Table 2: each component of Mamba-2 alone, on linear attention"},
+       kIsolated,
+       always(presets_of(kIsolated))},
+      {{"buildup", "Table 3: from linear attention to Mamba-2S"}, kBuildup, always(presets_of(kBuildup))},
       {{"compare", "softmax attention, Mamba-2, Mamba-2S and 2Mamba"}, "", always(kCompared)},
       {{"exp", "2Mamba-E: the exponential score"}, "", always({"softmax", "mamba2", "2mamba", "2mamba-e"})},
       {{"lengths", "compare at one, two and four times the length"}, "", at_lengths},
