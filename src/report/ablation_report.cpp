@@ -345,8 +345,12 @@ std::vector<NamedChart> ablation_charts(const Ablation& ablation) {
   if (any(ablation, [](const RowResult& row) { return test_loss(row).count > 0; }))
     charts.push_back({"test-loss", curves(ablation, "Test loss", "test loss", &RowRun::test)});
   // All models learn the frequencies of tokens alike; that would take most of the height.
-  charts.push_back({"training-loss", curves(ablation, "Training loss, without the first tenth", "training loss",
-                                            &RowRun::training, std::floor(steps / 10))});
+  Chart training = curves(ablation, "Training loss, without the first tenth", "training loss", &RowRun::training,
+                          std::floor(steps / 10));
+  for (Series& series : training.series)
+    for (std::vector<double>* line : {&series.y, &series.low, &series.high})
+      *line = smooth(*line, static_cast<int64_t>(line->size() / 50));
+  charts.push_back({"training-loss", std::move(training)});
   if (Chart chart = length_chart(ablation); !chart.series.empty()) charts.push_back({"lengths", std::move(chart)});
   if (has_values(ablation)) {
     Chart chart = curves(ablation, "Magnitude of the values", "RMS of the values, in the layer where it is largest",
