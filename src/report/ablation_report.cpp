@@ -253,6 +253,24 @@ RowResult row_from_json(const Json& json) {
   return row;
 }
 
+struct Order {
+  int64_t pairs = 0, agreeing = 0;
+};
+
+// How many pairs of rows the paper puts in an order, by test loss, and how many of them we do in the same.
+Order order_of_the_paper(const Ablation& ablation) {
+  Order order;
+  for (const RowResult& a : ablation.rows)
+    for (const RowResult& b : ablation.rows) {
+      if (!a.paper || !b.paper || a.paper->test_loss >= b.paper->test_loss) continue;
+      const Statistic ours_a = test_loss(a), ours_b = test_loss(b);
+      if (ours_a.count == 0 || ours_b.count == 0) continue;
+      ++order.pairs;
+      order.agreeing += ours_a.mean < ours_b.mean;
+    }
+  return order;
+}
+
 // Empty where the rows differ.
 std::string shared_option(const Ablation& ablation, const std::string& name) {
   const std::string value = option(ablation.rows.front(), name);
@@ -387,6 +405,13 @@ std::string ablation_notes(const Ablation& ablation) {
         "Paper: {} (300 M parameters, FineWeb, 32 x 2048 tokens, after 90,000 of 100,000 steps). Compare differences "
         "between rows, not losses.\n",
         fmt::join(tables, ", "));
+  if (const auto [pairs, agreeing] = order_of_the_paper(ablation); pairs > 0)
+    text += fmt::format("Of {} pairs of rows whose test losses differ in the paper, {} come in its order here.\n",
+                        pairs, agreeing);
+  if (has_values(ablation))
+    text +=
+        "Value RMS: root mean square of the values that enter the mixer, of the layer where it is largest, at the "
+        "end.\n";
   if (!ablation.finished()) text += "Not all rows are finished.\n";
   return text;
 }

@@ -83,6 +83,25 @@ TEST(AblationReport, ColumnsThatSayNothingAreLeftOut) {
   EXPECT_EQ(ablation_notes(ablation).find("Not all"), std::string::npos);
 }
 
+TEST(AblationReport, CountsPairsInTheOrderOfThePaper) {
+  Ablation ablation;
+  ablation.words = {"conv"};
+  const auto add = [&](double paper, std::vector<RowRun> runs) {
+    ablation.rows.push_back(row_of("row", "row", std::move(runs)));
+    if (paper > 0) ablation.rows.back().paper = PaperRow{"Table 1", "row", "row", 3, paper};
+  };
+  add(2.9, {run_of(1, 4, 4.0)});
+  EXPECT_EQ(ablation_notes(ablation).find("pairs"), std::string::npos);
+  add(2.9, {run_of(1, 4, 4.2)});  // the paper has no order for these two
+  add(3.0, {run_of(1, 4, 4.1)});
+  add(3.1, {run_of(1, 4, 4.5)});
+  add(0, {run_of(1, 4, 1)});  // not in the paper
+  add(3.2, {});               // not trained yet
+  EXPECT_NE(ablation_notes(ablation).find("Of 5 pairs of rows whose test losses differ in the paper, 4 come in its"),
+            std::string::npos)
+      << ablation_notes(ablation);
+}
+
 TEST(AblationReport, Charts) {
   const std::vector<NamedChart> charts = ablation_charts(small_ablation());
   std::string structure;
