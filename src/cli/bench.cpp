@@ -120,7 +120,7 @@ nlohmann::json MixerBench::measure(const MixerSpec& spec, int64_t length, Form f
 
   const MixerShape shape = check_mixer("bench", spec, inputs, result.form);
   const std::vector<Segment> segments = segments_of("bench", {}, batch, length);
-  const int64_t chunk_used = chunk > 0 ? chunk : default_chunk(spec, dim, dim, where);
+  const int64_t chunk_used = chunk > 0 ? chunk : default_chunk(spec, dim, dim, where, inputs.q.dtype());
   const auto flops_of = [&](Pass pass) {
     return result.form == Form::chunked ? chunked_flops(shape, segments, chunk_used, pass)
                                         : parallel_flops(shape, segments, pass);
