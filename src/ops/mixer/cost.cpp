@@ -70,7 +70,7 @@ int64_t default_chunk(const MixerSpec& spec, int64_t qk_dim, int64_t v_dim, Devi
   if (!device.is_cpu()) {
     // What the kernels for heads of 64 like; the others make φ in memory.
     const bool states = dtype == DType::bf16 && qk_dim == 64 && v_dim == 64;
-    if (states && spec.score == Score::squared) return 1024;
+    if (states && spec.score == Score::squared) return 768;
     return states && spec.norm == Norm::none ? 256 : 128;
   }
   if (spec.score == Score::linear) return 192;

@@ -6,8 +6,7 @@
 // Blocks stay on their multiprocessor and take 256 tokens of a chunk after another, 64 per warpgroup; one warp has the
 // tiles of their state stream through shared memory. For y the operand A, tokens × 16 rows (a, b) of the state, is x_b
 // times x_a of its row, made in registers. For dx, t_ab = Σ_v u_v S_ab,v is a product, and dx_b += x_a t_ab (and dx_a
-// += x_b t_ab where only one of the two is kept) follow on the other units while the next warpgroup has the matrix
-// units.
+// += x_b t_ab where only one of the two is kept) follow on the other units.
 #include "ops/mixer/heads.cuh"
 #include "ops/mixer/states.cuh"
 
@@ -24,49 +23,53 @@ struct Reading {
   int empty;  // the chunk that no state enters, or −1
   float constant;
   bool sum_norm;
-
-  __device__ int64_t place(int head, int t) const { return static_cast<int64_t>(head) * length + t; }
-  __device__ float factor(int head, int t) const { return factors ? constant * factors[place(head, t)] : constant; }
 };
 
-// A block's work, kRows tokens of a chunk at a time. f(head of all, chunk, first token, end of the chunk).
-template <int kRows, class F>
-__device__ void each_item(const Reading& m, F&& f) {
-  const int per_chunk = (m.chunk + kRows - 1) / kRows;
-  const int items = m.batch * m.heads * m.chunks * per_chunk;
-  for (int item = static_cast<int>(blockIdx.x); item < items; item += static_cast<int>(gridDim.x)) {
-    const int head = item / per_chunk / m.chunks, c = item / per_chunk % m.chunks;
-    const int token = c * m.chunk + item % per_chunk * kRows, end = min((c + 1) * m.chunk, m.length);
-    if (token < end) f(head, c, token, end);
-  }
-}
+constexpr int kGroups = 4;  // warpgroups that multiply
+constexpr int kRows = kGroups * kTileRows;
+constexpr int kThreads = 128 * (kGroups + 1);
 
-// kGroups warpgroups with 64 tokens each, of which kInputs tensors are read.
-template <int kGroupCount, int kInputCount, int kStageCount>
+// What a block has in shared memory: tiles of a state, and its rows of kInputs tensors.
+template <int kInputCount, int kStageCount>
 struct Stream {
-  static constexpr int kGroups = kGroupCount, kInputs = kInputCount, kStages = kStageCount;
-  static constexpr int kRows = kGroups * kTileRows;
+  static constexpr int kInputs = kInputCount, kStages = kStageCount;
   unsigned char tiles[kStages][kTileBytes];
   unsigned char x[2][kInputs][kGroups][kTileBytes];
   Barrier full[kStages], empty[kStages], x_full[2], x_empty[2];
 };
-using ReadShared = Stream<4, 1, 16>;
-using ContractShared = Stream<3, 2, 8>;
-constexpr int kReadThreads = 128 * (ReadShared::kGroups + 1);
-constexpr int kContractThreads = 128 * (ContractShared::kGroups + 1);
+using ReadShared = Stream<1, 16>;
+using ContractShared = Stream<2, 8>;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+__device__ int64_t place_of(const Reading& m, int head, int t) {
+  return static_cast<int64_t>(head) * m.length + t;
+}
+__device__ float factor_of(const Reading& m, int head, int t) {
+  return m.factors ? m.constant * m.factors[place_of(m, head, t)] : m.constant;
+}
+
+// A block's work, kRows tokens of a chunk at a time. f(head of all, chunk, first token).
+template <class F>
+__device__ void each_item(const Reading& m, F&& f) {
+  const int per_chunk = m.chunk / kRows, items = m.batch * m.heads * m.chunks * per_chunk;
+  for (int item = static_cast<int>(blockIdx.x); item < items; item += static_cast<int>(gridDim.x)) {
+    const int head = item / per_chunk / m.chunks, c = item / per_chunk % m.chunks;
+    const int token = c * m.chunk + item % per_chunk * kRows;
+    if (token < m.length) f(head, c, token);
+  }
+}
 
 template <class Shared>
 __device__ void init_barriers(Shared& shared) {
   if (threadIdx.x == 0) {
     for (int i = 0; i < Shared::kStages; ++i) {
       shared.full[i].init(1);
-      shared.empty[i].init(4 * Shared::kGroups);
+      shared.empty[i].init(4 * kGroups);
     }
     for (int i = 0; i < 2; ++i) {
       shared.x_full[i].init(1);
-      shared.x_empty[i].init(4 * Shared::kGroups);
+      shared.x_empty[i].init(4 * kGroups);
     }
     fence_barriers();
   }
@@ -76,9 +79,9 @@ __device__ void init_barriers(Shared& shared) {
 // By one thread: has everything copied, in the order in which it is used.
 template <class Shared>
 __device__ void copy_all(Shared& shared, const CUtensorMap& x, const CUtensorMap& u, const Reading& m, int first_tile) {
-  constexpr int kStages = Shared::kStages, kGroups = Shared::kGroups, kInputs = Shared::kInputs;
+  constexpr int kStages = Shared::kStages, kInputs = Shared::kInputs;
   int turn = 0, pass = 0;
-  each_item<Shared::kRows>(m, [&](int head, int c, int token, int) {
+  each_item(m, [&](int head, int c, int token) {
     if (c == m.empty) return;
     const int b = head / m.heads, h = head % m.heads, place = pass % 2;
     if (pass >= 2) shared.x_empty[place].wait(pass / 2 - 1);
@@ -102,8 +105,8 @@ __device__ void copy_all(Shared& shared, const CUtensorMap& x, const CUtensorMap
 
 // A warp's 16 rows of results, rounded, times a factor for each of a thread's two rows, by way of its rows in
 // `through`.
-__device__ void write_rows(const Reading& m, int head, int row, int end, const float (&acc)[8][4],
-                           const float (&factor)[2], const Tile<64>& through) {
+__device__ void write_rows(const Reading& m, int head, int row, const float (&acc)[8][4], const float (&factor)[2],
+                           const Tile<64>& through) {
   const int warp = static_cast<int>(threadIdx.x) / 32 % 4, lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
   for (int i = 0; i < 2; ++i)
@@ -115,22 +118,21 @@ __device__ void write_rows(const Reading& m, int head, int row, int end, const f
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int own = 4 * i + lane / 8;
-    if (row + own < end)
+    if (row + own < m.length)
       *(reinterpret_cast<uint4*>(m.out.row(head / m.heads, row + own, head % m.heads)) + lane % 8) =
           *reinterpret_cast<const uint4*>(through.at(warp * 16 + own, lane % 8));
   }
 }
-__device__ void write_zeros(const Reading& m, int head, int row, int end) {
+__device__ void write_zeros(const Reading& m, int head, int row) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   for (int own = lane / 8; own < 16; own += 4)
-    if (row + own < end)
+    if (row + own < m.length)
       *(reinterpret_cast<uint4*>(m.out.row(head / m.heads, row + own, head % m.heads)) + lane % 8) = uint4{};
 }
 
 #endif
 
-__global__ void __launch_bounds__(kReadThreads, 1)
-    read_kernel(const __grid_constant__ CUtensorMap map, const Reading m) {
+__global__ void __launch_bounds__(kThreads, 1) read_kernel(const __grid_constant__ CUtensorMap map, const Reading m) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char memory[];
   using Shared = ReadShared;
@@ -139,20 +141,20 @@ __global__ void __launch_bounds__(kReadThreads, 1)
   const int group = static_cast<int>(threadIdx.x) / 128, warp = static_cast<int>(threadIdx.x) / 32 % 4;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const bool sums = m.normalizer != nullptr;
-  if (group == Shared::kGroups) {
+  if (group == kGroups) {
     give_registers<32>();
     if (warp == 0 && lane == 0) copy_all(shared, map, map, m, sums ? 0 : 1);
     return;
   }
   take_registers<112>();
   int turn = 0, pass = 0;
-  each_item<Shared::kRows>(m, [&](int head, int c, int token, int end) {
+  each_item(m, [&](int head, int c, int token) {
     const int first = token + group * kTileRows + warp * 16, row = first + lane / 4;
     if (c == m.empty) {
-      write_zeros(m, head, first, end);
+      write_zeros(m, head, first);
       if (sums && lane % 4 == 0)
         for (int i = 0; i < 2; ++i)
-          if (row + 8 * i < m.length) m.normalizer[m.place(head, row + 8 * i)] = 0;
+          if (row + 8 * i < m.length) m.normalizer[place_of(m, head, row + 8 * i)] = 0;
       return;
     }
     const int place = pass % 2;
@@ -232,14 +234,14 @@ __global__ void __launch_bounds__(kReadThreads, 1)
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const bool there = row + 8 * i < m.length;
-      factor[i] = there ? m.factor(head, row + 8 * i) : 0.0f;
+      factor[i] = there ? factor_of(m, head, row + 8 * i) : 0.0f;
       if (!sums) continue;
       // Rounding may have made a sum of squares negative.
       const float total = fmaxf(n[i], 0.0f) * factor[i];
       factor[i] = total < kSmallestNormalizer ? 0.0f : 1 / n[i];
-      if (there && lane % 4 == 0) m.normalizer[m.place(head, row + 8 * i)] = factor[i] > 0 ? total : 0.0f;
+      if (there && lane % 4 == 0) m.normalizer[place_of(m, head, row + 8 * i)] = factor[i] > 0 ? total : 0.0f;
     }
-    write_rows(m, head, first, end, acc, factor, x);
+    write_rows(m, head, first, acc, factor, x);
     fence_shared_writes();
     __syncwarp();
     if (lane == 0) shared.x_empty[place].arrive();
@@ -247,7 +249,7 @@ __global__ void __launch_bounds__(kReadThreads, 1)
 #endif
 }
 
-__global__ void __launch_bounds__(kContractThreads, 1)
+__global__ void __launch_bounds__(kThreads, 1)
     contract_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap u_map,
                     const Reading m) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -257,142 +259,105 @@ __global__ void __launch_bounds__(kContractThreads, 1)
   init_barriers(shared);
   const int group = static_cast<int>(threadIdx.x) / 128, warp = static_cast<int>(threadIdx.x) / 32 % 4;
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  if (group == Shared::kGroups) {
+  if (group == kGroups) {
     give_registers<32>();
     if (warp == 0 && lane == 0) copy_all(shared, x_map, u_map, m, m.sum_norm ? 0 : 1);
     return;
   }
-  take_registers<160>();
-  int begun = 0, ended = 0, pass = 0;
-  each_item<Shared::kRows>(m, [&](int head, int c, int token, int end) {
+  take_registers<112>();
+  int turn = 0, pass = 0;
+  each_item(m, [&](int head, int c, int token) {
     const int first = token + group * kTileRows + warp * 16, row = first + lane / 4;
     float dx[8][4] = {};
-    if (c == m.empty) return write_zeros(m, head, first, end);
+    if (c == m.empty) return write_zeros(m, head, first);
     const int place = pass % 2;
     shared.x_full[place].wait(pass / 2);
     ++pass;
     const Tile<64> x = tile_at(shared.x[place][0][group]);
     uint32_t own[4][4];
-    float t[2][8][4];  // of this tile and the next
-    const auto begin = [&](float(&to)[8][4]) {
-      const int stage = begun % Shared::kStages;
-      shared.full[stage].wait(begun / Shared::kStages);
-      ++begun;
+    float t[8][4];
+    // t = own · the rows of the next tile.
+    const auto multiply = [&] {
+      const int stage = turn % Shared::kStages;
+      shared.full[stage].wait(turn / Shared::kStages);
       fence_products();
 #pragma unroll
-      for (int i = 0; i < 4; ++i) wgmma<0>(to, own[i], operand(shared.tiles[stage], i), i > 0);
+      for (int i = 0; i < 4; ++i) wgmma<0>(t, own[i], operand(shared.tiles[stage], i), i > 0);
       commit_products();
-    };
-    const auto end_of = [&](float(&of)[8][4]) {
-      settle(of);
-      if (lane == 0) shared.empty[ended % Shared::kStages].arrive();
-      ++ended;
+      wait_for_products<0>();
+      settle(t);
+      if (lane == 0) shared.empty[stage].arrive();
+      ++turn;
     };
     if (m.sum_norm) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) x.a_fragment(own[i], warp * 16, i);
-      begin(t[0]);
-      wait_for_products<0>();
-      end_of(t[0]);
+      multiply();
       float e[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i)
-        e[i] = !m.shift ? 2.0f : row + 8 * i < end ? -2.0f * m.shift[m.place(head, row + 8 * i)] : 0.0f;
+        e[i] = !m.shift ? 2.0f : row + 8 * i < m.length ? -2.0f * m.shift[place_of(m, head, row + 8 * i)] : 0.0f;
 #pragma unroll
       for (int j = 0; j < 8; ++j)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) dx[j][i] = t[0][j][i] * e[i / 2];
+        for (int i = 0; i < 4; ++i) dx[j][i] = t[j][i] * e[i / 2];
     }
     const Tile<64> u = tile_at(shared.x[place][1][group]);
 #pragma unroll
     for (int i = 0; i < 4; ++i) u.a_fragment(own[i], warp * 16, i);
-    // The tiles of four a, of those that overlap the kAt-th of kCount: none are in flight before the first and after
-    // the last.
-    const auto four_of = [&](auto block_constant, auto at_constant, auto count_constant, int four) {
-      constexpr int kAt = decltype(at_constant)::value, kCount = decltype(count_constant)::value;
-      constexpr int kBlock = decltype(block_constant)::value, kParity = kAt * (4 - kBlock);
-      if (kAt == 0) begin(t[0]);
-      float scalars[4][2], sums[2][4] = {};
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const uint2 pairs =
-            *reinterpret_cast<const uint2*>(x.at(warp * 16 + lane / 4 + 8 * i, 2 * kBlock + four / 2) + four % 2 * 4);
-        scalars[0][i] = low_of(pairs.x);
-        scalars[1][i] = high_of(pairs.x);
-        scalars[2][i] = low_of(pairs.y);
-        scalars[3][i] = high_of(pairs.y);
-      }
+    for (int block = 0; block < 4; ++block)
+#pragma unroll 1
+      for (int four = 0; four < 4; ++four) {
+        float scalars[4][2], sums[4][2] = {};
 #pragma unroll
-      for (int other = kBlock; other < 4; ++other) {
-        float(&now)[8][4] = t[(kParity + other - kBlock) % 2];
-        if (kAt == kCount - 1 && other == 3) {
-          wait_for_products<0>();
-        } else {
-          begin(t[(kParity + other - kBlock + 1) % 2]);
-          wait_for_products<1>();
+        for (int i = 0; i < 2; ++i) {
+          const uint2 pairs =
+              *reinterpret_cast<const uint2*>(x.at(warp * 16 + lane / 4 + 8 * i, 2 * block + four / 2) + four % 2 * 4);
+          scalars[0][i] = low_of(pairs.x);
+          scalars[1][i] = high_of(pairs.x);
+          scalars[2][i] = low_of(pairs.y);
+          scalars[3][i] = high_of(pairs.y);
         }
-        end_of(now);
-        // Column 8j + … of t is a = j/2 and b = 8(j%2) + ….
-        if (other == kBlock) {
 #pragma unroll
-          for (int j = 0; j < 8; ++j)
+        for (int other = block; other < 4; ++other) {
+          multiply();
+          // Column 8j + … of t is a = j/2 and b = 8(j%2) + ….
+          if (other == block) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-              dx[2 * other + j % 2][i] = fmaf(2 * scalars[j / 2][i / 2], now[j][i], dx[2 * other + j % 2][i]);
-        } else {
-          uint32_t pairs[4];
-          x.a_fragment(pairs, warp * 16, other);
+            for (int j = 0; j < 8; ++j)
 #pragma unroll
-          for (int j = 0; j < 8; ++j)
+              for (int i = 0; i < 4; ++i)
+                dx[2 * other + j % 2][i] = fmaf(2 * scalars[j / 2][i / 2], t[j][i], dx[2 * other + j % 2][i]);
+          } else {
+            uint32_t pairs[4];
+            x.a_fragment(pairs, warp * 16, other);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              const uint32_t pair = pairs[j % 2 * 2 + i / 2];
-              dx[2 * other + j % 2][i] = fmaf(scalars[j / 2][i / 2], now[j][i], dx[2 * other + j % 2][i]);
-              sums[i / 2][j / 2] = fmaf(i % 2 == 0 ? low_of(pair) : high_of(pair), now[j][i], sums[i / 2][j / 2]);
-            }
+            for (int j = 0; j < 8; ++j)
+#pragma unroll
+              for (int i = 0; i < 4; ++i) {
+                const uint32_t pair = pairs[j % 2 * 2 + i / 2];
+                dx[2 * other + j % 2][i] = fmaf(scalars[j / 2][i / 2], t[j][i], dx[2 * other + j % 2][i]);
+                sums[j / 2][i / 2] = fmaf(i % 2 == 0 ? low_of(pair) : high_of(pair), t[j][i], sums[j / 2][i / 2]);
+              }
+          }
         }
-        // Before the product after the next overwrites t.
-        settle(dx);
-        settle(sums);
-      }
-      if constexpr (kBlock < 3) {
-        // dx_a: held by one lane of the four.
+        if (block == 3) continue;
+          // dx_a: held by one lane of the four.
 #pragma unroll
         for (int a = 0; a < 4; ++a)
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            float sum = sum_of_quad(sums[i][a]);
+            float sum = sum_of_quad(sums[a][i]);
             if (lane % 4 != four % 2 * 2 + a / 2) sum = 0;
-            dx[2 * kBlock][2 * i + a % 2] += four < 2 ? sum : 0.0f;
-            dx[2 * kBlock + 1][2 * i + a % 2] += four < 2 ? 0.0f : sum;
+            dx[2 * block][2 * i + a % 2] += four < 2 ? sum : 0.0f;
+            dx[2 * block + 1][2 * i + a % 2] += four < 2 ? 0.0f : sum;
           }
       }
-    };
-    const std::integral_constant<int, 0> zero;
-    const std::integral_constant<int, 1> one;
-    const std::integral_constant<int, 2> two;
-    const std::integral_constant<int, 3> three;
-    const std::integral_constant<int, 4> all;
-#pragma unroll 1
-    for (int four = 0; four < 4; ++four) four_of(zero, zero, one, four);
-#pragma unroll 1
-    for (int four = 0; four < 4; four += 2) {
-      four_of(one, zero, two, four);
-      four_of(one, one, two, four + 1);
-    }
-#pragma unroll 1
-    for (int four = 0; four < 4; four += 2) {
-      four_of(two, zero, two, four);
-      four_of(two, one, two, four + 1);
-    }
-    four_of(three, zero, all, 0);
-    four_of(three, one, all, 1);
-    four_of(three, two, all, 2);
-    four_of(three, three, all, 3);
     float factor[2];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) factor[i] = row + 8 * i < m.length ? m.factor(head, row + 8 * i) : 0.0f;
-    write_rows(m, head, first, end, dx, factor, x);
+    for (int i = 0; i < 2; ++i) factor[i] = row + 8 * i < m.length ? factor_of(m, head, row + 8 * i) : 0.0f;
+    write_rows(m, head, first, dx, factor, x);
     fence_shared_writes();
     __syncwarp();
     if (lane == 0) shared.x_empty[place].arrive();
@@ -413,7 +378,7 @@ __global__ void __launch_bounds__(128) linear_kernel(const __grid_constant__ CUt
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int first = token + warp * 16, row = first + lane / 4;
   float acc[8][4] = {}, factor[2] = {};
-  if (c == m.empty) return write_zeros(m, head, first, m.length);
+  if (c == m.empty) return write_zeros(m, head, first);
   if (threadIdx.x == 0) {
     full.init(1);
     fence_barriers();
@@ -422,7 +387,7 @@ __global__ void __launch_bounds__(128) linear_kernel(const __grid_constant__ CUt
     copy_bytes(state, m.states + static_cast<int64_t>(head * m.chunks + c) * kTileElements, kTileBytes, full);
   }
 #pragma unroll
-  for (int i = 0; i < 2; ++i) factor[i] = row + 8 * i < m.length ? m.factor(head, row + 8 * i) : 0.0f;
+  for (int i = 0; i < 2; ++i) factor[i] = row + 8 * i < m.length ? factor_of(m, head, row + 8 * i) : 0.0f;
   __syncthreads();
   full.wait(0);
   uint32_t own[4][4];
@@ -438,7 +403,7 @@ __global__ void __launch_bounds__(128) linear_kernel(const __grid_constant__ CUt
   commit_products();
   wait_for_products<0>();
   settle(acc);
-  write_rows(m, head, first, m.length, acc, factor, tile_at(shared_x));
+  write_rows(m, head, first, acc, factor, tile_at(shared_x));
 #endif
 }
 
@@ -478,20 +443,20 @@ Reading reading_of(const MixerCall& call, const Tensor& states, const Tensor& x,
   return m;
 }
 
-dim3 persistent(const Reading& m, int rows) {
-  const int64_t items = static_cast<int64_t>(m.batch) * m.heads * m.chunks * ((m.chunk + rows - 1) / rows);
+dim3 persistent(const Reading& m) {
+  const int64_t items = static_cast<int64_t>(m.batch) * m.heads * m.chunks * (m.chunk / kRows);
   return dim3(static_cast<unsigned>(std::min<int64_t>(items, multiprocessors())));
 }
 
 void read(const Reading& m, const CUtensorMap& x, cudaStream_t here) {
   allow_memory(read_kernel, sizeof(ReadShared));
-  read_kernel<<<persistent(m, ReadShared::kRows), kReadThreads, sizeof(ReadShared), here>>>(x, m);
+  read_kernel<<<persistent(m), kThreads, sizeof(ReadShared), here>>>(x, m);
   check_launch("mixer: reading states");
 }
 
 void contract(const Reading& m, const CUtensorMap& x, const CUtensorMap& u, cudaStream_t here) {
   allow_memory(contract_kernel, sizeof(ContractShared));
-  contract_kernel<<<persistent(m, ContractShared::kRows), kContractThreads, sizeof(ContractShared), here>>>(x, u, m);
+  contract_kernel<<<persistent(m), kThreads, sizeof(ContractShared), here>>>(x, u, m);
   check_launch("mixer: gradients through states");
 }
 
@@ -511,7 +476,7 @@ float score_constant(const MixerCall& call) {
 bool states_take(const MixerCall& call) {
   const bool linear = call.spec.score == Score::linear && call.spec.norm == Norm::none;
   return parallel_takes(call) && on_hopper(call.inputs.q.device()) && call.shape.qk_dim == 64 &&
-         call.chunk % ReadShared::kRows == 0 && (call.spec.score == Score::squared || linear);
+         call.chunk % kRows == 0 && (call.spec.score == Score::squared || linear);
 }
 
 void read_states(const MixerCall& call, const ChunkTables& tables, const Tensor& states, const Tensor& past,

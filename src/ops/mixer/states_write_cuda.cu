@@ -21,14 +21,6 @@ struct Walk {
   Chunks chunks;
   int heads, x_group, u_group, columns, tiles;
   float constant;
-
-  __device__ float weight(int64_t row, int t) const {
-    if (t >= chunks.length) return 0.0f;
-    float w = constant;
-    if (factors) w *= factors[row + t];
-    if (extra) w *= extra[row + t];
-    return w;
-  }
 };
 
 constexpr int kConsumers = 2;
@@ -45,11 +37,15 @@ struct UpdateShared {
   Barrier full[kStages], ready[kStages], empty[kStages];
 };
 
-// Of the parts of a head, the two tiles of one warpgroup and the three of the other: block B, and the first a.
-__constant__ int8_t kTwo[8][2] = {{0, 0}, {0, 8}, {1, 0}, {1, 8}, {1, 16}, {1, 24}, {3, 0}, {3, 8}};
-__constant__ int8_t kThree[8][2] = {{2, 0}, {2, 12}, {2, 24}, {2, 36}, {3, 16}, {3, 28}, {3, 40}, {3, 52}};
-
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+__device__ float weight_of(const Walk& m, int64_t row, int t) {
+  if (t >= m.chunks.length) return 0.0f;
+  float w = m.constant;
+  if (m.factors) w *= m.factors[row + t];
+  if (m.extra) w *= m.extra[row + t];
+  return w;
+}
 
 // One warpgroup: kTiles tiles of block B, from `first_a` on; its rows of `scaled` begin with a = first_a / 8 · 8.
 template <int kGroup, int kTiles>
@@ -106,10 +102,7 @@ __device__ void accumulate(UpdateShared& shared, const Walk& m, int block, int f
     }
     if (i == chunks.chunks - 1 && !m.last) break;
     const int tiles = chunks.tiles(c);
-#pragma unroll
-    for (int t = 0; t < kTiles; ++t) settle(acc[t]);
-    int tile = 0;
-    do {  // at least once: a loop that might not run keeps products from overlapping
+    for (int tile = 0; tile < tiles; ++tile, ++turn) {
       const int stage = turn % UpdateShared::kStages, phase = turn / UpdateShared::kStages;
       const Tile<64> x = tile_at(shared.x[stage]);
       shared.full[stage].wait(phase);
@@ -138,16 +131,10 @@ __device__ void accumulate(UpdateShared& shared, const Walk& m, int block, int f
 #pragma unroll
         for (int t = 0; t < kTiles; ++t) wgmma<1>(acc[t], f[step][t], values, 1);
         commit_products();
-        wait_for_products<2>();
-        // What the tile before needed is read.
-        if (step == 1 && tile > 0 && lane == 0) shared.empty[(turn - 1) % UpdateShared::kStages].arrive();
       }
-      ++turn;
-    } while (++tile < tiles);
-    wait_for_products<0>();
-#pragma unroll
-    for (int t = 0; t < kTiles; ++t) settle(acc[t]);
-    if (lane == 0) shared.empty[(turn - 1) % UpdateShared::kStages].arrive();
+      wait_for_products<0>();
+      if (lane == 0) shared.empty[stage].arrive();
+    }
   }
   if (m.last)
     each([&](float& x, int a, int b, int column) {
@@ -176,7 +163,9 @@ __global__ void __launch_bounds__(kUpdateThreads, 1)
     fence_barriers();
   }
   __syncthreads();
-  const int two = kTwo[part][1], three = kThree[part][1];
+  // Of the 40 tiles of a head, two for one warpgroup and three for the other: their block B, and the first a.
+  const int two_block = part < 2 ? 0 : part < 6 ? 1 : 3, two = 8 * (part - (part < 2 ? 0 : part < 6 ? 2 : 6));
+  const int three_block = part < 4 ? 2 : 3, three = part < 4 ? 12 * part : 16 + 12 * (part - 4);
   // Tiles of tokens in the order of the walk.
   const auto each_tile = [&](auto&& f) {
     const int walked = m.chunks.chunks - (m.last ? 0 : 1);
@@ -188,10 +177,10 @@ __global__ void __launch_bounds__(kUpdateThreads, 1)
   };
   if (warp < 4) {
     take_registers<216>();
-    accumulate<0, 2>(shared, m, kTwo[part][0], two, two % 8, shared.out[0], head);
+    accumulate<0, 2>(shared, m, two_block, two, two % 8, shared.out[0], head);
   } else if (warp < 8) {
     take_registers<216>();
-    accumulate<1, 3>(shared, m, kThree[part][0], three, 8 + three % 8, shared.out[2], head);
+    accumulate<1, 3>(shared, m, three_block, three, 8 + three % 8, shared.out[2], head);
   } else {
     give_registers<72>();
     if (warp < 8 + kHelpers) {
@@ -261,7 +250,7 @@ __global__ void __launch_bounds__(128)
   const auto load = [&](int tile) {
     const int stage = tile % kOuterStages, token = begin + tile * kTileRows;
     if (threadIdx.x < kTileRows)
-      shared.weights[stage][threadIdx.x] = m.weight(head * m.chunks.length, token + static_cast<int>(threadIdx.x));
+      shared.weights[stage][threadIdx.x] = weight_of(m, head * m.chunks.length, token + static_cast<int>(threadIdx.x));
     if (threadIdx.x != 0) return;
     shared.full[stage].arrive_and_expect((same ? 1 : 2) * kTileBytes);
     copy_tile(shared.x[stage], x, shared.full[stage], 0, token, h / m.x_group, b);

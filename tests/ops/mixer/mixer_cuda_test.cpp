@@ -90,11 +90,12 @@ void compare_any_shapes(Random& random, int cases, DType dtype) {
 }
 
 // Where the oracle takes long, bf16 against the same numbers in f32, which the oracle has checked.
-void compare_with_f32(const MixerCase& c, const MixerOptions& options) {
+void compare_with_f32(const MixerCase& c, const MixerOptions& options, double decay_tolerance = 3e-2) {
   SCOPED_TRACE(describe(c));
   const MixerCase rounded = cast(c, DType::bf16);
   const MixerOptions parallel{.form = Form::parallel};
-  expect_near(rounded, run_on_gpu(rounded, options), run_on_gpu(cast(rounded, DType::f32), parallel), DType::bf16);
+  expect_near(rounded, run_on_gpu(rounded, options), run_on_gpu(cast(rounded, DType::f32), parallel),
+              tolerance(DType::bf16), decay_tolerance);
 }
 
 TEST(MixerCuda, AnyShapeInF32) {
@@ -210,7 +211,9 @@ TEST(MixerCuda, LongChunks) {
       }
       const int64_t chunk = random.pick<int64_t>({0, 256, 512});
       SCOPED_TRACE(fmt::format("chunked by {}, decay to {}", chunk, -strongest));
-      compare_with_f32(c, {.form = Form::chunked, .chunk = chunk});
+      // da_t sums the rounding of all tokens after t (of o in δ, above all), while strong decay leaves it small: of the
+      // numbers of this test alone, rounded in an exact computation, up to 7e-2.
+      compare_with_f32(c, {.form = Form::chunked, .chunk = chunk}, strongest < 1 ? 3e-2 : 1e-1);
     }
   }
 }
