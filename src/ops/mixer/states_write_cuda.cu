@@ -133,6 +133,8 @@ __device__ void accumulate(UpdateShared& shared, const Walk& m, int block, int f
         commit_products();
       }
       wait_for_products<0>();
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) settle(acc[t]);
       if (lane == 0) shared.empty[stage].arrive();
     }
   }
