@@ -65,8 +65,7 @@ double chunked_flops(const MixerShape& shape, const std::vector<Segment>& segmen
   return static_cast<double>(shape.heads) * (inner + outer);
 }
 
-int64_t default_chunk(const MixerSpec& spec, int64_t qk_dim, int64_t v_dim, Device device,
-                      DType dtype) {
+int64_t default_chunk(const MixerSpec& spec, int64_t qk_dim, int64_t v_dim, Device device, DType dtype) {
   if (!device.is_cpu()) {
     // What the kernels for heads of 64 like; the others make φ in memory.
     const bool states = dtype == DType::bf16 && qk_dim == 64 && v_dim == 64;

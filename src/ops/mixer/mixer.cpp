@@ -187,9 +187,8 @@ MixerResult mixer_forward(const MixerSpec& spec, const MixerInputs& inputs, cons
           "{}: argument \"final_state\" was asked for, but an exponential score has no state of constant size",
           kOperation);
   const Device device = inputs.q.device();
-  const int64_t chunk = options.chunk > 0
-                            ? options.chunk
-                            : default_chunk(spec, shape.qk_dim, shape.v_dim, device, inputs.q.dtype());
+  const int64_t chunk =
+      options.chunk > 0 ? options.chunk : default_chunk(spec, shape.qk_dim, shape.v_dim, device, inputs.q.dtype());
   check_form(kOperation, options.form, device);
   MixerResult result;
   const DType accumulator = accumulator_of(inputs.q);
@@ -270,9 +269,8 @@ MixerGradients mixer_backward(const MixerSpec& spec, const MixerInputs& inputs, 
     check.contiguous("into.initial_state", gradients.initial_state);
   }
 
-  const int64_t chunk = options.chunk > 0
-                            ? options.chunk
-                            : default_chunk(spec, shape.qk_dim, shape.v_dim, device, inputs.q.dtype());
+  const int64_t chunk =
+      options.chunk > 0 ? options.chunk : default_chunk(spec, shape.qk_dim, shape.v_dim, device, inputs.q.dtype());
 #ifdef FURIOUS_CUDA
   if (!device.is_cpu()) {
     const bool parallel = form == Form::parallel && !inputs.initial_state && !final_state_gradient;
