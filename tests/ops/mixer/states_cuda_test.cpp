@@ -1,4 +1,5 @@
 // The states of the chunked form on a GPU against sums over pairs of tokens in different chunks, in double.
+#ifdef FURIOUS_CUDA  // the kernels themselves, which a build without CUDA lacks
 #include "ops/mixer/states.h"
 
 #include "cuda.h"
@@ -131,3 +132,4 @@ TEST(StatesCuda, AgainstPairsOfTokens) {
 
 }  // namespace
 }  // namespace furious
+#endif
