@@ -1,0 +1,425 @@
+#include <cmath>
+#include <limits>
+
+#include "ops/mixer/recurrent.cuh"
+#include "tensor/launch.cuh"
+
+namespace furious::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kChunk = static_cast<int>(kStepTokens);  // tokens of the window that are weighted at once
+constexpr int kFewestRows = 64, kMostRows = 1024;      // of the state, for one block
+constexpr int kMostWindowBlocks = 64;                  // for one head
+constexpr int64_t kEnoughBlocks = 4096;                // several for every place on the largest device
+constexpr int kAtOnce = 3;                             // blocks of a multiprocessor that leave room for the next kernel
+constexpr int kRowsAhead = 6;                          // of the state, that a thread fetches before it has q
+static_assert(kLargestDim <= kThreads && kThreads / 8 == kPageTokens && kThreads / kSmallestDim <= kChunk);
+// A head has no more blocks than its factors have room.
+static_assert(kLargestDim * (kLargestDim + 1) / 2 / kFewestRows + 1 + kMostWindowBlocks <= kMostRows);
+
+template <int kVector, class T>
+__device__ void load(const T* from, float (&to)[kVector]) {
+  if constexpr (kVector == 1) {
+    to[0] = to_float(__ldcg(from));
+  } else {
+    static_assert(kVector * sizeof(T) == sizeof(uint4));
+    alignas(16) T values[kVector];
+    *reinterpret_cast<uint4*>(values) = __ldcg(reinterpret_cast<const uint4*>(from));
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) to[i] = to_float(values[i]);
+  }
+}
+
+// One token of every sequence, [batch, own heads, dim].
+template <class T>
+struct Token {
+  const T* data;
+  int64_t batch_stride, head_stride;
+  int own_heads;
+
+  __device__ const T* row(int batch, int head, int heads) const {
+    return data + batch * batch_stride + head / (heads / own_heads) * head_stride;
+  }
+};
+
+template <class T>
+auto token(const Tensor& x) {
+  return Token<typename OnDevice<T>::Type>{pointer<T>(x), x.stride(0), x.stride(1), static_cast<int>(x.size(1))};
+}
+
+template <class T>
+struct Step {
+  Cache cache;
+  Token<T> q, k, v;
+  const float* log_decay;  // [batch, heads]
+  int* counters;
+  const float* state;
+  int64_t state_numbers;
+  int state_blocks, state_rows;      // blocks of a head that read the state, and the rows of each
+  int window_blocks, window_tokens;  // those that read the window, and the tokens of each
+  float* partials;                   // [batch, heads, blocks, v_dim + 2]: y, n, and `extra`
+  T* out;
+
+  __device__ int blocks() const { return state_blocks + window_blocks; }
+  __device__ bool softmax() const { return cache.score == Score::exponential && cache.sum; }
+  // `extra` is the largest exponent under softmax; else the first block of the window says there how much is left of
+  // the state.
+  __device__ float* partial(int64_t sequence_head, int block) const {
+    return partials + (sequence_head * blocks() + block) * (cache.v_dim + 2);
+  }
+};
+
+struct StepMemory {
+  alignas(16) float sums[8 * kThreads];
+  float q[kLargestDim];
+  float phi[kMostRows];
+  float scores[kChunk], weights[kChunk];
+  float warps[32];
+  bool last;
+};
+
+// Adds up the threads' sums, of which each of `groups` groups holds one row of `ld` in memory.sums, and writes them
+// with the block's normalizer. Contains the barrier after which the sums are seen.
+template <class T>
+__device__ void write_partial(const Step<T>& step, float* partial, int groups, int ld, float normalizer, float extra,
+                              StepMemory& memory) {
+  normalizer = block_sum(normalizer, memory.warps);
+  const int column = static_cast<int>(threadIdx.x);
+  if (column < step.cache.v_dim) {
+    float y = 0;
+    for (int g = 0; g < groups; ++g) y += memory.sums[g * ld + column];
+    partial[column] = y;
+  }
+  if (column == 0) {
+    partial[step.cache.v_dim] = normalizer;
+    partial[step.cache.v_dim + 1] = extra;
+  }
+}
+
+// The block's part of q, which a kernel before this one has made.
+template <class T>
+__device__ void load_q(const Step<T>& step, int batch, int head, StepMemory& memory) {
+  const int thread = static_cast<int>(threadIdx.x);
+  wait_for_previous();
+  if (thread < step.cache.qk_dim)
+    memory.q[thread] = to_float(__ldcg(step.q.row(batch, head, step.cache.heads) + thread)) * step.cache.scale;
+  __syncthreads();
+}
+
+__device__ void add_row(float4& sum, float phi, const float4& x) {
+  sum.x = fmaf(phi, x.x, sum.x);
+  sum.y = fmaf(phi, x.y, sum.y);
+  sum.z = fmaf(phi, x.z, sum.z);
+  sum.w = fmaf(phi, x.w, sum.w);
+}
+
+// φ(q)ᵀ[s, z] over the rows of one block. The state stays as it is from token to token, so the first rows are fetched
+// before q is there.
+template <class T>
+__device__ void read_state(const Step<T>& step, int batch, int head, int block, StepMemory& memory) {
+  const int thread = static_cast<int>(threadIdx.x);
+  const int64_t sequence_head = static_cast<int64_t>(batch) * step.cache.heads + head;
+  const int first = block * step.state_rows;
+  const int rows = min(step.state_rows, step.cache.state_rows - first);
+  const int ld = padded(step.cache.v_dim);
+  const int vectors = ld / 4, groups = kThreads / vectors;
+  const int column = thread % vectors, group = thread / vectors;
+  const float* state = step.state + sequence_head * step.state_numbers;
+  const float4* values = reinterpret_cast<const float4*>(state + static_cast<int64_t>(first) * ld) + column;
+  float4 ahead[kRowsAhead];
+#pragma unroll
+  for (int i = 0; i < kRowsAhead; ++i) {
+    const int r = group + i * groups;
+    ahead[i] = group < groups && r < rows ? __ldcs(values + r * vectors) : float4{0, 0, 0, 0};
+  }
+  load_q(step, batch, head, memory);
+  for (int r = thread; r < rows; r += kThreads)
+    memory.phi[r] = Feature(step.cache.score, first + r, step.cache.qk_dim).of(memory.q);
+  __syncthreads();
+
+  if (group < groups) {
+    float4 sum{0, 0, 0, 0};
+#pragma unroll
+    for (int i = 0; i < kRowsAhead; ++i)
+      if (group + i * groups < rows) add_row(sum, memory.phi[group + i * groups], ahead[i]);
+#pragma unroll 4
+    for (int r = group + kRowsAhead * groups; r < rows; r += groups)
+      add_row(sum, memory.phi[r], __ldcs(values + r * vectors));  // read once: not to be kept in the cache
+    reinterpret_cast<float4*>(memory.sums)[thread] = sum;
+  }
+  float normalizer = 0;
+  if (step.cache.sum) {
+    const float* z = state + static_cast<int64_t>(step.cache.state_rows) * ld + first;
+    for (int r = thread; r < rows; r += kThreads) normalizer = fmaf(memory.phi[r], z[r], normalizer);
+  }
+  write_partial(step, step.partial(sequence_head, block), groups, ld, normalizer, 0, memory);
+}
+
+// Puts the new token into its page. Heads that share a k or v leave it to the first of them; all of them read the new
+// token from the inputs.
+template <class T>
+__device__ void keep_token(const Step<T>& step, int batch, int head, int slot, double total) {
+  const Cache& cache = step.cache;
+  const int thread = static_cast<int>(threadIdx.x);
+  const Page page = cache.pages[slot / kPageTokens];
+  if (head % (cache.heads / cache.k_heads) == 0 && thread < cache.qk_dim)
+    cache.template k_row<T>(page, batch, head, slot)[thread] = __ldcg(step.k.row(batch, head, cache.heads) + thread);
+  if (head % (cache.heads / cache.v_heads) == 0 && thread < cache.v_dim)
+    cache.template v_row<T>(page, batch, head, slot)[thread] = __ldcg(step.v.row(batch, head, cache.heads) + thread);
+  if (cache.decay && thread == 0) {
+    const int64_t sequence_head = static_cast<int64_t>(batch) * cache.heads + head;
+    page.log_decay[cache.decay_at(sequence_head, slot)] = __ldcg(step.log_decay + sequence_head);
+    page.total[cache.decay_at(sequence_head, slot)] = total;
+  }
+}
+
+// The weight of a token, or its exponent under softmax.
+template <class T>
+__device__ float weight_of(const Step<T>& step, float score, double log_decay) {
+  if (step.softmax()) return score + static_cast<float>(log_decay);
+  const float factor = decay_factor(log_decay);
+  switch (step.cache.score) {
+    case Score::linear:
+      return score * factor;
+    case Score::squared:
+      return score * score * factor;
+    default:
+      return expf(fminf(score, kLargestExponent)) * factor;
+  }
+}
+
+template <class T>
+__device__ void prefetch(const T* row, int dim) {
+  for (int byte = 0; byte < dim * static_cast<int>(sizeof(T)); byte += 128)
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(reinterpret_cast<const char*>(row) + byte));
+}
+
+// Σ_j w_j [v_j, 1] over the tokens of one block, the new one among them.
+template <int kVector, class T>
+__device__ void read_window(const Step<T>& step, int batch, int head, int block, StepMemory& memory) {
+  const Cache& cache = step.cache;
+  const int thread = static_cast<int>(threadIdx.x);
+  const int64_t sequence_head = static_cast<int64_t>(batch) * cache.heads + head;
+  const int pending = step.counters[kPending];
+  const int first = block * step.window_tokens;
+  const int end = min(first + step.window_tokens, pending + 1);
+  // What is there before the new token: its sum of decays, and its k and v into the second-level cache.
+  double now = 0;
+  if (cache.decay && pending > 0) now = cache.total(sequence_head, pending - 1);
+  for (int j = first + thread / 2; j < min(end, pending); j += kThreads / 2) {
+    const Page page = cache.pages[j / kPageTokens];
+    if (thread % 2 == 0)
+      prefetch(cache.template k_row<T>(page, batch, head, j), cache.qk_dim);
+    else
+      prefetch(cache.template v_row<T>(page, batch, head, j), cache.v_dim);
+  }
+  load_q(step, batch, head, memory);
+  if (cache.decay) now += static_cast<double>(__ldcg(step.log_decay + sequence_head));
+  if (first <= pending && pending < end) keep_token(step, batch, head, pending, now);
+  const T* new_k = step.k.row(batch, head, cache.heads);
+  const T* new_v = step.v.row(batch, head, cache.heads);
+
+  const int vectors = cache.v_dim / kVector, groups = kThreads / vectors;
+  const int column = thread % vectors * kVector, group = thread / vectors;
+  float sums[kVector] = {};
+  float normalizer = 0;  // of the tokens that this thread has weighted
+  float largest = -INFINITY;
+  for (int chunk = first; chunk < end; chunk += kChunk) {
+    const int count = min(kChunk, end - chunk);
+    const Page page0 = cache.pages[chunk / kPageTokens];
+    const Page page1 = cache.pages[(chunk + min(kPageTokens, count - 1)) / kPageTokens];
+    const int lane = thread % 8;  // eight threads for a token
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int j = half * kPageTokens + thread / 8;
+      float score = 0;
+      if (j < count) {
+        const T* k = chunk + j == pending ? new_k : cache.template k_row<T>(half == 0 ? page0 : page1, batch, head, j);
+        for (int c = lane * kVector; c < cache.qk_dim; c += 8 * kVector) {
+          float x[kVector];
+          load(k + c, x);
+#pragma unroll
+          for (int i = 0; i < kVector; ++i) score = fmaf(x[i], memory.q[c + i], score);
+        }
+      }
+      for (int offset = 4; offset > 0; offset /= 2) score += __shfl_xor_sync(0xFFFFFFFFu, score, offset);
+      if (lane == 0) {
+        float weight = step.softmax() ? -INFINITY : 0.0f;
+        if (j < count) {
+          double log_decay = 0;
+          if (cache.decay && chunk + j != pending)
+            log_decay = now - (half == 0 ? page0 : page1).total[cache.decay_at(sequence_head, j)];
+          weight = weight_of(step, score, log_decay);
+        }
+        memory.scores[j] = weight;
+      }
+    }
+    __syncthreads();
+    float rescale = 1;
+    if (step.softmax()) {
+      float most = fmaxf(memory.scores[thread % 32], memory.scores[thread % 32 + 32]);
+      for (int offset = 16; offset > 0; offset /= 2) most = fmaxf(most, __shfl_xor_sync(0xFFFFFFFFu, most, offset));
+      most = fmaxf(most, largest);
+      rescale = expf(largest - most);
+      largest = most;
+    }
+    if (thread < kChunk) {
+      const float weight = step.softmax() ? expf(memory.scores[thread] - largest) : memory.scores[thread];
+      memory.weights[thread] = weight;
+      normalizer = normalizer * rescale + weight;
+    }
+    __syncthreads();
+    if (group < groups) {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) sums[i] *= rescale;
+      for (int j = group; j < count; j += groups) {
+        const T* v =
+            chunk + j == pending ? new_v : cache.template v_row<T>(j < kPageTokens ? page0 : page1, batch, head, j);
+        float x[kVector];
+        load(v + column, x);
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) sums[i] = fmaf(memory.weights[j], x[i], sums[i]);
+      }
+    }
+  }
+  if (group < groups) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) memory.sums[group * cache.v_dim + column + i] = sums[i];
+  }
+  write_partial(step, step.partial(sequence_head, step.state_blocks + block), groups, cache.v_dim, normalizer,
+                step.softmax() ? largest : decay_factor(now), memory);
+}
+
+// The output of a head, from what its blocks have written, always in the same order: groups of threads take every so
+// many blocks, so that few loads wait for each other.
+template <class T>
+__device__ void combine(const Step<T>& step, int64_t sequence_head, StepMemory& memory) {
+  const Cache& cache = step.cache;
+  const int thread = static_cast<int>(threadIdx.x);
+  const auto at = [&](int block, int i) { return __ldcg(step.partial(sequence_head, block) + i); };
+  const int normalizer_at = cache.v_dim, extra_at = cache.v_dim + 1;
+  const float left = step.softmax() ? 0.0f : at(step.state_blocks, extra_at);
+  float* factors = memory.phi;  // of each block's part
+  for (int b = thread; b < step.blocks(); b += kThreads)
+    factors[b] = step.softmax() ? at(b, extra_at) : b < step.state_blocks ? left : 1.0f;
+  __syncthreads();
+  float largest = -INFINITY;
+  if (step.softmax())
+    for (int b = 0; b < step.blocks(); ++b) largest = fmaxf(largest, factors[b]);
+
+  const int groups = kThreads / cache.v_dim, group = thread / cache.v_dim, own = thread % cache.v_dim;
+  if (group < groups) {
+    float y = 0, n = 0;
+#pragma unroll 4
+    for (int b = group; b < step.blocks(); b += groups) {
+      const float factor = step.softmax() ? expf(factors[b] - largest) : factors[b];
+      y += factor > 0 ? factor * at(b, own) : 0.0f;
+      n += factor > 0 ? factor * at(b, normalizer_at) : 0.0f;
+    }
+    memory.sums[group * cache.v_dim + own] = y;
+    if (own == 0) memory.scores[group] = n;
+  }
+  __syncthreads();
+  if (thread >= cache.v_dim) return;
+  float y = 0, n = 0;
+  for (int g = 0; g < groups; ++g) {
+    y += memory.sums[g * cache.v_dim + thread];
+    n += memory.scores[g];
+  }
+  // Only linear scores can sum to a negative n by right; others do so by rounding.
+  const float size = cache.score == Score::linear ? fabsf(n) : n;
+  if (cache.sum) y = size < kSmallestNormalizer ? 0.0f : y / n;
+  step.out[sequence_head * cache.v_dim + thread] = from_float<T>(y);
+}
+
+// A step of all heads. The blocks of a head read parts of its state and its window; the one that is done last adds up
+// what they have written.
+template <int kVector, class T>
+__global__ void __launch_bounds__(kThreads, 4) step_kernel(const Step<T> step) {
+  __shared__ StepMemory memory;
+  const int thread = static_cast<int>(threadIdx.x);
+  const int64_t sequence_head = blockIdx.x / step.blocks();
+  const int block = static_cast<int>(blockIdx.x % step.blocks());
+  const int batch = static_cast<int>(sequence_head / step.cache.heads);
+  const int head = static_cast<int>(sequence_head % step.cache.heads);
+  start_next();
+  // The window first: it has further to go for its numbers.
+  if (block < step.window_blocks)
+    read_window<kVector>(step, batch, head, block, memory);
+  else
+    read_state(step, batch, head, block - step.window_blocks, memory);
+
+  __threadfence();
+  __syncthreads();
+  int* done = step.counters + kBlocksDone + sequence_head;
+  if (thread == 0) memory.last = atomicAdd(done, 1) == step.blocks() - 1;
+  __syncthreads();
+  if (!memory.last) return;
+  __threadfence();
+  if (thread == kThreads - 1) {  // beside the rest: all blocks of the head have read the counters
+    *done = 0;
+    const int heads = static_cast<int>(gridDim.x / step.blocks());
+    if (atomicAdd(step.counters + kHeadsDone, 1) == heads - 1) {
+      step.counters[kHeadsDone] = 0;
+      step.counters[kPending] += 1;
+      step.counters[kTokens] += 1;
+    }
+  }
+  combine(step, sequence_head, memory);
+}
+
+// Whether rows that begin there can be read by 16 bytes.
+bool aligned(const Tensor& x) {
+  const auto bytes = [&](int64_t elements) { return elements * static_cast<int64_t>(size_of(x.dtype())); };
+  return reinterpret_cast<uintptr_t>(x.raw()) % 16 == 0 && bytes(x.stride(0)) % 16 == 0 &&
+         bytes(x.stride(1)) % 16 == 0 && bytes(x.size(2)) % 16 == 0;
+}
+
+}  // namespace
+
+void cache_step(const MixerSpec& spec, const MixerShape& shape, const CacheWindow& window, const Tensor& state,
+                const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& log_decay, const Tensor& out,
+                bool early) {
+  const int64_t heads = shape.batch * shape.heads;
+  // Blocks that a head should have: few heads fill the device once, with one block for the window.
+  const int64_t places = kAtOnce * multiprocessors() / heads;
+  const int64_t share = places > 2 ? places - 1 : divide_up(kEnoughBlocks, heads);
+  int state_blocks = 0, state_rows = 0;
+  if (state) {
+    const int fewest = divide_up(shape.state_rows, kMostRows), most = divide_up(shape.state_rows, kFewestRows);
+    state_rows = divide_up(shape.state_rows, std::clamp<int64_t>(share, fewest, most));
+    state_blocks = divide_up(shape.state_rows, state_rows);
+  }
+  const int64_t chunks = divide_up(window.pending + 1, kChunk);
+  const int window_chunks = divide_up(chunks, std::clamp<int64_t>(share, 1, kMostWindowBlocks));
+  const int window_blocks = divide_up(chunks, window_chunks);
+  const int64_t blocks = heads * (state_blocks + window_blocks);
+  const Tensor partials = Tensor::empty({blocks, shape.v_dim + 2}, DType::f32, out.device());
+  with_activation_type(out.dtype(), [&](auto zero) {
+    using T = decltype(zero);
+    using OnGpu = typename OnDevice<T>::Type;
+    const Step<OnGpu> step{cache_of(spec, shape, window),
+                           token<T>(q),
+                           token<T>(k),
+                           token<T>(v),
+                           log_decay ? log_decay.data<float>() : nullptr,
+                           window.counters.data<int32_t>(),
+                           state ? state.data<float>() : nullptr,
+                           state ? state.stride(1) : 0,
+                           state_blocks,
+                           state_rows,
+                           window_blocks,
+                           window_chunks * kChunk,
+                           partials.data<float>(),
+                           pointer<T>(out)};
+    const auto grid = static_cast<unsigned>(blocks);
+    const cudaStream_t s = stream(out.device());
+    if (aligned(k) && aligned(v))
+      launch_early(early, step_kernel<16 / sizeof(OnGpu), OnGpu>, grid, kThreads, s, step);
+    else
+      launch_early(early, step_kernel<1, OnGpu>, grid, kThreads, s, step);
+  });
+}
+
+}  // namespace furious::cuda
