@@ -414,9 +414,9 @@ Tensor LanguageModel::step(ModelCache& cache, const Tensor& tokens) const {
   ArgumentCheck("language_model.step").shape("tokens", tokens, {cache.batch(), 1});
   const Tensor ids = here("tokens", tokens, 0);
   for (ModelCache::Layer& layer : cache.layers_) layer.mixer.prepare(compute_.activations);
-  if (device_.is_cpu()) return token_pass(cache, ids);
   if (!cache.ids_) cache.ids_ = Tensor::empty_like(ids);
   copy(cache.ids_, ids);
+  if (device_.is_cpu()) return token_pass(cache, cache.ids_);
   ModelCache::Recording& recorded = cache.recorded_;
   if (recorded.version != version_) {  // the first token makes everything ready
     recorded = {version_, {}, nullptr, {}};

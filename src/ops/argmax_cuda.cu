@@ -44,7 +44,7 @@ __global__ void argmax_kernel(int32_t* out, const float* logits, int64_t stride,
 
 void argmax(const Tensor& best, const Tensor& logits) {
   if (logits.size(0) == 0) return;
-  launch_early(true, argmax_kernel, blocks_for(logits.size(0), 1), kThreads, stream(logits.device()),
+  launch_early(true, argmax_kernel, blocks_for(logits.size(0), 1), kThreads, 0, stream(logits.device()),
                best.data<int32_t>(), static_cast<const float*>(logits.data<float>()), logits.stride(0),
                static_cast<int>(logits.size(1)));
 }

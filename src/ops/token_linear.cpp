@@ -23,13 +23,18 @@ void check_input(const ArgumentCheck& check, const TokenInput& in, const Tensor&
   if (in.norm) check.dense("norm", in.norm, DType::f32, {weight.size(1)}, in.x.device());
 }
 
-// Whether one kernel does it: accesses of 16 bytes, and products in bf16.
+// Whether one kernel does it.
 bool fits(const TokenInput& in, const Tensor& weight) {
-  const auto aligned = [](const Tensor& x) {
+#ifdef FURIOUS_CUDA
+  const auto aligned = [](const Tensor& x) {  // for accesses of 16 bytes
     return x.dtype() == DType::bf16 && reinterpret_cast<uintptr_t>(x.raw()) % 16 == 0 && x.stride(0) % 8 == 0;
   };
-  return !in.x.device().is_cpu() && aligned(in.x) && (!in.gate || aligned(in.gate)) && aligned(weight) &&
-         weight.is_contiguous();
+  return !in.x.device().is_cpu() && cuda::token_linear_fits(in.x.size(0), in.x.size(1)) && aligned(in.x) &&
+         (!in.gate || aligned(in.gate)) && aligned(weight) && weight.is_contiguous();
+#else
+  (void)in, (void)weight;
+  return false;
+#endif
 }
 
 void run(const TokenInput& in, std::span<const TokenPart> parts) {
@@ -66,7 +71,13 @@ void token_add(const Tensor& to, const TokenInput& in, const Tensor& weight, Mat
   const ArgumentCheck check("token_add");
   check_input(check, in, weight);
   check.dense("to", to, in.x.dtype(), {in.x.size(0), weight.size(0)}, in.x.device());
-  if (!fits(in, weight)) return add_into(to, linear_forward(prepared(in), weight, {}, precision));
+  if (!fits(in, weight)) {
+    if (to.device().is_cpu()) return add_into(to, linear_forward(prepared(in), weight, {}, precision));
+    return matmul(to, prepared(in), weight,
+                  {.transpose_b = true,
+                   .accumulate = true,
+                   .precision = to.dtype() == DType::bf16 ? MatmulPrecision::bf16 : precision});
+  }
   TokenPart part{.kind = TokenPart::Kind::add, .weight = weight, .out = to};
   run(in, {&part, 1});
 }

@@ -8,10 +8,10 @@
 //   token_mixing    what the mixer takes in: qkv = act(conv(h W_qkvᵀ)), dt = softplus(h W_dtᵀ + bias),
 //                   a = −softplus(h W_Aᵀ) or −exp(A_log)·dt, z = h W_zᵀ + bias
 //
-// x, gate [batch, n] are activations, weights as ops/linear.h takes them, everything else is f32. On a GPU, with
-// activations and weights in bf16 and n a multiple of 8, each is one kernel that reads the weights once, whatever the
-// batch, and fetches the first of them while the kernel before it still runs. In all other cases each is the plain
-// operations one after the other.
+// x, gate [batch, n] are activations, weights as ops/linear.h takes them, everything else is f32. On a GPU, for up to 8
+// sequences with activations and weights in bf16, each is one kernel that fetches the weights, and the convolution's
+// state, while the kernel before it still runs (tensor/launch.cuh): that one must not have written them. In all other
+// cases each is the plain operations one after the other.
 #pragma once
 
 #include <span>
@@ -72,6 +72,7 @@ struct TokenPart {
 namespace cuda {
 inline constexpr size_t kMostTokenParts = 4;
 void token_linear(const TokenInput& in, std::span<const TokenPart> parts);
+bool token_linear_fits(int64_t batch, int64_t k);
 }  // namespace cuda
 
 }  // namespace furious

@@ -3,22 +3,24 @@
 #include "ops/token_linear.h"
 #include "tensor/launch.cuh"
 
-// A block makes some rows of the product for all sequences: its eight warps share out the columns of the weights, and
-// their sums meet in shared memory. Weights are the tensor cores' second factor and come from memory straight into
-// registers, each once; activations are the first factor, padded with zeros to 16 rows. A product sums over k in any
-// order, so a lane takes 8 neighbouring numbers of a row (16 bytes) where the tensor core's layout has 4 pairs: both
-// factors do, and the sum is the same.
+// A block makes eight rows of the product (of a gated pair, eight of each) for up to eight sequences. The weights go
+// straight to shared memory, each once, before the block has anything else to do; the activations follow when they are
+// there. Its warps share out the columns, and their sums meet in shared memory.
 //
-// The norm costs nothing: its weight is multiplied into the activations as they are loaded, and the square sums, which
-// every block makes for itself on the way, scale the result.
+// Activations are the tensor cores' first factor, eight of whose sixteen rows stay empty, weights the second. A product
+// sums over k in any order, so a lane takes 8 neighbouring numbers of a row (16 bytes) where the tensor core's layout
+// has 4 pairs: both factors do, and the sum is the same.
+//
+// The norm costs no pass of its own: its weight is multiplied into the activations as they come in, and their square
+// sum scales the result.
 
 namespace furious::cuda {
 namespace {
 
 using Kind = TokenPart::Kind;
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
-constexpr int kBlockColumns = 32;  // of the weights, that a warp takes at a time
-constexpr int kMostBlocks = 4;     // for a multiprocessor; each goes on with further rows
+constexpr int kMostSequences = 8;
+constexpr int kMostBlocks = 4;  // for a multiprocessor; each goes on with further rows
 
 struct Part {
   Kind kind;
@@ -41,22 +43,19 @@ struct Call {
   Part part[kMostTokenParts];
 };
 
-// What the end of a tile needs from memory, for one element of the result.
+// What the end of a tile needs of an element of the result and no kernel since the last token has written.
 struct Before {
-  float bias = 0, old = 0;
+  float bias = 0, a_log = 0;
   float past[3] = {}, taps[4] = {};  // of the convolution, newest last
 };
 
-__device__ Before load_before(const Part& part, int batch, int row) {
+__device__ Before load_before(const Part& part, int sequence, int row) {
   Before before;
   if (part.bias) before.bias = part.bias[row];
-  if (part.kind == Kind::add)
-    before.old =
-        to_float(__ldcg(static_cast<__nv_bfloat16*>(part.out) + static_cast<int64_t>(batch) * part.rows + row));
-  if (part.kind == Kind::softplus && part.a_log) before.old = part.a_log[row];
+  if (part.a_log) before.a_log = part.a_log[row];
   if (part.window == 0) return before;
   const int past = part.window - 1;
-  const float* state = part.conv_state + static_cast<int64_t>(batch) * past * part.rows + row;
+  const float* state = part.conv_state + static_cast<int64_t>(sequence) * past * part.rows + row;
 #pragma unroll
   for (int back = 0; back < 3; ++back)
     if (back < past) before.past[2 - back] = __ldcg(state + static_cast<int64_t>(past - 1 - back) * part.rows);
@@ -66,26 +65,32 @@ __device__ Before load_before(const Part& part, int batch, int row) {
   return before;
 }
 
+__device__ float load_old(const Part& part, int sequence, int row) {
+  if (part.kind != Kind::add) return 0;
+  return to_float(__ldcg(static_cast<__nv_bfloat16*>(part.out) + static_cast<int64_t>(sequence) * part.rows + row));
+}
+
 __device__ float softplus(float x) {
   return fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x)));
 }
 
 // `other` is the second factor's sum under Kind::swiglu.
-__device__ void finish(const Part& part, int batch, int row, float sum, float other, const Before& before) {
-  const int64_t at = static_cast<int64_t>(batch) * part.rows + row;
+__device__ void finish(const Part& part, int sequence, int row, float sum, float other, float old,
+                       const Before& before) {
+  const int64_t at = static_cast<int64_t>(sequence) * part.rows + row;
   if (part.kind == Kind::softplus) {
     const float y = part.sign * softplus(sum + before.bias);
     static_cast<float*>(part.out)[at] = y;
-    if (part.decay) part.decay[at] = -expf(before.old) * y;
+    if (part.decay) part.decay[at] = -expf(before.a_log) * y;
     return;
   }
   if (part.kind == Kind::swiglu) sum = silu(sum) * other;
-  if (part.kind == Kind::add) sum += before.old;
+  if (part.kind == Kind::add) sum += old;
   if (part.window > 0) {
     // The convolution reads what is also kept for later tokens: rounded as all activations are.
     const float newest = to_float(__float2bfloat16_rn(sum));
     const int past = part.window - 1;
-    float* state = part.conv_state + static_cast<int64_t>(batch) * past * part.rows + row;
+    float* state = part.conv_state + static_cast<int64_t>(sequence) * past * part.rows + row;
     const float values[4] = {before.past[0], before.past[1], before.past[2], newest};
     sum = before.bias;
 #pragma unroll
@@ -114,18 +119,13 @@ __device__ void unpack(const uint4& from, float (&to)[8]) {
   }
 }
 
-__device__ uint32_t pack(float low, float high) {
-  const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&both);
-}
-
 // Eight numbers of h but for the factor 1/sqrt, and their squares' sum on top of `squares`.
-__device__ uint4 normed(const Call& call, uint4 x, uint4 gate, const float (&weight)[8], float& squares) {
+__device__ uint4 normed(const uint4& x, const uint4* gate, const float (&weight)[8], float& squares) {
   float u[8];
   unpack(x, u);
-  if (call.gate) {
+  if (gate != nullptr) {
     float z[8];
-    unpack(gate, z);
+    unpack(__ldcg(gate), z);
 #pragma unroll
     for (int i = 0; i < 8; ++i) u[i] *= silu(z[i]);
   }
@@ -137,189 +137,147 @@ __device__ uint4 normed(const Call& call, uint4 x, uint4 gate, const float (&wei
   return {pack(u[0], u[1]), pack(u[2], u[3]), pack(u[4], u[5]), pack(u[6], u[7])};
 }
 
-// kRows sequences (8, or a multiple of 16), kGroups times 8 rows of the weights, of which a lane keeps kSteps times 8
-// numbers in flight.
-template <int kRows, int kGroups, int kSteps>
-__global__ void __launch_bounds__(kThreads, kRows == 8 ? (kGroups == 1 && kSteps <= 4 ? 4 : 2) : 1)
-    token_linear_kernel(const __grid_constant__ Call call) {
-  constexpr int kTiles = (kRows + 15) / 16;    // of 16 sequences
-  constexpr int kHalves = kRows == 8 ? 1 : 2;  // of a tile that hold sequences
-  constexpr int kAhead = kRows == 8 ? 4 : 1;   // steps whose activations are loaded at once
-  constexpr int kColumns = 8 * kGroups;        // of the block's result
-  constexpr int kOutputs = (kRows * kColumns + kThreads - 1) / kThreads;
-  __shared__ float sums[kWarps][kRows][kColumns];
-  __shared__ float squares_of[kWarps][kRows];
-  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32;
-  const int g = thread % 32 / 4, t = thread % 4;
-  const int first_sequence = static_cast<int>(blockIdx.y) * kRows;
-  const int steps = (call.k + kWarps * kBlockColumns - 1) / (kWarps * kBlockColumns);
-  // Two steps of a warp are neighbours, so that it reads whole lines.
-  const auto column_of = [&](int step) { return ((step / 2 * kWarps + warp) * 2 + step % 2) * kBlockColumns + t * 8; };
-  const auto part_of = [&](int tile) {
+__device__ void load_norm(float (&to)[8], const float* norm, int unit) {
+  const float4 low = reinterpret_cast<const float4*>(norm)[2 * unit];
+  const float4 high = reinterpret_cast<const float4*>(norm)[2 * unit + 1];
+  to[0] = low.x, to[1] = low.y, to[2] = low.z, to[3] = low.w;
+  to[4] = high.x, to[5] = high.y, to[6] = high.z, to[7] = high.w;
+}
+
+// Rows in shared memory lie apart so that two of them fall into different banks. In units of 16 bytes.
+__host__ __device__ int row_units(int k) {
+  return k / 8 + 4;
+}
+
+// kGroups times 8 rows: 2 for gated pairs. `buffers` of weights are 2 if the block makes more than one tile.
+template <int kGroups>
+__global__ void __launch_bounds__(kThreads, kMostBlocks)
+    token_linear_kernel(const __grid_constant__ Call call, const int buffers) {
+  constexpr int kColumns = 8 * kGroups;
+  extern __shared__ uint4 shared[];
+  __shared__ float sums[kWarps][kMostSequences][kColumns];
+  __shared__ float squares_of[kWarps][kMostSequences];
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
+  const int units = call.k / 8, stride = row_units(call.k);
+  uint4* const activations = shared + buffers * kColumns * stride;
+  const auto part_of = [&](int tile) -> const Part& {
     int p = call.parts - 1;
     while (p > 0 && tile < call.part[p].first_tile) --p;
-    return p;
+    return call.part[p];
   };
-
-  uint4 weights[kGroups][kSteps];
-  const auto fetch = [&](int tile, int first_step) {
-    const Part& part = call.part[part_of(tile)];
-    const bool pairs = part.kind == Kind::swiglu;
-    const int first_row = (tile - part.first_tile) * (pairs ? kColumns / 2 : kColumns);
+  // A warp fetches a row.
+  const auto fetch = [&](int tile, int buffer) {
+    const Part& part = part_of(tile);
+    const int row = (tile - part.first_tile) * 8 + warp;
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
-      const int row = first_row + (pairs ? group / 2 : group) * 8 + g;
       const __nv_bfloat16* from =
-          (pairs && group % 2 == 1 ? part.second : part.weight) + static_cast<int64_t>(row) * call.k;
-#pragma unroll
-      for (int s = 0; s < kSteps; ++s) {
-        const int column = column_of(first_step + s);
-        weights[group][s] = row < part.rows && column < call.k ? __ldcs(reinterpret_cast<const uint4*>(from + column))
-                                                               : make_uint4(0, 0, 0, 0);
-      }
+          (group == 0 ? part.weight : part.second) + static_cast<int64_t>(min(row, part.rows - 1)) * call.k;
+      uint4* const to = shared + (buffer * kColumns + group * 8 + warp) * stride;
+#pragma unroll 4
+      for (int unit = lane; unit < units; unit += 32) copy_async(to + unit, from + unit * 8, row < part.rows);
     }
+    commit_copies();
   };
 
   int tile = static_cast<int>(blockIdx.x);
   fetch(tile, 0);
   start_next();
+  // The element of the result that this thread finishes.
+  const int sequence = thread / 8, column = thread % 8;
+  const auto finishes = [&](int of_tile) {
+    const Part& part = part_of(of_tile);
+    return sequence < call.batch && (of_tile - part.first_tile) * 8 + column < part.rows;
+  };
+  const auto row_of = [&](int of_tile) { return (of_tile - part_of(of_tile).first_tile) * 8 + column; };
+  Before before;
+  if (finishes(tile)) before = load_before(part_of(tile), sequence, row_of(tile));
+  float norm[8] = {1, 1, 1, 1, 1, 1, 1, 1};
+  if (call.norm != nullptr && thread < units) load_norm(norm, call.norm, thread);
   wait_for_previous();
-  for (; tile < call.tiles; tile += static_cast<int>(gridDim.x)) {
-    const Part& part = call.part[part_of(tile)];
-    const bool pairs = part.kind == Kind::swiglu;
-    const int columns = pairs ? kColumns / 2 : kColumns;
-    const int first_row = (tile - part.first_tile) * columns;
-    // The element of the result that this thread finishes, the i-th of several.
-    const auto output = [&](int i, int& sequence, int& column) {
-      const int item = thread + i * kThreads;
-      sequence = item / columns;
-      column = item % columns;
-      return sequence < kRows && first_sequence + sequence < call.batch && first_row + column < part.rows;
-    };
-    Before before;
-    if constexpr (kOutputs == 1) {
-      int sequence, column;
-      if (output(0, sequence, column)) before = load_before(part, first_sequence + sequence, first_row + column);
-    }
 
-    float products[kTiles][kGroups][4] = {};
-    float squares[kTiles][kHalves] = {};
-    for (int chunk = 0; chunk < steps; chunk += kSteps) {
-      if (chunk > 0) fetch(tile, chunk);
-#pragma unroll
-      for (int s0 = 0; s0 < kSteps; s0 += kAhead) {
-        if (chunk + s0 >= steps) break;
-        uint4 x[kAhead][kTiles][kHalves];
-#pragma unroll
-        for (int s = 0; s < kAhead; ++s)
-#pragma unroll
-          for (int tile16 = 0; tile16 < kTiles; ++tile16)
-#pragma unroll
-            for (int half = 0; half < kHalves; ++half) {
-              const int sequence = first_sequence + tile16 * 16 + half * 8 + g;
-              const int column = column_of(chunk + s0 + s);
-              x[s][tile16][half] =
-                  sequence < call.batch && column < call.k
-                      ? __ldcg(reinterpret_cast<const uint4*>(call.x + sequence * call.x_stride + column))
-                      : make_uint4(0, 0, 0, 0);
-            }
-        if (call.norm || call.gate) {
-#pragma unroll
-          for (int s = 0; s < kAhead; ++s) {
-            const int column = column_of(chunk + s0 + s);
-            if (column >= call.k) continue;
-            float norm[8] = {1, 1, 1, 1, 1, 1, 1, 1};
-            if (call.norm) {
-              const float4 low = *reinterpret_cast<const float4*>(call.norm + column);
-              const float4 high = *reinterpret_cast<const float4*>(call.norm + column + 4);
-              norm[0] = low.x, norm[1] = low.y, norm[2] = low.z, norm[3] = low.w;
-              norm[4] = high.x, norm[5] = high.y, norm[6] = high.z, norm[7] = high.w;
-            }
-#pragma unroll
-            for (int tile16 = 0; tile16 < kTiles; ++tile16)
-#pragma unroll
-              for (int half = 0; half < kHalves; ++half) {
-                const int sequence = first_sequence + tile16 * 16 + half * 8 + g;
-                uint4 gate = make_uint4(0, 0, 0, 0);
-                if (call.gate && sequence < call.batch)
-                  gate = __ldcg(reinterpret_cast<const uint4*>(call.gate + sequence * call.gate_stride + column));
-                x[s][tile16][half] = normed(call, x[s][tile16][half], gate, norm, squares[tile16][half]);
-              }
-          }
-        }
-#pragma unroll
-        for (int s = 0; s < kAhead; ++s)
-#pragma unroll
-          for (int tile16 = 0; tile16 < kTiles; ++tile16) {
-            const uint4 low = x[s][tile16][0];
-            const uint4 high = kHalves == 2 ? x[s][tile16][kHalves - 1] : make_uint4(0, 0, 0, 0);
-            const uint32_t first[4] = {low.x, high.x, low.y, high.y};
-            const uint32_t second[4] = {low.z, high.z, low.w, high.w};
-#pragma unroll
-            for (int group = 0; group < kGroups; ++group) {
-              const uint4 w = weights[group][s0 + s];
-              mma(products[tile16][group], first, w.x, w.y);
-              mma(products[tile16][group], second, w.z, w.w);
-            }
-          }
-      }
+  for (int b = 0; b < call.batch; ++b) {
+    const uint4* x = reinterpret_cast<const uint4*>(call.x + b * call.x_stride);
+    const uint4* gate = call.gate ? reinterpret_cast<const uint4*>(call.gate + b * call.gate_stride) : nullptr;
+    float squares = 0;
+    for (int unit = thread; unit < units; unit += kThreads) {
+      uint4 eight = __ldcg(x + unit);
+      if (call.norm != nullptr && units > kThreads) load_norm(norm, call.norm, unit);
+      if (call.norm != nullptr || gate != nullptr) eight = normed(eight, gate ? gate + unit : gate, norm, squares);
+      activations[b * stride + unit] = eight;
     }
+    if (call.norm == nullptr) continue;
+    squares = warp_sum(squares);
+    if (lane == 0) squares_of[warp][b] = squares;
+  }
+
+  const int g = lane / 4, t = lane % 4;
+  for (int buffer = 0; tile < call.tiles; buffer = buffers - 1 - buffer) {
     const int next = tile + static_cast<int>(gridDim.x);
-    if (next < call.tiles) fetch(next, 0);
-
-#pragma unroll
-    for (int tile16 = 0; tile16 < kTiles; ++tile16)
-#pragma unroll
-      for (int half = 0; half < kHalves; ++half) {
-        const int row = tile16 * 16 + half * 8 + g;
-#pragma unroll
-        for (int group = 0; group < kGroups; ++group)
-          *reinterpret_cast<float2*>(&sums[warp][row][group * 8 + 2 * t]) =
-              make_float2(products[tile16][group][2 * half], products[tile16][group][2 * half + 1]);
-        if (call.norm) {
-          float square = squares[tile16][half];
-          square += __shfl_xor_sync(0xFFFFFFFFu, square, 1);
-          square += __shfl_xor_sync(0xFFFFFFFFu, square, 2);
-          if (t == 0) squares_of[warp][row] = square;
-        }
-      }
+    float old = 0;  // what another kernel may just have written
+    if (finishes(tile)) old = load_old(part_of(tile), sequence, row_of(tile));
+    if (next < call.tiles) {
+      fetch(next, buffers - 1 - buffer);
+      wait_for_copies<1>();
+    } else {
+      wait_for_copies<0>();
+    }
     __syncthreads();
+    float products[kGroups][4] = {};
+    const uint4* const weights = shared + buffer * kColumns * stride;
+#pragma unroll 4
+    for (int first = warp * 4; first < units; first += 4 * kWarps) {
+      const int unit = first + t;
+      const uint4 none = make_uint4(0, 0, 0, 0);
+      const uint4 x = g < call.batch && unit < units ? activations[g * stride + unit] : none;
+      const uint32_t low[4] = {x.x, 0, x.y, 0}, high[4] = {x.z, 0, x.w, 0};
 #pragma unroll
-    for (int i = 0; i < kOutputs; ++i) {
-      int sequence, column;
-      if (!output(i, sequence, column)) continue;
-      if constexpr (kOutputs > 1) before = load_before(part, first_sequence + sequence, first_row + column);
+      for (int group = 0; group < kGroups; ++group) {
+        const uint4 w = unit < units ? weights[(group * 8 + g) * stride + unit] : none;
+        mma(products[group], low, w.x, w.y);
+        mma(products[group], high, w.z, w.w);
+      }
+    }
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group)
+      *reinterpret_cast<float2*>(&sums[warp][g][group * 8 + 2 * t]) =
+          make_float2(products[group][0], products[group][1]);
+    __syncthreads();
+    if (finishes(tile)) {
       float sum = 0, other = 0, square = 0;
-      const int at = pairs ? column / 8 * 16 + column % 8 : column;
 #pragma unroll
-      for (int w = 0; w < kWarps; ++w) sum += sums[w][sequence][at];
-      if (pairs)
-#pragma unroll
-        for (int w = 0; w < kWarps; ++w) other += sums[w][sequence][at + 8];
-      if (call.norm) {
-#pragma unroll
-        for (int w = 0; w < kWarps; ++w) square += squares_of[w][sequence];
+      for (int w = 0; w < kWarps; ++w) {
+        sum += sums[w][sequence][column];
+        if constexpr (kGroups == 2) other += sums[w][sequence][column + 8];
+        if (call.norm != nullptr) square += squares_of[w][sequence];
+      }
+      if (call.norm != nullptr) {
         const float scale = 1.0f / sqrtf(square / static_cast<float>(call.k) + call.eps);
         sum *= scale;
         other *= scale;
       }
-      finish(part, first_sequence + sequence, first_row + column, sum, other, before);
+      finish(part_of(tile), sequence, row_of(tile), sum, other, old, before);
     }
-    if (next < call.tiles) __syncthreads();
+    tile = next;
+    if (tile < call.tiles && finishes(tile)) before = load_before(part_of(tile), sequence, row_of(tile));
   }
 }
 
-template <int kRows, int kGroups, int kSteps>
+template <int kGroups>
 void launch(Call& call, Device device) {
   for (int p = 0; p < call.parts; ++p) {
-    const int columns = call.part[p].kind == Kind::swiglu ? 4 * kGroups : 8 * kGroups;
     call.part[p].first_tile = call.tiles;
-    call.tiles += (call.part[p].rows + columns - 1) / columns;
+    call.tiles += (call.part[p].rows + 7) / 8;
   }
   const cudaStream_t s = stream(device);
-  const auto most = static_cast<unsigned>(kMostBlocks * multiprocessors());
-  const dim3 grid(std::min(static_cast<unsigned>(call.tiles), most), blocks_for(call.batch, kRows));
-  launch_early(true, token_linear_kernel<kRows, kGroups, kSteps>, grid, kThreads, s, call);
+  const int blocks = std::min(call.tiles, kMostBlocks * multiprocessors());
+  const int buffers = blocks < call.tiles ? 2 : 1;
+  const int bytes = (buffers * 8 * kGroups + call.batch) * row_units(call.k) * 16;
+  if (bytes > 40 << 10)
+    check(cudaFuncSetAttribute(token_linear_kernel<kGroups>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+          "token_linear");
+  launch_early(true, token_linear_kernel<kGroups>, static_cast<unsigned>(blocks), kThreads, static_cast<size_t>(bytes),
+               s, call, buffers);
 }
 
 const float* optional(const Tensor& x) {
@@ -360,20 +318,11 @@ void token_linear(const TokenInput& in, std::span<const TokenPart> parts) {
     part.conv_state = from.conv_weight ? from.conv_state.data<float>() : nullptr;
     part.decay = from.decay ? from.decay.data<float>() : nullptr;
   }
-  const bool adds = call.part[0].kind == Kind::add;
-  const Device device = in.x.device();
-  if (call.batch <= 8) {
-    if (pairs)
-      launch<8, 2, 4>(call, device);
-    else if (call.k > 4 * kWarps * kBlockColumns)
-      launch<8, 1, 8>(call, device);
-    else
-      launch<8, 1, 4>(call, device);
-  } else if (adds) {  // few rows: small tiles fill the device
-    launch<64, 1, 4>(call, device);
-  } else {
-    launch<64, 2, 4>(call, device);
-  }
+  pairs ? launch<2>(call, in.x.device()) : launch<1>(call, in.x.device());
+}
+
+bool token_linear_fits(int64_t batch, int64_t k) {
+  return batch <= kMostSequences && k % 8 == 0 && k <= 4096;  // for the latter there is shared memory
 }
 
 }  // namespace furious::cuda

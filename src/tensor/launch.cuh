@@ -2,7 +2,7 @@
 // is brought up and may fetch what no kernel of the step writes, weights above all, while the last blocks of the
 // kernel before it still run. Elsewhere kernels follow each other as always.
 //
-//   launch_early(early, kernel, grid, threads, stream, arguments...)      early: whether it may
+//   launch_early(early, kernel, grid, threads, bytes, stream, arguments...)      early: whether it may
 //
 // Such a kernel calls start_next() once, as soon as it likes, and wait_for_previous() in every thread before it
 // reads what another kernel has written and before it writes anything. What it then reads of other kernels it reads
@@ -32,7 +32,7 @@ bool launches_early();
 int multiprocessors();
 
 template <class... Parameters, class... Arguments>
-void launch_early(bool early, void (*kernel)(Parameters...), dim3 grid, dim3 threads, cudaStream_t stream,
+void launch_early(bool early, void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t bytes, cudaStream_t stream,
                   Arguments&&... arguments) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -40,6 +40,7 @@ void launch_early(bool early, void (*kernel)(Parameters...), dim3 grid, dim3 thr
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = threads;
+  config.dynamicSmemBytes = bytes;
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = early && launches_early() ? 1 : 0;

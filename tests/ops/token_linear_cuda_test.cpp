@@ -32,7 +32,7 @@ struct Case {
   TokenInput cpu, gpu;
 
   explicit Case(Random& random)
-      : batch(random.pick<int64_t>({1, 2, 8, 9, 64, 70})),
+      : batch(random.pick<int64_t>({1, 2, 7, 8, 9})),
         in(8 * random.pick<int64_t>({3, 16, 33, 128, 257})),
         out(random.pick<int64_t>({1, 24, 77, 1000})),
         x(Pair::rounded(random.normal_tensor({batch, in}, 2))) {

@@ -18,18 +18,20 @@ static_assert(kLargestDim <= kThreads && kThreads / 8 == kPageTokens && kThreads
 // A head has no more blocks than its factors have room.
 static_assert(kLargestDim * (kLargestDim + 1) / 2 / kFewestRows + 1 + kMostWindowBlocks <= kMostRows);
 
+// Neighbours of a row as they are loaded.
 template <int kVector, class T>
-__device__ void load(const T* from, float (&to)[kVector]) {
-  if constexpr (kVector == 1) {
-    to[0] = to_float(__ldcg(from));
-  } else {
-    static_assert(kVector * sizeof(T) == sizeof(uint4));
-    alignas(16) T values[kVector];
-    *reinterpret_cast<uint4*>(values) = __ldcg(reinterpret_cast<const uint4*>(from));
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) to[i] = to_float(values[i]);
+struct Piece {
+  alignas(kVector * sizeof(T)) T values[kVector];
+
+  __device__ void load(const T* from) {
+    if constexpr (kVector == 1) {
+      values[0] = __ldcg(from);
+    } else {
+      static_assert(kVector * sizeof(T) == sizeof(uint4));
+      *reinterpret_cast<uint4*>(values) = __ldcg(reinterpret_cast<const uint4*>(from));
+    }
   }
-}
+};
 
 // One token of every sequence, [batch, own heads, dim].
 template <class T>
@@ -140,12 +142,15 @@ __device__ void read_state(const Step<T>& step, int batch, int head, int block, 
 
   if (group < groups) {
     float4 sum{0, 0, 0, 0};
+    for (int first_of_these = group; first_of_these < rows; first_of_these += kRowsAhead * groups) {
 #pragma unroll
-    for (int i = 0; i < kRowsAhead; ++i)
-      if (group + i * groups < rows) add_row(sum, memory.phi[group + i * groups], ahead[i]);
-#pragma unroll 4
-    for (int r = group + kRowsAhead * groups; r < rows; r += groups)
-      add_row(sum, memory.phi[r], __ldcs(values + r * vectors));  // read once: not to be kept in the cache
+      for (int i = 0; i < kRowsAhead; ++i) {
+        const int r = first_of_these + i * groups, later = r + kRowsAhead * groups;
+        const float4 x = ahead[i];
+        if (later < rows) ahead[i] = __ldcs(values + later * vectors);  // read once: not to be kept in the cache
+        if (r < rows) add_row(sum, memory.phi[r], x);
+      }
+    }
     reinterpret_cast<float4*>(memory.sums)[thread] = sum;
   }
   float normalizer = 0;
@@ -189,13 +194,8 @@ __device__ float weight_of(const Step<T>& step, float score, double log_decay) {
   }
 }
 
-template <class T>
-__device__ void prefetch(const T* row, int dim) {
-  for (int byte = 0; byte < dim * static_cast<int>(sizeof(T)); byte += 128)
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(reinterpret_cast<const char*>(row) + byte));
-}
-
-// Σ_j w_j [v_j, 1] over the tokens of one block, the new one among them.
+// Σ_j w_j [v_j, 1] over the tokens of one block, the new one among them. Older ones are there before q is: the first of
+// them are fetched then, where a thread takes one piece of a row.
 template <int kVector, class T>
 __device__ void read_window(const Step<T>& step, int batch, int head, int block, StepMemory& memory) {
   const Cache& cache = step.cache;
@@ -204,16 +204,21 @@ __device__ void read_window(const Step<T>& step, int batch, int head, int block,
   const int pending = step.counters[kPending];
   const int first = block * step.window_tokens;
   const int end = min(first + step.window_tokens, pending + 1);
-  // What is there before the new token: its sum of decays, and its k and v into the second-level cache.
+  // Both pages at once with the count that says whether they are there: the table has room for more than it lists.
+  const Page first_pages[2] = {cache.pages[first / kPageTokens], cache.pages[first / kPageTokens + 1]};
+  const bool whole = cache.qk_dim == 8 * kVector && cache.v_dim == 8 * kVector;
+  Piece<kVector, T> k_ahead[2] = {}, v_ahead[2] = {};
+  double totals_ahead[2] = {};
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int j = half * kPageTokens + thread / 8;
+    if (!whole || first + j >= min(end, pending)) continue;
+    k_ahead[half].load(cache.template k_row<T>(first_pages[half], batch, head, j) + thread % 8 * kVector);
+    v_ahead[half].load(cache.template v_row<T>(first_pages[half], batch, head, j) + thread % 8 * kVector);
+    if (cache.decay) totals_ahead[half] = first_pages[half].total[cache.decay_at(sequence_head, j)];
+  }
   double now = 0;
   if (cache.decay && pending > 0) now = cache.total(sequence_head, pending - 1);
-  for (int j = first + thread / 2; j < min(end, pending); j += kThreads / 2) {
-    const Page page = cache.pages[j / kPageTokens];
-    if (thread % 2 == 0)
-      prefetch(cache.template k_row<T>(page, batch, head, j), cache.qk_dim);
-    else
-      prefetch(cache.template v_row<T>(page, batch, head, j), cache.v_dim);
-  }
   load_q(step, batch, head, memory);
   if (cache.decay) now += static_cast<double>(__ldcg(step.log_decay + sequence_head));
   if (first <= pending && pending < end) keep_token(step, batch, head, pending, now);
@@ -229,6 +234,7 @@ __device__ void read_window(const Step<T>& step, int batch, int head, int block,
     const int count = min(kChunk, end - chunk);
     const Page page0 = cache.pages[chunk / kPageTokens];
     const Page page1 = cache.pages[(chunk + min(kPageTokens, count - 1)) / kPageTokens];
+    const bool ahead = whole && chunk == first;
     const int lane = thread % 8;  // eight threads for a token
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -237,10 +243,10 @@ __device__ void read_window(const Step<T>& step, int batch, int head, int block,
       if (j < count) {
         const T* k = chunk + j == pending ? new_k : cache.template k_row<T>(half == 0 ? page0 : page1, batch, head, j);
         for (int c = lane * kVector; c < cache.qk_dim; c += 8 * kVector) {
-          float x[kVector];
-          load(k + c, x);
+          Piece<kVector, T> x = k_ahead[half];
+          if (!ahead || chunk + j == pending) x.load(k + c);
 #pragma unroll
-          for (int i = 0; i < kVector; ++i) score = fmaf(x[i], memory.q[c + i], score);
+          for (int i = 0; i < kVector; ++i) score = fmaf(to_float(x.values[i]), memory.q[c + i], score);
         }
       }
       for (int offset = 4; offset > 0; offset /= 2) score += __shfl_xor_sync(0xFFFFFFFFu, score, offset);
@@ -249,7 +255,8 @@ __device__ void read_window(const Step<T>& step, int batch, int head, int block,
         if (j < count) {
           double log_decay = 0;
           if (cache.decay && chunk + j != pending)
-            log_decay = now - (half == 0 ? page0 : page1).total[cache.decay_at(sequence_head, j)];
+            log_decay = now - (ahead ? totals_ahead[half]
+                                     : (half == 0 ? page0 : page1).total[cache.decay_at(sequence_head, j)]);
           weight = weight_of(step, score, log_decay);
         }
         memory.scores[j] = weight;
@@ -276,10 +283,10 @@ __device__ void read_window(const Step<T>& step, int batch, int head, int block,
       for (int j = group; j < count; j += groups) {
         const T* v =
             chunk + j == pending ? new_v : cache.template v_row<T>(j < kPageTokens ? page0 : page1, batch, head, j);
-        float x[kVector];
-        load(v + column, x);
+        Piece<kVector, T> x = j < kPageTokens ? v_ahead[0] : v_ahead[1];
+        if (!ahead || chunk + j == pending) x.load(v + column);
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) sums[i] = fmaf(memory.weights[j], x[i], sums[i]);
+        for (int i = 0; i < kVector; ++i) sums[i] = fmaf(memory.weights[j], to_float(x.values[i]), sums[i]);
       }
     }
   }
@@ -300,22 +307,23 @@ __device__ void combine(const Step<T>& step, int64_t sequence_head, StepMemory& 
   const auto at = [&](int block, int i) { return __ldcg(step.partial(sequence_head, block) + i); };
   const int normalizer_at = cache.v_dim, extra_at = cache.v_dim + 1;
   const float left = step.softmax() ? 0.0f : at(step.state_blocks, extra_at);
-  float* factors = memory.phi;  // of each block's part
-  for (int b = thread; b < step.blocks(); b += kThreads)
-    factors[b] = step.softmax() ? at(b, extra_at) : b < step.state_blocks ? left : 1.0f;
-  __syncthreads();
+  float* exponents = memory.phi;  // the largest of each block
   float largest = -INFINITY;
-  if (step.softmax())
-    for (int b = 0; b < step.blocks(); ++b) largest = fmaxf(largest, factors[b]);
+  if (step.softmax()) {
+    for (int b = thread; b < step.blocks(); b += kThreads) exponents[b] = at(b, extra_at);
+    __syncthreads();
+    for (int b = 0; b < step.blocks(); ++b) largest = fmaxf(largest, exponents[b]);
+  }
 
   const int groups = kThreads / cache.v_dim, group = thread / cache.v_dim, own = thread % cache.v_dim;
   if (group < groups) {
     float y = 0, n = 0;
-#pragma unroll 4
+#pragma unroll 8
     for (int b = group; b < step.blocks(); b += groups) {
-      const float factor = step.softmax() ? expf(factors[b] - largest) : factors[b];
-      y += factor > 0 ? factor * at(b, own) : 0.0f;
-      n += factor > 0 ? factor * at(b, normalizer_at) : 0.0f;
+      const float part = at(b, own), part_n = own == 0 ? at(b, normalizer_at) : 0.0f;
+      const float factor = step.softmax() ? expf(exponents[b] - largest) : b < step.state_blocks ? left : 1.0f;
+      y += factor > 0 ? factor * part : 0.0f;
+      n += factor > 0 ? factor * part_n : 0.0f;
     }
     memory.sums[group * cache.v_dim + own] = y;
     if (own == 0) memory.scores[group] = n;
@@ -350,13 +358,15 @@ __global__ void __launch_bounds__(kThreads, 4) step_kernel(const Step<T> step) {
   else
     read_state(step, batch, head, block - step.window_blocks, memory);
 
-  __threadfence();
   __syncthreads();
   int* done = step.counters + kBlocksDone + sequence_head;
-  if (thread == 0) memory.last = atomicAdd(done, 1) == step.blocks() - 1;
+  if (thread == 0) {
+    __threadfence();
+    memory.last = atomicAdd(done, 1) == step.blocks() - 1;
+    __threadfence();
+  }
   __syncthreads();
   if (!memory.last) return;
-  __threadfence();
   if (thread == kThreads - 1) {  // beside the rest: all blocks of the head have read the counters
     *done = 0;
     const int heads = static_cast<int>(gridDim.x / step.blocks());
@@ -416,9 +426,9 @@ void cache_step(const MixerSpec& spec, const MixerShape& shape, const CacheWindo
     const auto grid = static_cast<unsigned>(blocks);
     const cudaStream_t s = stream(out.device());
     if (aligned(k) && aligned(v))
-      launch_early(early, step_kernel<16 / sizeof(OnGpu), OnGpu>, grid, kThreads, s, step);
+      launch_early(early, step_kernel<16 / sizeof(OnGpu), OnGpu>, grid, kThreads, 0, s, step);
     else
-      launch_early(early, step_kernel<1, OnGpu>, grid, kThreads, s, step);
+      launch_early(early, step_kernel<1, OnGpu>, grid, kThreads, 0, s, step);
   });
 }
 

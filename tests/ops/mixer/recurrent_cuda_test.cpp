@@ -119,17 +119,18 @@ MixerContents some_contents(Random& random, const Tokens& tokens, DType dtype) {
 TEST(RecurrentCuda, LargeHeadsAgreeWithTheCpu) {
   SKIP_WITHOUT_GPU();
   Random random(2);
+  const std::vector<MixerCache::Sizes> large{
+      {2, 2, 2, 2, 64, 64}, {1, 4, 1, 4, 64, 64}, {1, 2, 2, 2, 128, 128}, {1, 1, 1, 1, 64, 256}};
+  size_t next = 0;
   for (const MixerSpec& spec : all_specs()) {
-    for (const MixerCache::Sizes& sizes : std::vector<MixerCache::Sizes>{
-             {2, 2, 2, 2, 64, 64}, {1, 4, 1, 4, 64, 64}, {1, 2, 2, 2, 128, 128}, {1, 1, 1, 1, 64, 256}}) {
-      for (DType dtype : {DType::f32, DType::bf16}) {
-        SCOPED_TRACE(describe(spec, sizes, dtype));
-        constexpr int64_t kTokens = 12;  // a fold among them
-        const Tokens tokens(random, spec, sizes, kTokens, dtype);
-        const MixerContents contents = some_contents(random, tokens, dtype);
-        MixerCache cpu(spec, sizes, contents), gpu(spec, sizes, contents, kGpu);
-        expect_same_steps(cpu, gpu, tokens, 0, kTokens);
-      }
+    for (DType dtype : {DType::f32, DType::bf16, DType::bf16}) {
+      const MixerCache::Sizes& sizes = large[next++ % large.size()];
+      SCOPED_TRACE(describe(spec, sizes, dtype));
+      constexpr int64_t kTokens = 9;  // a fold among them
+      const Tokens tokens(random, spec, sizes, kTokens, dtype);
+      const MixerContents contents = some_contents(random, tokens, dtype);
+      MixerCache cpu(spec, sizes, contents), gpu(spec, sizes, contents, kGpu);
+      expect_same_steps(cpu, gpu, tokens, 0, kTokens);
     }
   }
 }
