@@ -1,3 +1,5 @@
+#include <cfloat>
+
 #include "ops/argmax.h"
 #include "tensor/launch.cuh"
 
@@ -5,6 +7,7 @@ namespace furious::cuda {
 namespace {
 
 constexpr int kThreads = 1024;
+constexpr int kAtOnce = 16;  // loads of a thread
 
 // A number and its place in one word that is larger where the number is, and among equals where the place is smaller.
 __device__ uint64_t ranked(float x, uint32_t place) {
@@ -14,7 +17,8 @@ __device__ uint64_t ranked(float x, uint32_t place) {
 }
 
 // One block for a row.
-__global__ void argmax_kernel(int32_t* out, const float* logits, int64_t stride, int columns) {
+__global__ void __launch_bounds__(kThreads)
+    argmax_kernel(int32_t* out, const float* logits, int64_t stride, int columns) {
   __shared__ uint64_t best_of[32];
   start_next();
   wait_for_previous();
@@ -22,11 +26,16 @@ __global__ void argmax_kernel(int32_t* out, const float* logits, int64_t stride,
   const float* const row = logits + blockIdx.x * stride;
   uint64_t best = 0;
   bool finite = true;
-#pragma unroll 8
-  for (int i = thread; i < columns; i += kThreads) {
-    const float x = __ldcg(row + i);
-    finite = finite && isfinite(x);
-    best = max(best, ranked(x, static_cast<uint32_t>(i)));
+  for (int first = thread; first < columns; first += kAtOnce * kThreads) {
+    float x[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
+      x[i] = first + i * kThreads < columns ? __ldcg(row + first + i * kThreads) : -FLT_MAX;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      finite = finite && isfinite(x[i]);
+      if (first + i * kThreads < columns) best = max(best, ranked(x[i], static_cast<uint32_t>(first + i * kThreads)));
+    }
   }
   finite = __syncthreads_and(finite);
   for (int offset = 16; offset > 0; offset /= 2) best = max(best, __shfl_xor_sync(0xFFFFFFFFu, best, offset));

@@ -34,6 +34,10 @@ int multiprocessors();
 template <class... Parameters, class... Arguments>
 void launch_early(bool early, void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t bytes, cudaStream_t stream,
                   Arguments&&... arguments) {
+  // A multiprocessor splits its memory between cache and shared memory, and splits it anew only when it is empty: all
+  // kernels that are to overlap ask for the same.
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
+        "launch");
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;

@@ -60,6 +60,8 @@ struct Step {
   int64_t state_numbers;
   int state_blocks, state_rows;      // blocks of a head that read the state, and the rows of each
   int window_blocks, window_tokens;  // those that read the window, and the tokens of each
+  int all_heads;                     // of all sequences
+  bool windows_first;                // in the order of blocks: what has furthest to go begins first
   float* partials;                   // [batch, heads, blocks, v_dim + 2]: y, n, and `extra`
   T* out;
 
@@ -74,7 +76,7 @@ struct Step {
 
 struct StepMemory {
   alignas(16) float sums[8 * kThreads];
-  float q[kLargestDim];
+  float q[kLargestDim], k[kLargestDim], v[kLargestDim], log_decay;  // of the new token
   float phi[kMostRows];
   float scores[kChunk], weights[kChunk];
   float warps[32];
@@ -90,6 +92,7 @@ __device__ void write_partial(const Step<T>& step, float* partial, int groups, i
   const int column = static_cast<int>(threadIdx.x);
   if (column < step.cache.v_dim) {
     float y = 0;
+#pragma unroll 8
     for (int g = 0; g < groups; ++g) y += memory.sums[g * ld + column];
     partial[column] = y;
   }
@@ -99,13 +102,25 @@ __device__ void write_partial(const Step<T>& step, float* partial, int groups, i
   }
 }
 
-// The block's part of q, which a kernel before this one has made.
-template <class T>
-__device__ void load_q(const Step<T>& step, int batch, int head, StepMemory& memory) {
+// The new token, which a kernel before this one has made. The state's blocks need its q alone.
+template <bool kAll, class T>
+__device__ void load_token(const Step<T>& step, int batch, int head, StepMemory& memory) {
   const int thread = static_cast<int>(threadIdx.x);
+  const Cache& cache = step.cache;
+  const T* const q = step.q.row(batch, head, cache.heads) + thread;
+  const T* const k = step.k.row(batch, head, cache.heads) + thread;
+  const T* const v = step.v.row(batch, head, cache.heads) + thread;
   wait_for_previous();
-  if (thread < step.cache.qk_dim)
-    memory.q[thread] = to_float(__ldcg(step.q.row(batch, head, step.cache.heads) + thread)) * step.cache.scale;
+  T raw_q{}, raw_k{}, raw_v{};  // all on their way before the first is there
+  float log_decay = 0;
+  if (kAll && cache.decay && thread == 0) log_decay = __ldcg(step.log_decay + batch * cache.heads + head);
+  if (thread < cache.qk_dim) raw_q = __ldcg(q);
+  if (kAll && thread < cache.qk_dim) raw_k = __ldcg(k);
+  if (kAll && thread < cache.v_dim) raw_v = __ldcg(v);
+  memory.q[thread] = to_float(raw_q) * cache.scale;
+  if (kAll) memory.k[thread] = to_float(raw_k);
+  if (kAll) memory.v[thread] = to_float(raw_v);
+  if (kAll && thread == 0) memory.log_decay = log_decay;
   __syncthreads();
 }
 
@@ -135,8 +150,10 @@ __device__ void read_state(const Step<T>& step, int batch, int head, int block, 
     const int r = group + i * groups;
     ahead[i] = group < groups && r < rows ? __ldcs(values + r * vectors) : float4{0, 0, 0, 0};
   }
-  load_q(step, batch, head, memory);
-  for (int r = thread; r < rows; r += kThreads)
+  const Feature own(step.cache.score, first + min(thread, rows - 1), step.cache.qk_dim);
+  load_token<false>(step, batch, head, memory);
+  if (thread < rows) memory.phi[thread] = own.of(memory.q);
+  for (int r = thread + kThreads; r < rows; r += kThreads)
     memory.phi[r] = Feature(step.cache.score, first + r, step.cache.qk_dim).of(memory.q);
   __syncthreads();
 
@@ -164,17 +181,17 @@ __device__ void read_state(const Step<T>& step, int batch, int head, int block, 
 // Puts the new token into its page. Heads that share a k or v leave it to the first of them; all of them read the new
 // token from the inputs.
 template <class T>
-__device__ void keep_token(const Step<T>& step, int batch, int head, int slot, double total) {
+__device__ void keep_token(const Step<T>& step, int batch, int head, int slot, double total, const StepMemory& memory) {
   const Cache& cache = step.cache;
   const int thread = static_cast<int>(threadIdx.x);
   const Page page = cache.pages[slot / kPageTokens];
   if (head % (cache.heads / cache.k_heads) == 0 && thread < cache.qk_dim)
-    cache.template k_row<T>(page, batch, head, slot)[thread] = __ldcg(step.k.row(batch, head, cache.heads) + thread);
+    cache.template k_row<T>(page, batch, head, slot)[thread] = from_float<T>(memory.k[thread]);
   if (head % (cache.heads / cache.v_heads) == 0 && thread < cache.v_dim)
-    cache.template v_row<T>(page, batch, head, slot)[thread] = __ldcg(step.v.row(batch, head, cache.heads) + thread);
+    cache.template v_row<T>(page, batch, head, slot)[thread] = from_float<T>(memory.v[thread]);
   if (cache.decay && thread == 0) {
     const int64_t sequence_head = static_cast<int64_t>(batch) * cache.heads + head;
-    page.log_decay[cache.decay_at(sequence_head, slot)] = __ldcg(step.log_decay + sequence_head);
+    page.log_decay[cache.decay_at(sequence_head, slot)] = memory.log_decay;
     page.total[cache.decay_at(sequence_head, slot)] = total;
   }
 }
@@ -219,11 +236,9 @@ __device__ void read_window(const Step<T>& step, int batch, int head, int block,
   }
   double now = 0;
   if (cache.decay && pending > 0) now = cache.total(sequence_head, pending - 1);
-  load_q(step, batch, head, memory);
-  if (cache.decay) now += static_cast<double>(__ldcg(step.log_decay + sequence_head));
-  if (first <= pending && pending < end) keep_token(step, batch, head, pending, now);
-  const T* new_k = step.k.row(batch, head, cache.heads);
-  const T* new_v = step.v.row(batch, head, cache.heads);
+  load_token<true>(step, batch, head, memory);
+  now += static_cast<double>(memory.log_decay);
+  if (first <= pending && pending < end) keep_token(step, batch, head, pending, now, memory);
 
   const int vectors = cache.v_dim / kVector, groups = kThreads / vectors;
   const int column = thread % vectors * kVector, group = thread / vectors;
@@ -241,12 +256,14 @@ __device__ void read_window(const Step<T>& step, int batch, int head, int block,
       const int j = half * kPageTokens + thread / 8;
       float score = 0;
       if (j < count) {
-        const T* k = chunk + j == pending ? new_k : cache.template k_row<T>(half == 0 ? page0 : page1, batch, head, j);
+        const bool is_new = chunk + j == pending;
+        const T* k = cache.template k_row<T>(half == 0 ? page0 : page1, batch, head, j);
         for (int c = lane * kVector; c < cache.qk_dim; c += 8 * kVector) {
           Piece<kVector, T> x = k_ahead[half];
-          if (!ahead || chunk + j == pending) x.load(k + c);
+          if (!ahead && !is_new) x.load(k + c);
 #pragma unroll
-          for (int i = 0; i < kVector; ++i) score = fmaf(to_float(x.values[i]), memory.q[c + i], score);
+          for (int i = 0; i < kVector; ++i)
+            score = fmaf(is_new ? memory.k[c + i] : to_float(x.values[i]), memory.q[c + i], score);
         }
       }
       for (int offset = 4; offset > 0; offset /= 2) score += __shfl_xor_sync(0xFFFFFFFFu, score, offset);
@@ -281,12 +298,13 @@ __device__ void read_window(const Step<T>& step, int batch, int head, int block,
 #pragma unroll
       for (int i = 0; i < kVector; ++i) sums[i] *= rescale;
       for (int j = group; j < count; j += groups) {
-        const T* v =
-            chunk + j == pending ? new_v : cache.template v_row<T>(j < kPageTokens ? page0 : page1, batch, head, j);
+        const bool is_new = chunk + j == pending;
         Piece<kVector, T> x = j < kPageTokens ? v_ahead[0] : v_ahead[1];
-        if (!ahead || chunk + j == pending) x.load(v + column);
+        if (!ahead && !is_new)
+          x.load(cache.template v_row<T>(j < kPageTokens ? page0 : page1, batch, head, j) + column);
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) sums[i] = fmaf(memory.weights[j], to_float(x.values[i]), sums[i]);
+        for (int i = 0; i < kVector; ++i)
+          sums[i] = fmaf(memory.weights[j], is_new ? memory.v[column + i] : to_float(x.values[i]), sums[i]);
       }
     }
   }
@@ -318,12 +336,22 @@ __device__ void combine(const Step<T>& step, int64_t sequence_head, StepMemory& 
   const int groups = kThreads / cache.v_dim, group = thread / cache.v_dim, own = thread % cache.v_dim;
   if (group < groups) {
     float y = 0, n = 0;
-#pragma unroll 8
-    for (int b = group; b < step.blocks(); b += groups) {
-      const float part = at(b, own), part_n = own == 0 ? at(b, normalizer_at) : 0.0f;
-      const float factor = step.softmax() ? expf(exponents[b] - largest) : b < step.state_blocks ? left : 1.0f;
-      y += factor > 0 ? factor * part : 0.0f;
-      n += factor > 0 ? factor * part_n : 0.0f;
+    for (int first = group; first < step.blocks(); first += 8 * groups) {
+      float part[8], part_n[8];  // all on their way before the first is there
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int b = first + i * groups;
+        part[i] = b < step.blocks() ? at(b, own) : 0.0f;
+        part_n[i] = b < step.blocks() && own == 0 ? at(b, normalizer_at) : 0.0f;
+      }
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int b = first + i * groups;
+        if (b >= step.blocks()) break;
+        const float factor = step.softmax() ? expf(exponents[b] - largest) : b < step.state_blocks ? left : 1.0f;
+        y += factor > 0 ? factor * part[i] : 0.0f;
+        n += factor > 0 ? factor * part_n[i] : 0.0f;
+      }
     }
     memory.sums[group * cache.v_dim + own] = y;
     if (own == 0) memory.scores[group] = n;
@@ -347,12 +375,18 @@ template <int kVector, class T>
 __global__ void __launch_bounds__(kThreads, 4) step_kernel(const Step<T> step) {
   __shared__ StepMemory memory;
   const int thread = static_cast<int>(threadIdx.x);
-  const int64_t sequence_head = blockIdx.x / step.blocks();
-  const int block = static_cast<int>(blockIdx.x % step.blocks());
-  const int batch = static_cast<int>(sequence_head / step.cache.heads);
-  const int head = static_cast<int>(sequence_head % step.cache.heads);
   start_next();
-  // The window first: it has further to go for its numbers.
+  const int index = static_cast<int>(blockIdx.x), windows = step.all_heads * step.window_blocks;
+  int sequence_head = index / step.blocks(), block = index % step.blocks();
+  if (step.windows_first && index < windows) {
+    sequence_head = index / step.window_blocks;
+    block = index % step.window_blocks;
+  } else if (step.windows_first) {
+    sequence_head = (index - windows) / step.state_blocks;
+    block = step.window_blocks + (index - windows) % step.state_blocks;
+  }
+  const int batch = sequence_head / step.cache.heads;
+  const int head = sequence_head % step.cache.heads;
   if (block < step.window_blocks)
     read_window<kVector>(step, batch, head, block, memory);
   else
@@ -369,8 +403,7 @@ __global__ void __launch_bounds__(kThreads, 4) step_kernel(const Step<T> step) {
   if (!memory.last) return;
   if (thread == kThreads - 1) {  // beside the rest: all blocks of the head have read the counters
     *done = 0;
-    const int heads = static_cast<int>(gridDim.x / step.blocks());
-    if (atomicAdd(step.counters + kHeadsDone, 1) == heads - 1) {
+    if (atomicAdd(step.counters + kHeadsDone, 1) == step.all_heads - 1) {
       step.counters[kHeadsDone] = 0;
       step.counters[kPending] += 1;
       step.counters[kTokens] += 1;
@@ -421,6 +454,8 @@ void cache_step(const MixerSpec& spec, const MixerShape& shape, const CacheWindo
                            state_rows,
                            window_blocks,
                            window_chunks * kChunk,
+                           static_cast<int>(heads),
+                           places > 2,
                            partials.data<float>(),
                            pointer<T>(out)};
     const auto grid = static_cast<unsigned>(blocks);
