@@ -21,7 +21,6 @@ using Kind = TokenPart::Kind;
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kMostSequences = 8;
 constexpr int kMostBlocks = 4;  // for a multiprocessor; each goes on with further rows
-constexpr int kResident = 6;    // as many would have room there: the kernels before and after overlap with this one
 
 struct Part {
   Kind kind;
@@ -152,7 +151,7 @@ __host__ __device__ int row_units(int k) {
 
 // kGroups times 8 rows: 2 for gated pairs. `buffers` of weights are 2 if the block makes more than one tile.
 template <int kGroups>
-__global__ void __launch_bounds__(kThreads, kResident)
+__global__ void __launch_bounds__(kThreads, kMostBlocks)
     token_linear_kernel(const __grid_constant__ Call call, const int buffers) {
   constexpr int kColumns = 8 * kGroups;
   extern __shared__ uint4 shared[];
