@@ -24,15 +24,15 @@ void check_input(const ArgumentCheck& check, const TokenInput& in, const Tensor&
 }
 
 // Whether one kernel does it.
-bool fits(const TokenInput& in, const Tensor& weight) {
+bool fits(const TokenInput& in, const Tensor& weight, TokenPart::Kind kind) {
 #ifdef FURIOUS_CUDA
   const auto aligned = [](const Tensor& x) {  // for accesses of 16 bytes
     return x.dtype() == DType::bf16 && reinterpret_cast<uintptr_t>(x.raw()) % 16 == 0 && x.stride(0) % 8 == 0;
   };
-  return !in.x.device().is_cpu() && cuda::token_linear_fits(in.x.size(0), in.x.size(1)) && aligned(in.x) &&
-         (!in.gate || aligned(in.gate)) && aligned(weight) && weight.is_contiguous();
+  return !in.x.device().is_cpu() && cuda::token_linear_fits(in.x.device(), in.x.size(0), in.x.size(1), kind) &&
+         aligned(in.x) && (!in.gate || aligned(in.gate)) && aligned(weight) && weight.is_contiguous();
 #else
-  (void)in, (void)weight;
+  (void)in, (void)weight, (void)kind;
   return false;
 #endif
 }
@@ -71,7 +71,7 @@ void token_add(const Tensor& to, const TokenInput& in, const Tensor& weight, Mat
   const ArgumentCheck check("token_add");
   check_input(check, in, weight);
   check.dense("to", to, in.x.dtype(), {in.x.size(0), weight.size(0)}, in.x.device());
-  if (!fits(in, weight)) {
+  if (!fits(in, weight, TokenPart::Kind::add)) {
     if (to.device().is_cpu()) return add_into(to, linear_forward(prepared(in), weight, {}, precision));
     return matmul(to, prepared(in), weight,
                   {.transpose_b = true,
@@ -86,7 +86,7 @@ Tensor token_swiglu(const TokenInput& in, const Tensor& gate, const Tensor& up, 
   const ArgumentCheck check("token_swiglu");
   check_input(check, in, gate);
   check.dense("up", up, gate.dtype(), {gate.size(0), gate.size(1)}, gate.device());
-  if (!fits(in, gate)) {
+  if (!fits(in, gate, TokenPart::Kind::swiglu)) {
     const Tensor h = prepared(in);
     return swiglu_forward(linear_forward(h, gate, {}, precision), linear_forward(h, up, {}, precision));
   }
@@ -97,7 +97,7 @@ Tensor token_swiglu(const TokenInput& in, const Tensor& gate, const Tensor& up, 
 
 Tensor token_logits(const TokenInput& in, const Tensor& weight) {
   check_input(ArgumentCheck("token_logits"), in, weight);
-  if (!fits(in, weight)) return logits_forward(prepared(in), weight);
+  if (!fits(in, weight, TokenPart::Kind::value)) return logits_forward(prepared(in), weight);
   TokenPart part{.weight = weight, .out = rows_for(in, weight, DType::f32)};
   run(in, {&part, 1});
   return part.out;
@@ -138,7 +138,7 @@ TokenMixed token_mixing(const TokenInput& in, const TokenMixing& w, const Tensor
   if (w.conv_weight)
     check.dense("conv_state", conv_state, DType::f32, {in.x.size(0), w.conv_weight.size(1) - 1, w.qkv.size(0)},
                 in.x.device());
-  if (!fits(in, w.qkv)) return plain_mixing(in, w, conv_state, precision);
+  if (!fits(in, w.qkv, TokenPart::Kind::value)) return plain_mixing(in, w, conv_state, precision);
   using Kind = TokenPart::Kind;
   TokenMixed out;
   std::vector<TokenPart> parts;

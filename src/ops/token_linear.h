@@ -72,7 +72,8 @@ struct TokenPart {
 namespace cuda {
 inline constexpr size_t kMostTokenParts = 4;
 void token_linear(const TokenInput& in, std::span<const TokenPart> parts);
-bool token_linear_fits(int64_t batch, int64_t k);
+// Whether there is room for the weights [rows, k] of such a part.
+bool token_linear_fits(Device device, int64_t batch, int64_t k, TokenPart::Kind kind);
 }  // namespace cuda
 
 }  // namespace furious

@@ -20,7 +20,9 @@ namespace {
 using Kind = TokenPart::Kind;
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kMostSequences = 8;
-constexpr int kMostBlocks = 4;  // for a multiprocessor; each goes on with further rows
+constexpr int64_t kMostColumns = 1 << 16;  // more than fit into any shared memory
+constexpr int kOtherBytes = 8 << 10;       // of shared memory that a block has besides weights and activations
+constexpr int kMostBlocks = 4;             // for a multiprocessor; each goes on with further rows
 
 struct Part {
   Kind kind;
@@ -149,6 +151,11 @@ __host__ __device__ int row_units(int k) {
   return k / 8 + 4;
 }
 
+// For `buffers` of weights and the activations.
+int shared_bytes(int groups, int buffers, int batch, int k) {
+  return (buffers * 8 * groups + batch) * row_units(k) * 16;
+}
+
 // kGroups times 8 rows: 2 for gated pairs. `buffers` of weights are 2 if the block makes more than one tile.
 template <int kGroups>
 __global__ void __launch_bounds__(kThreads, kMostBlocks)
@@ -272,7 +279,7 @@ void launch(Call& call, Device device) {
   const cudaStream_t s = stream(device);
   const int blocks = std::min(call.tiles, kMostBlocks * multiprocessors());
   const int buffers = blocks < call.tiles ? 2 : 1;
-  const int bytes = (buffers * 8 * kGroups + call.batch) * row_units(call.k) * 16;
+  const int bytes = shared_bytes(kGroups, buffers, call.batch, call.k);
   if (bytes > 40 << 10)
     check(cudaFuncSetAttribute(token_linear_kernel<kGroups>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
           "token_linear");
@@ -321,8 +328,11 @@ void token_linear(const TokenInput& in, std::span<const TokenPart> parts) {
   pairs ? launch<2>(call, in.x.device()) : launch<1>(call, in.x.device());
 }
 
-bool token_linear_fits(int64_t batch, int64_t k) {
-  return batch <= kMostSequences && k % 8 == 0 && k <= 4096;  // for the latter there is shared memory
+bool token_linear_fits(Device device, int64_t batch, int64_t k, Kind kind) {
+  (void)stream(device);  // makes it current
+  const int groups = kind == Kind::swiglu ? 2 : 1;
+  return batch <= kMostSequences && k % 8 == 0 && k <= kMostColumns &&
+         shared_bytes(groups, 2, static_cast<int>(batch), static_cast<int>(k)) + kOtherBytes <= most_shared_memory();
 }
 
 }  // namespace furious::cuda

@@ -69,5 +69,9 @@ int multiprocessors() {
   return attribute(cudaDevAttrMultiProcessorCount);
 }
 
+int most_shared_memory() {
+  return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+}
+
 }  // namespace cuda
 }  // namespace furious

@@ -30,6 +30,7 @@ __device__ inline void wait_for_previous() {
 // Of the current device.
 bool launches_early();
 int multiprocessors();
+int most_shared_memory();  // bytes that a block can ask for
 
 template <class... Parameters, class... Arguments>
 void launch_early(bool early, void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t bytes, cudaStream_t stream,

@@ -1,4 +1,5 @@
 #include "cuda.h"
+#include "ops/random.h"
 #include "ops/token_linear.h"
 #include "support.h"
 
@@ -33,8 +34,8 @@ struct Case {
 
   explicit Case(Random& random)
       : batch(random.pick<int64_t>({1, 2, 7, 8, 9})),
-        in(8 * random.pick<int64_t>({3, 16, 33, 128, 257})),
-        out(random.pick<int64_t>({1, 24, 77, 1000})),
+        in(8 * random.pick<int64_t>({3, 16, 33, 128, 257, 600})),
+        out(random.pick<int64_t>({1, 24, 77, 500})),
         x(Pair::rounded(random.normal_tensor({batch, in}, 2))) {
     if (random.coin()) gate = Pair::rounded(random.normal_tensor({batch, in}));
     if (random.coin()) norm = Pair::exact(random.normal_tensor({in}));
@@ -42,7 +43,9 @@ struct Case {
     gpu = {x.gpu, gate.gpu, norm.gpu, 1e-5f};
   }
   Pair weight(Random& random, int64_t rows) const {
-    return Pair::rounded(random.normal_tensor({rows, in}, 1 / std::sqrt(static_cast<float>(in))));
+    const Tensor drawn = Tensor::empty({rows, in}, DType::f32);  // many numbers: by the faster generator
+    fill_normal(drawn, 0, 1 / std::sqrt(static_cast<float>(in)), static_cast<uint64_t>(random.integer(0, 1 << 30)), 0);
+    return Pair::rounded(drawn);
   }
 };
 
@@ -54,7 +57,7 @@ std::ostream& operator<<(std::ostream& out, const Case& c) {
 TEST(TokenLinearCuda, AgreesWithTheCpu) {
   SKIP_WITHOUT_GPU();
   Random random(1);
-  for (int i = 0; i < 60; ++i) {
+  for (int i = 0; i < 40; ++i) {
     const Case c(random);
     SCOPED_TRACE(::testing::Message() << c);
     const Pair weight = c.weight(random, c.out), up = c.weight(random, c.out);
@@ -71,7 +74,7 @@ TEST(TokenLinearCuda, AgreesWithTheCpu) {
 TEST(TokenLinearCuda, WhatTheMixerTakesIn) {
   SKIP_WITHOUT_GPU();
   Random random(2);
-  for (int i = 0; i < 60; ++i) {
+  for (int i = 0; i < 40; ++i) {
     const Case c(random);
     const int64_t window = random.pick<int64_t>({0, 2, 3, 4}), heads = random.integer(1, 17);
     SCOPED_TRACE(::testing::Message() << c << ", window " << window << ", heads " << heads);
