@@ -1,5 +1,6 @@
 #include "model/language_model.h"
 
+#include <atomic>
 #include <cmath>
 #include <limits>
 
@@ -15,6 +16,7 @@
 #include "ops/random.h"
 #include "ops/rms_norm.h"
 #include "ops/swiglu.h"
+#include "ops/token_linear.h"
 #include "ops/views.h"
 #include "tensor/check.h"
 
@@ -221,7 +223,18 @@ void LanguageModel::make(Maker& maker) {
   if (!config.tie_embeddings) head_ = maker.normal("lm_head.weight", {config.vocabulary, config.hidden});
 }
 
+int64_t LanguageModel::new_version() {
+  static std::atomic<int64_t> last = 0;
+  return ++last;
+}
+
+void LanguageModel::set_compute(const Compute& compute) {
+  compute_ = compute;
+  version_ = new_version();
+}
+
 void LanguageModel::round_weights() {
+  version_ = new_version();
   const auto round = [](Variable& weight) {
     if (weight) weight = Variable(to_dtype(weight.value(), DType::bf16));
   };
@@ -246,12 +259,6 @@ int64_t LanguageModel::bytes_per_token() const {
 Variable LanguageModel::mix(Tape& tape, const Variable& q, const Variable& k, const Variable& v,
                             const Variable& log_decay, const Tensor& boundaries, ModelCache::Layer* cache) const {
   if (cache == nullptr) return mixer(tape, config_.block.mixer(), q, k, v, log_decay, boundaries);
-  const int64_t batch = q.value().size(0);
-  if (q.value().size(1) == 1) {
-    const auto token = [](const Variable& x) { return x ? x.value().select(1, 0) : Tensor(); };
-    const Tensor out = cache->mixer.step(token(q), token(k), token(v), token(log_decay));
-    return Variable(out.view({batch, 1, config_.heads(), config_.head_dim}));
-  }
   return Variable(cache->mixer.prefill({q.value(), k.value(), v.value(), log_decay.value(), {}, {}}));
 }
 
@@ -267,12 +274,8 @@ Variable LanguageModel::block(Tape& tape, const Layer& layer, const Variable& h,
     } else {
       const Tensor before = qkv.value();
       const Tensor weight = layer.conv_weight.value(), bias = layer.conv_bias.value();
-      if (before.size(1) == 1) {
-        qkv = Variable(conv_step(cache->conv, before.select(1, 0), weight, bias, after).view(before.shape()));
-      } else {
-        qkv = Variable(conv_forward(before, weight, bias, after, {}, cache->conv));
-        cache->conv = conv_state(before, block.conv_window, {}, cache->conv);
-      }
+      qkv = Variable(conv_forward(before, weight, bias, after, {}, cache->conv));
+      cache->conv = conv_state(before, block.conv_window, {}, cache->conv);
     }
   }
   const std::vector<Variable> parts = split_heads(
@@ -282,7 +285,7 @@ Variable LanguageModel::block(Tape& tape, const Layer& layer, const Variable& h,
   Variable k = activation(tape, parts[1], block.qk_activation);
   const Variable& v = parts[2];
   if (block.rope) {
-    const Rope positions{block.rope_pairing, block.rope_base, seen};
+    const Rope positions{block.rope_pairing, block.rope_base, seen, {}};
     q = rope(tape, q, positions, boundaries);
     k = rope(tape, k, positions, boundaries);
   }
@@ -354,28 +357,89 @@ Variable LanguageModel::loss(Tape& tape, const Tensor& tokens, const Tensor& tar
                        compute_.precision);
 }
 
-Tensor LanguageModel::logits_of(const Tensor& h) const {
-  const Tensor weight = output_weight().value();
-  if (device_.is_cpu() || weight.dtype() == DType::f32) {
-    const Tensor exact = h.dtype() == DType::f32 && h.is_contiguous() ? h : to_dtype(h, DType::f32);
-    return to_device(linear_forward(exact, weight), {});
-  }
-  Shape shape = h.shape();
-  shape[h.rank() - 1] = weight.size(0);
-  const Tensor logits = Tensor::empty(shape, DType::f32, device_);
-  matmul(logits.as_matrix(), to_dtype(h, DType::bf16).as_matrix(), weight,
-         {.transpose_b = true, .precision = MatmulPrecision::bf16});
-  return to_device(logits, {});
-}
-
 Tensor LanguageModel::logits(const Tensor& tokens, const Tensor& boundaries) const {
-  return logits_of(hidden(Tape::off(), tokens, boundaries, nullptr).value());
+  const Tensor h = hidden(Tape::off(), tokens, boundaries, nullptr).value();
+  return to_device(logits_forward(h, output_weight().value()), {});
 }
 
 Tensor LanguageModel::read(ModelCache& cache, const Tensor& tokens) const {
   ArgumentCheck("language_model.read").shape("tokens", tokens, {cache.batch(), ArgumentCheck::kAny});
+  if (tokens.size(1) == 1) return to_device(step(cache, tokens), {});
   const Tensor h = hidden(Tape::off(), tokens, {}, &cache).value();
-  return logits_of(h.select(1, h.size(1) - 1));
+  return to_device(logits_forward(h.select(1, h.size(1) - 1), output_weight().value()), {});
+}
+
+// Every layer for one token: what block() and mlp() do for many.
+Tensor LanguageModel::token_pass(ModelCache& cache, const Tensor& tokens) const {
+  const BlockConfig& block = config_.block;
+  const int64_t batch = tokens.size(0), heads = config_.heads(), dim = config_.head_dim;
+  const MatmulPrecision precision = compute_.precision;
+  const Tensor x = embedding_forward(embedding_.value(), tokens, compute_.activations).view({batch, config_.hidden});
+  const auto normed = [&](const Variable& norm) { return TokenInput{x, {}, norm.value(), config_.norm_eps}; };
+  for (size_t i = 0; i < layers_.size(); ++i) {
+    const Layer& layer = layers_[i];
+    ModelCache::Layer& memory = cache.layers_[i];
+    const TokenMixed mixed =
+        token_mixing(normed(layer.input_norm),
+                     {layer.qkv.value(), layer.conv_weight.value(), layer.conv_bias.value(), layer.dt.value(),
+                      layer.dt_bias.value(), layer.a_mask.value(), layer.a_log.value(), layer.z_gate.value(),
+                      layer.z_gate_bias.value(), block.conv_silu ? Activation::silu : Activation::none,
+                      block.qk_activation, (config_.q_heads + config_.k_heads) * dim},
+                     memory.conv, precision);
+    const auto part = [&](int64_t first, int64_t own_heads) {
+      return mixed.qkv.view({batch, 1, config_.qkv_width()})
+          .slice(2, first * dim, own_heads * dim)
+          .split_dim(2, own_heads, dim);
+    };
+    Tensor q = part(0, config_.q_heads), k = part(config_.q_heads, config_.k_heads);
+    const Tensor v = part(config_.q_heads + config_.k_heads, config_.v_heads);
+    if (block.rope) {
+      const Tensor seen = memory.mixer.position();
+      const Rope positions{block.rope_pairing, block.rope_base, seen ? 0 : memory.mixer.tokens(), seen};
+      q = rope_forward(q, positions);
+      k = rope_forward(k, positions);
+    }
+    const Tensor scaled = block.discretize ? discretize_forward(v, mixed.dt.view({batch, 1, heads})) : v;
+    Tensor o = memory.mixer.step(q.select(1, 0), k.select(1, 0), scaled.select(1, 0), mixed.log_decay);
+    if (block.d_residual) o = d_residual_forward(o.view({batch, 1, heads, dim}), v, layer.d.value());
+    token_add(x, {o.view({batch, heads * dim}), mixed.z, layer.out_norm.value(), kOutNormEps}, layer.out.value(),
+              precision);
+    const Tensor m = token_swiglu(normed(layer.mlp_norm), layer.gate.value(), layer.up.value(), precision);
+    token_add(x, {m, {}, {}, 0}, layer.down.value(), precision);
+  }
+  return token_logits(normed(norm_), output_weight().value());
+}
+
+Tensor LanguageModel::step(ModelCache& cache, const Tensor& tokens) const {
+  ArgumentCheck("language_model.step").shape("tokens", tokens, {cache.batch(), 1});
+  const Tensor ids = here("tokens", tokens, 0);
+  for (ModelCache::Layer& layer : cache.layers_) layer.mixer.prepare(compute_.activations);
+  if (!cache.ids_) cache.ids_ = Tensor::empty_like(ids);
+  copy(cache.ids_, ids);
+  if (device_.is_cpu()) return token_pass(cache, cache.ids_);
+  ModelCache::Recording& recorded = cache.recorded_;
+  if (recorded.version != version_) {  // the first token makes everything ready
+    recorded = {version_, {}, nullptr, {}};
+    return token_pass(cache, cache.ids_);
+  }
+  std::vector<const void*> places;
+  for (const ModelCache::Layer& layer : cache.layers_) {
+    places.push_back(layer.conv.raw());
+    for (const void* place : layer.mixer.recording()) places.push_back(place);
+  }
+  if (recorded.graph && recorded.places == places) {
+    for (ModelCache::Layer& layer : cache.layers_) layer.mixer.advance();
+  } else {
+    recorded.logits = {};
+    recorded.places = std::move(places);
+    Tensor logits;
+    recorded.graph = std::make_shared<Graph>(device_, [&] { logits = token_pass(cache, cache.ids_); });
+    // The logits lie in the graph's memory: who holds them holds the graph.
+    const auto owner = std::make_shared<std::pair<std::shared_ptr<Graph>, Tensor>>(recorded.graph, logits);
+    recorded.logits = Tensor::wrap(logits.raw(), logits.shape(), logits.dtype(), device_, owner);
+  }
+  recorded.graph->run();
+  return recorded.logits;
 }
 
 std::string LanguageModel::first_not_finite(const Tensor& tokens, const Tensor& boundaries) const {

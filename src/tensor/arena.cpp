@@ -1,6 +1,7 @@
 #include "tensor/arena.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "base/error.h"
 
@@ -24,7 +25,15 @@ constexpr size_t kRedZone = kAlignment;
 constexpr size_t kRedZone = 0;
 #endif
 
+thread_local Arena* chosen = nullptr;  // by a Scope
+
 }  // namespace
+
+Arena::Scope::Scope(Arena& arena) : before_(std::exchange(chosen, &arena)) {}
+
+Arena::Scope::~Scope() {
+  chosen = before_;
+}
 
 Arena::~Arena() {
   for (auto& [pointer, block] : blocks_) {
@@ -34,6 +43,7 @@ Arena::~Arena() {
 }
 
 Arena& Arena::of(Device device) {
+  if (chosen != nullptr && chosen->device_ == device) return *chosen;
   // Never destroyed: tensors with static lifetime may outlive any order of destruction.
   static auto& mutex = *new std::mutex;
   static auto& arenas = *new std::map<std::pair<DeviceKind, int>, Arena*>;

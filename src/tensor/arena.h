@@ -23,6 +23,18 @@ class Arena {
 
   static Arena& of(Device device);
 
+  // While it lives, tensors that this thread makes on the arena's device lie in that arena.
+  class Scope {
+   public:
+    explicit Scope(Arena& arena);
+    ~Scope();
+    Scope(const Scope&) = delete;
+    Scope& operator=(const Scope&) = delete;
+
+   private:
+    Arena* before_;
+  };
+
   void* allocate(size_t bytes);
   void release(void* pointer);
   void trim();  // gives segments that hold no live block back to the device
