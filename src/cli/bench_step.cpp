@@ -95,7 +95,7 @@ TrainOptions StepBench::resolve() const {
 void StepBench::run() const {
   JsonFile file(json);
   const TrainOptions options = resolved(resolve());
-  const Device device = device_from_name(options.device);
+  const Device device = usable_device(options.device);
   if (options.threads > 0) set_threads(static_cast<int>(options.threads));
   TrainData data;
   data.batches = std::make_unique<RandomBatches>(options.batch, options.length, vocabulary);
