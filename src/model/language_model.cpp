@@ -262,11 +262,16 @@ Variable LanguageModel::mix(Tape& tape, const Variable& q, const Variable& k, co
   return Variable(cache->mixer.prefill({q.value(), k.value(), v.value(), log_decay.value(), {}, {}}));
 }
 
-Variable LanguageModel::block(Tape& tape, const Layer& layer, const Variable& h, const Tensor& boundaries,
+Variable LanguageModel::block(Tape& tape, const Layer& layer, const Variable& x, const Tensor& boundaries,
                               ModelCache::Layer* cache) const {
   const BlockConfig& block = config_.block;
+  const Variable h = rms_norm(tape, x, layer.input_norm, config_.norm_eps);
   const int64_t seen = cache ? cache->mixer.tokens() : 0;
-  Variable qkv = project(tape, h, layer.qkv);
+  std::vector<Variable> weights{layer.qkv};
+  if (block.has_dt()) weights.push_back(layer.dt);
+  if (block.decay == DecayKind::softplus) weights.push_back(layer.a_mask);
+  const std::vector<Variable> projected = project(tape, h, weights);
+  Variable qkv = projected.front();
   if (block.conv_window > 0) {
     const Activation after = block.conv_silu ? Activation::silu : Activation::none;
     if (cache == nullptr) {
@@ -290,8 +295,8 @@ Variable LanguageModel::block(Tape& tape, const Layer& layer, const Variable& h,
     k = rope(tape, k, positions, boundaries);
   }
   Variable dt, log_decay;
-  if (block.has_dt()) dt = time_step(tape, project(tape, h, layer.dt), layer.dt_bias);
-  if (block.decay == DecayKind::softplus) log_decay = softplus_decay(tape, project(tape, h, layer.a_mask));
+  if (block.has_dt()) dt = time_step(tape, projected[1], layer.dt_bias);
+  if (block.decay == DecayKind::softplus) log_decay = softplus_decay(tape, projected.back());
   if (block.decay == DecayKind::original) log_decay = original_decay(tape, dt, layer.a_log);
 
   Variable o = mix(tape, q, k, block.discretize ? discretize(tape, v, dt) : v, log_decay, boundaries, cache);
@@ -304,16 +309,26 @@ Variable LanguageModel::block(Tape& tape, const Layer& layer, const Variable& h,
     o = rms_norm(tape, o, layer.out_norm, kOutNormEps, z);
   else if (z)
     o = swiglu(tape, z, o);  // silu(z) ⊙ o
-  return project(tape, o, layer.out);
+  return project(tape, o, layer.out, {}, x);
 }
 
-Variable LanguageModel::project(Tape& tape, const Variable& x, const Variable& weight, const Variable& bias) const {
-  return linear(tape, x, weight, bias, compute_.precision);
+Variable LanguageModel::project(Tape& tape, const Variable& x, const Variable& weight, const Variable& bias,
+                                const Variable& residual) const {
+  return linear(tape, x, weight, bias, compute_.precision, residual);
+}
+
+std::vector<Variable> LanguageModel::project(Tape& tape, const Variable& x,
+                                             const std::vector<Variable>& weights) const {
+  if (weights.size() == 1) return {project(tape, x, weights.front())};
+  std::vector<int64_t> sizes;
+  for (const Variable& weight : weights) sizes.push_back(weight.value().size(0));
+  return split(tape, joined_linear(tape, x, weights, compute_.precision), sizes);
 }
 
 Variable LanguageModel::mlp(Tape& tape, const Layer& layer, const Variable& x) const {
   const Variable m = rms_norm(tape, x, layer.mlp_norm, config_.norm_eps);
-  return project(tape, swiglu(tape, project(tape, m, layer.gate), project(tape, m, layer.up)), layer.down);
+  const std::vector<Variable> inner = project(tape, m, {layer.gate, layer.up});
+  return project(tape, swiglu(tape, inner[0], inner[1]), layer.down, {}, x);
 }
 
 Variable LanguageModel::hidden(Tape& tape, const Tensor& tokens, const Tensor& boundaries, ModelCache* cache,
@@ -327,10 +342,9 @@ Variable LanguageModel::hidden(Tape& tape, const Tensor& tokens, const Tensor& b
   for (size_t i = 0; i < layers_.size(); ++i) {
     // Holds what it needs by value: recomputed() runs it again when this function has returned.
     const auto layer = [this, i, boundaries, cache, seen](Tape& t, const Variable& input) {
-      const Variable h = rms_norm(t, input, layers_[i].input_norm, config_.norm_eps);
-      const Variable mixed = add(t, input, block(t, layers_[i], h, boundaries, cache ? &cache->layers_[i] : nullptr));
+      const Variable mixed = block(t, layers_[i], input, boundaries, cache ? &cache->layers_[i] : nullptr);
       seen(fmt::format("model.layers.{}.self_attn", i), mixed);
-      const Variable out = add(t, mixed, mlp(t, layers_[i], mixed));
+      const Variable out = mlp(t, layers_[i], mixed);
       seen(fmt::format("model.layers.{}.mlp", i), out);
       return out;
     };

@@ -133,9 +133,12 @@ class LanguageModel {
   using Observer = std::function<void(const std::string& place, const Tensor& out)>;
   Variable hidden(Tape& tape, const Tensor& tokens, const Tensor& boundaries, ModelCache* cache,
                   const Observer& observe = {}) const;
-  Variable project(Tape& tape, const Variable& x, const Variable& weight, const Variable& bias = {}) const;
+  Variable project(Tape& tape, const Variable& x, const Variable& weight, const Variable& bias = {},
+                   const Variable& residual = {}) const;
+  std::vector<Variable> project(Tape& tape, const Variable& x, const std::vector<Variable>& weights) const;
+  // Each with its norm and its residual.
   Variable mlp(Tape& tape, const Layer& layer, const Variable& x) const;
-  Variable block(Tape& tape, const Layer& layer, const Variable& h, const Tensor& boundaries,
+  Variable block(Tape& tape, const Layer& layer, const Variable& x, const Tensor& boundaries,
                  ModelCache::Layer* cache) const;
   Variable mix(Tape& tape, const Variable& q, const Variable& k, const Variable& v, const Variable& log_decay,
                const Tensor& boundaries, ModelCache::Layer* cache) const;
