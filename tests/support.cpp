@@ -4,20 +4,14 @@
 #include <cstring>
 #include <limits>
 
+#include "ops/random.h"
+
 namespace furious::testing {
 namespace {
 
 uint64_t choose_seed(uint64_t salt) {
   const char* given = std::getenv("FURIOUS_TEST_SEED");
   return given ? std::strtoull(given, nullptr, 10) : 20260 + salt;
-}
-
-template <class Draw>
-Tensor random_tensor(const Shape& shape, DType dtype, Draw&& draw) {
-  Tensor values = Tensor::empty(shape, DType::f32);
-  float* data = values.data<float>();
-  for (int64_t i = 0; i < values.elements(); ++i) data[i] = static_cast<float>(draw());
-  return dtype == DType::f32 ? values : to_dtype(values, dtype);
 }
 
 template <class T>
@@ -40,12 +34,17 @@ int64_t Random::integer(int64_t low, int64_t high) {
   return std::uniform_int_distribution<int64_t>(low, high)(engine_);
 }
 
+// By the library's own generators: those of <random> would take most of the time of tests with large tensors.
 Tensor Random::normal_tensor(const Shape& shape, double scale, DType dtype) {
-  return random_tensor(shape, dtype, [&] { return scale * normal(); });
+  const Tensor values = Tensor::empty(shape, DType::f32);
+  fill_normal(values, 0, static_cast<float>(scale), engine_(), 0);
+  return dtype == DType::f32 ? values : to_dtype(values, dtype);
 }
 
 Tensor Random::uniform_tensor(const Shape& shape, double low, double high, DType dtype) {
-  return random_tensor(shape, dtype, [&] { return uniform(low, high); });
+  const Tensor values = Tensor::empty(shape, DType::f32);
+  fill_uniform(values, static_cast<float>(low), static_cast<float>(high), engine_(), 0);
+  return dtype == DType::f32 ? values : to_dtype(values, dtype);
 }
 
 Tensor tensor_of(const std::vector<float>& values, const Shape& shape) {

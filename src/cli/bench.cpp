@@ -92,7 +92,7 @@ nlohmann::json MixerBench::measure(const MixerSpec& spec, int64_t length, Form f
                                    double rate) const {
   const DType type = dtype_from_name(dtype);
   // As in a model: q, k and v are slices of one projection.
-  const Device where = device_from_name(device);
+  const Device where = usable_device(device);
   const auto there = [&](const Tensor& tensor) {
     if (where.is_cpu()) return tensor;
     const Tensor copy = Tensor::empty(tensor.shape(), tensor.dtype(), where);
@@ -120,7 +120,7 @@ nlohmann::json MixerBench::measure(const MixerSpec& spec, int64_t length, Form f
 
   const MixerShape shape = check_mixer("bench", spec, inputs, result.form);
   const std::vector<Segment> segments = segments_of("bench", {}, batch, length);
-  const int64_t chunk_used = chunk > 0 ? chunk : default_chunk(spec, dim, dim, where);
+  const int64_t chunk_used = chunk > 0 ? chunk : default_chunk(spec, dim, dim, where, inputs.q.dtype());
   const auto flops_of = [&](Pass pass) {
     return result.form == Form::chunked ? chunked_flops(shape, segments, chunk_used, pass)
                                         : parallel_flops(shape, segments, pass);
@@ -156,7 +156,7 @@ void MixerBench::run() const {
             "bench mixer: an exponential score has no chunked form; use --form parallel");
   }
   if (threads > 0) set_threads(threads);
-  const Device where = device_from_name(device);
+  const Device where = usable_device(device);
   // On a GPU bf16 products have a rate of their own; mixers on the CPU compute in f32 whatever the dtype.
   const bool bf16 = !where.is_cpu() && dtype == "bf16";
   const double rate = matmul_rate(bf16 ? MatmulPrecision::bf16 : MatmulPrecision::f32, where);
@@ -219,7 +219,7 @@ struct RecurrentBench {
 
 void RecurrentBench::run() const {
   const MixerSpec spec = mixer_spec(preset);
-  const Device where = device_from_name(device);
+  const Device where = usable_device(device);
   const double rate = copy_rate(where);
   fmt::print("recurrent {} ({}), batch {}, {} heads of {}, {}, {}; {:.1f} GB/s copied\n\n", preset, to_string(spec),
              batch, heads, dim, dtype, where.is_cpu() ? fmt::format("{} threads", furious::threads()) : device,

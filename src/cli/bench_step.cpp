@@ -69,6 +69,7 @@ struct StepBench {
   std::string preset = "2mamba";
   int32_t vocabulary = 32000;
   int64_t steps = 5;
+  bool one_by_one = false;
   std::string json;
 
   TrainOptions resolve() const;
@@ -95,14 +96,17 @@ TrainOptions StepBench::resolve() const {
 void StepBench::run() const {
   JsonFile file(json);
   const TrainOptions options = resolved(resolve());
-  const Device device = device_from_name(options.device);
+  const Device device = usable_device(options.device);
   if (options.threads > 0) set_threads(static_cast<int>(options.threads));
   TrainData data;
   data.batches = std::make_unique<RandomBatches>(options.batch, options.length, vocabulary);
   Trainer trainer(options, std::move(data));
-  trainer.step();  // asks the system for memory once and for all
+  if (one_by_one) trainer.launch_one_by_one();
   Arena& arena = Arena::of(device);
   arena.reset_peak();
+  trainer.step();  // takes its memory
+  const auto peak = static_cast<int64_t>(arena.usage().peak);
+  trainer.step();  // on a GPU the one that is captured in a graph
   std::vector<TrainStep> done;
   for (int64_t i = 0; i < steps; ++i) done.push_back(trainer.step());
   const auto faster = [](const TrainStep& a, const TrainStep& b) { return a.tokens_per_second > b.tokens_per_second; };
@@ -114,15 +118,16 @@ void StepBench::run() const {
   const double tokens = static_cast<double>(options.batch * options.length);
   const double seconds = tokens / median.tokens_per_second;
   const double rate = flops / seconds / median.mfu;
-  const auto peak = static_cast<int64_t>(arena.usage().peak);
   fmt::print("{}: {:.1f} M parameters, {} layers of width {}, batch {} x {} tokens, {} products, {}\n", config.arch,
              static_cast<double>(parameter_count(config)) / 1e6, config.layers, config.hidden, options.batch,
              options.length, options.dtype, device.is_cpu() ? fmt::format("{} threads", threads()) : options.device);
   fmt::print(
-      "{:.0f} tokens/s, median of {} steps of {:.1f} ms; {:.1f} MFLOP a token, {:.0f} % of {:.0f} GFLOP/s ({}); "
-      "peak {:.2f} GB\n",
-      median.tokens_per_second, steps, seconds * 1e3, flops / tokens / 1e6, 100 * median.mfu, rate / 1e9,
-      matmul_library(device), static_cast<double>(peak) / 1e9);
+      "{:.0f} tokens/s, median of {} steps of {:.2f} ms; {:.1f} MFLOP a token, {:.0f} GFLOP/s, {:.0f} % of the {:.0f} "
+      "of a "
+      "large product ({}); peak {:.2f} GB (estimated {:.2f})\n",
+      median.tokens_per_second, steps, seconds * 1e3, flops / tokens / 1e6, flops / seconds / 1e9, 100 * median.mfu,
+      rate / 1e9, matmul_library(device), static_cast<double>(peak) / 1e9,
+      static_cast<double>(trainer.memory().total()) / 1e9);
   file.write(nlohmann::ordered_json{{"preset", options.arch},
                                     {"size", size_text(options, config)},
                                     {"parameters", parameter_count(config)},
@@ -132,6 +137,7 @@ void StepBench::run() const {
                                     {"dtype", options.dtype},
                                     {"threads", threads()},
                                     {"tokens_per_second", median.tokens_per_second},
+                                    {"gflops", flops / seconds / 1e9},
                                     {"mfu", median.mfu},
                                     {"matrix_gflops", rate / 1e9},
                                     {"peak_bytes", peak}});
@@ -150,6 +156,7 @@ void add_bench_step(CLI::App& bench) {
   step->add_option("--steps", command->steps, "Steps to take the median of")
       ->check(CLI::Range(1, 1 << 20))
       ->capture_default_str();
+  step->add_flag("--no-graph", command->one_by_one, "On a GPU, launch kernel by kernel instead of a captured graph");
   step->add_option("--json", command->json, "Write the result to this file");
   step->footer("Example: furious bench step --preset softmax --size mini --length 1024 --batch 2");
   step->callback([command] { command->run(); });

@@ -29,7 +29,7 @@ Model::Parts::Parts(LanguageModel model, std::shared_ptr<const Tokenizer> its_to
 Model::Model(std::shared_ptr<const Parts> parts) : parts_(std::move(parts)) {}
 
 Model Model::load(const std::filesystem::path& given, const LoadOptions& options) {
-  const Device device = device_from_name(options.device);
+  const Device device = usable_device(options.device);
   const std::string dtype = !options.dtype.empty() ? options.dtype : device.is_cpu() ? "f32" : "bf16";
   require(dtype == "f32" || dtype == "bf16", "dtype {}: models run in f32 or bf16", dtype);
   const std::filesystem::path path = checkpoint_of(given);

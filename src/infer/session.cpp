@@ -8,7 +8,9 @@
 #include "infer/sampling.h"
 #include "infer/state_file.h"
 #include "infer/text_stream.h"
+#include "ops/argmax.h"
 #include "ops/elementwise.h"
+#include "tensor/host_copy.h"
 
 namespace furious {
 namespace {
@@ -31,7 +33,7 @@ struct Session::Memory {
   Model model;
   int64_t sequences;
   ModelCache cache;  // of one sequence as long as all are the same
-  Tensor logits;     // [rows of the cache, vocabulary] after the last token; not there before the first
+  Tensor logits;     // [rows of the cache, vocabulary] after the last token, on any device; not there before the first
   std::vector<std::vector<int32_t>> history;  // the last tokens of each row
 
   const LanguageModel& language_model() const { return model.parts().language_model; }
@@ -43,6 +45,9 @@ struct Session::Memory {
   }
 
   void read(const std::vector<std::vector<int32_t>>& rows);
+  void remember(const std::vector<std::vector<int32_t>>& rows);
+  int32_t choose(const Tensor& all, size_t row, Sampling sampling) const;
+  Tensor read_ahead();
   void start();
   void spread();
   std::string own_fingerprint() const { return fingerprint(language_model(), tokenizer().fingerprint()); }
@@ -58,13 +63,39 @@ void Session::Memory::read(const std::vector<std::vector<int32_t>>& rows) {
     const Tensor tokens = Tensor::empty({cache.batch(), count}, DType::i32);
     for (int64_t row = 0; row < cache.batch(); ++row)
       std::copy_n(rows[row].begin() + begin, count, tokens.data<int32_t>() + row * count);
-    logits = language_model().read(cache, tokens);
+    logits = count == 1 ? language_model().step(cache, tokens) : language_model().read(cache, tokens);
   }
+  remember(rows);
+}
+
+// What the rows have read.
+void Session::Memory::remember(const std::vector<std::vector<int32_t>>& rows) {
   for (size_t row = 0; row < history.size(); ++row) {
     std::vector<int32_t>& recent = history[row];
     recent.insert(recent.end(), rows[row].begin(), rows[row].end());
     if (recent.size() > kRepetitionWindow) recent.erase(recent.begin(), recent.end() - kRepetitionWindow);
   }
+}
+
+// The next token of a row, from the logits of all.
+int32_t Session::Memory::choose(const Tensor& all, size_t row, Sampling sampling) const {
+  sampling.seed += row;
+  // A model may have room for more ids than its tokenizer has.
+  const std::span<const float> own(all.select(0, static_cast<int64_t>(row)).data<float>(),
+                                   static_cast<size_t>(tokenizer().vocabulary_size()));
+  return sample(own, sampling, history[row], static_cast<uint64_t>(cache.tokens()));
+}
+
+// Reads the most probable token of every row, and says which they were while the device is still at it.
+Tensor Session::Memory::read_ahead() {
+  const Tensor best = argmax(logits.slice(1, 0, tokenizer().vocabulary_size()));
+  const HostCopy copy(best);
+  logits = language_model().step(cache, best.slice(1, 0, 1));
+  const Tensor known = copy.wait();
+  for (int64_t row = 0; row < known.size(0); ++row)
+    require(known.select(0, row).data<int32_t>()[1] == 1,
+            "sampling: a logit is not finite; the model's weights are damaged, or its training diverged");
+  return known;
 }
 
 // The mark before the text.
@@ -133,17 +164,18 @@ std::vector<Text> Session::write(const WriteOptions& options, const Show& show) 
     show_piece(i, sequences[i].stream.finish());
   };
 
+  const bool most_probable = options.sampling.temperature == 0 && options.sampling.repetition_penalty == 1;
   for (int64_t step = 0; step < options.tokens; ++step) {
     std::vector<std::vector<int32_t>> next(sequences.size(), {std::max(0, tokenizer.eos())});
+    // Where a GPU can choose by itself it reads on at once, while the text is made here.
+    const bool ahead =
+        most_probable && !memory.logits.device().is_cpu() && std::ranges::none_of(sequences, &Sequence::ended);
+    const Tensor known = ahead ? memory.read_ahead() : HostCopy(memory.logits).wait();
     for (size_t i = 0; i < sequences.size(); ++i) {
       Sequence& sequence = sequences[i];
       if (sequence.ended) continue;
-      Sampling sampling = options.sampling;
-      sampling.seed += i;
-      // A model may have room for more ids than its tokenizer has.
-      const std::span<const float> logits(memory.logits.select(0, static_cast<int64_t>(i)).data<float>(),
-                                          static_cast<size_t>(tokenizer.vocabulary_size()));
-      const int32_t id = sample(logits, sampling, memory.history[i], static_cast<uint64_t>(memory.cache.tokens()));
+      const int32_t id = ahead ? known.select(0, static_cast<int64_t>(i)).data<int32_t>()[0]
+                               : memory.choose(known, i, options.sampling);
       next[i] = {id};
       sequence.out.tokens += 1;
       if (id == tokenizer.eos()) {
@@ -153,7 +185,7 @@ std::vector<Text> Session::write(const WriteOptions& options, const Show& show) 
       show_piece(i, sequence.stream.push(memory.at_start_of_text(i) ? tokenizer.first_piece(id) : tokenizer.piece(id)));
       if (sequence.stream.stopped()) end(i, Ending::stop);
     }
-    memory.read(next);
+    ahead ? memory.remember(next) : memory.read(next);
     if (interrupted || std::ranges::all_of(sequences, &Sequence::ended)) break;
   }
   std::vector<Text> texts;
@@ -167,7 +199,7 @@ std::vector<Text> Session::write(const WriteOptions& options, const Show& show) 
 void Session::save(const std::filesystem::path& file) const {
   const Memory& memory = *memory_;
   require(memory.logits.defined(), "save state: nothing has been read yet");
-  SavedState state{memory.cache.contents(), memory.logits,
+  SavedState state{memory.cache.contents(), to_device(memory.logits, {}),
                    Tensor::empty({memory.cache.batch(), kRepetitionWindow}, DType::i32)};
   int32_t* out = state.history.data<int32_t>();
   for (const std::vector<int32_t>& recent : memory.history) {

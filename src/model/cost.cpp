@@ -9,13 +9,14 @@
 namespace furious {
 namespace {
 
-// Numbers that the tape keeps of one token: what every operation of a layer returns.
+// Numbers that the tape keeps of one token: what every operation of a layer returns; the layer's two sums with the
+// residual are the results of products.
 int64_t kept_by_layer(const ModelConfig& config) {
   const BlockConfig& block = config.block;
   const int64_t heads = config.heads();
   const int64_t out = heads * config.head_dim;
   const int64_t qk = (config.q_heads + config.k_heads) * config.head_dim;
-  int64_t kept = 6 * config.hidden + 3 * config.intermediate + config.qkv_width() + out + 3 * heads;
+  int64_t kept = 4 * config.hidden + 3 * config.intermediate + config.qkv_width() + out + 3 * heads;
   if (block.conv_window > 0) kept += config.qkv_width();
   if (block.qk_activation != Activation::none) kept += qk;
   if (block.rope) kept += qk;
@@ -65,7 +66,11 @@ TrainingMemory training_memory(const ModelConfig& config, int64_t batch, int64_t
   const auto size = static_cast<int64_t>(size_of(activations));
   const auto product = [&](int64_t a, int64_t b) { return a > kMost / b ? kMost : a * b; };
   int64_t output = std::min(most_logit_bytes(device), product(tokens, config.vocabulary) * size);
-  if (activations == DType::bf16) output += config.vocabulary * config.hidden * size;  // the weight, rounded
+  if (activations == DType::bf16) {  // the weights, rounded
+    const int64_t embedding = config.vocabulary * config.hidden;
+    const int64_t in_layers = parameter_count(config) - (config.tie_embeddings ? 1 : 2) * embedding;
+    output += (embedding + in_layers / (recompute ? config.layers : 1)) * size;
+  }
   return {4 * parameter_count(config) * static_cast<int64_t>(sizeof(float)),
           product(tokens, layers + around) * size + output};
 }

@@ -1,5 +1,6 @@
 #include "model/language_model.h"
 
+#include <atomic>
 #include <cmath>
 #include <limits>
 
@@ -15,6 +16,7 @@
 #include "ops/random.h"
 #include "ops/rms_norm.h"
 #include "ops/swiglu.h"
+#include "ops/token_linear.h"
 #include "ops/views.h"
 #include "tensor/check.h"
 
@@ -226,7 +228,18 @@ void LanguageModel::make(Maker& maker) {
   if (!config.tie_embeddings) head_ = maker.normal("lm_head.weight", {config.vocabulary, config.hidden});
 }
 
+int64_t LanguageModel::new_version() {
+  static std::atomic<int64_t> last = 0;
+  return ++last;
+}
+
+void LanguageModel::set_compute(const Compute& compute) {
+  compute_ = compute;
+  version_ = new_version();
+}
+
 void LanguageModel::round_weights() {
+  version_ = new_version();
   const auto round = [](Variable& weight) {
     if (weight) weight = Variable(to_dtype(weight.value(), DType::bf16));
   };
@@ -251,22 +264,21 @@ int64_t LanguageModel::bytes_per_token() const {
 Variable LanguageModel::mix(Tape& tape, const Variable& q, const Variable& k, const Variable& v,
                             const Variable& log_decay, const Tensor& boundaries, ModelCache::Layer* cache) const {
   if (cache == nullptr) return mixer(tape, config_.block.mixer(), q, k, v, log_decay, boundaries);
-  const int64_t batch = q.value().size(0);
-  if (q.value().size(1) == 1) {
-    const auto token = [](const Variable& x) { return x ? x.value().select(1, 0) : Tensor(); };
-    const Tensor out = cache->mixer.step(token(q), token(k), token(v), token(log_decay));
-    return Variable(out.view({batch, 1, config_.heads(), config_.head_dim}));
-  }
   return Variable(cache->mixer.prefill({q.value(), k.value(), v.value(), log_decay.value(), {}, {}}));
 }
 
-Variable LanguageModel::block(Tape& tape, size_t index, const Variable& h, const Tensor& boundaries, ModelCache* caches,
+Variable LanguageModel::block(Tape& tape, size_t index, const Variable& x, const Tensor& boundaries, ModelCache* caches,
                               const Observer& observe) const {
   const Layer& layer = layers_[index];
   ModelCache::Layer* cache = caches ? &caches->layers_[index] : nullptr;
   const BlockConfig& block = config_.block;
+  const Variable h = rms_norm(tape, x, layer.input_norm, config_.norm_eps);
   const int64_t seen = cache ? cache->mixer.tokens() : 0;
-  Variable qkv = project(tape, h, layer.qkv);
+  std::vector<Variable> weights{layer.qkv};
+  if (block.has_dt()) weights.push_back(layer.dt);
+  if (block.decay == DecayKind::softplus) weights.push_back(layer.a_mask);
+  const std::vector<Variable> projected = project(tape, h, weights);
+  Variable qkv = projected.front();
   if (block.conv_window > 0) {
     const Activation after = block.conv_silu ? Activation::silu : Activation::none;
     if (cache == nullptr) {
@@ -274,12 +286,8 @@ Variable LanguageModel::block(Tape& tape, size_t index, const Variable& h, const
     } else {
       const Tensor before = qkv.value();
       const Tensor weight = layer.conv_weight.value(), bias = layer.conv_bias.value();
-      if (before.size(1) == 1) {
-        qkv = Variable(conv_step(cache->conv, before.select(1, 0), weight, bias, after).view(before.shape()));
-      } else {
-        qkv = Variable(conv_forward(before, weight, bias, after, {}, cache->conv));
-        cache->conv = conv_state(before, block.conv_window, {}, cache->conv);
-      }
+      qkv = Variable(conv_forward(before, weight, bias, after, {}, cache->conv));
+      cache->conv = conv_state(before, block.conv_window, {}, cache->conv);
     }
   }
   const std::vector<Variable> parts = split_heads(
@@ -289,13 +297,13 @@ Variable LanguageModel::block(Tape& tape, size_t index, const Variable& h, const
   Variable k = activation(tape, parts[1], block.qk_activation);
   const Variable& v = parts[2];
   if (block.rope) {
-    const Rope positions{block.rope_pairing, block.rope_base, seen};
+    const Rope positions{block.rope_pairing, block.rope_base, seen, {}};
     q = rope(tape, q, positions, boundaries);
     k = rope(tape, k, positions, boundaries);
   }
   Variable dt, log_decay;
-  if (block.has_dt()) dt = time_step(tape, project(tape, h, layer.dt), layer.dt_bias);
-  if (block.decay == DecayKind::softplus) log_decay = softplus_decay(tape, project(tape, h, layer.a_mask));
+  if (block.has_dt()) dt = time_step(tape, projected[1], layer.dt_bias);
+  if (block.decay == DecayKind::softplus) log_decay = softplus_decay(tape, projected.back());
   if (block.decay == DecayKind::original) log_decay = original_decay(tape, dt, layer.a_log);
 
   const Variable values = block.discretize ? discretize(tape, v, dt) : v;
@@ -310,16 +318,26 @@ Variable LanguageModel::block(Tape& tape, size_t index, const Variable& h, const
     o = rms_norm(tape, o, layer.out_norm, kOutNormEps, z);
   else if (z)
     o = swiglu(tape, z, o);  // silu(z) ⊙ o
-  return project(tape, o, layer.out);
+  return project(tape, o, layer.out, {}, x);
 }
 
-Variable LanguageModel::project(Tape& tape, const Variable& x, const Variable& weight, const Variable& bias) const {
-  return linear(tape, x, weight, bias, compute_.precision);
+Variable LanguageModel::project(Tape& tape, const Variable& x, const Variable& weight, const Variable& bias,
+                                const Variable& residual) const {
+  return linear(tape, x, weight, bias, compute_.precision, residual);
+}
+
+std::vector<Variable> LanguageModel::project(Tape& tape, const Variable& x,
+                                             const std::vector<Variable>& weights) const {
+  if (weights.size() == 1) return {project(tape, x, weights.front())};
+  std::vector<int64_t> sizes;
+  for (const Variable& weight : weights) sizes.push_back(weight.value().size(0));
+  return split(tape, joined_linear(tape, x, weights, compute_.precision), sizes);
 }
 
 Variable LanguageModel::mlp(Tape& tape, const Layer& layer, const Variable& x) const {
   const Variable m = rms_norm(tape, x, layer.mlp_norm, config_.norm_eps);
-  return project(tape, swiglu(tape, project(tape, m, layer.gate), project(tape, m, layer.up)), layer.down);
+  const std::vector<Variable> inner = project(tape, m, {layer.gate, layer.up});
+  return project(tape, swiglu(tape, inner[0], inner[1]), layer.down, {}, x);
 }
 
 Variable LanguageModel::hidden(Tape& tape, const Tensor& tokens, const Tensor& boundaries, ModelCache* cache,
@@ -333,10 +351,9 @@ Variable LanguageModel::hidden(Tape& tape, const Tensor& tokens, const Tensor& b
   for (size_t i = 0; i < layers_.size(); ++i) {
     // Holds what it needs by value: recomputed() runs it again when this function has returned.
     const auto layer = [this, i, boundaries, cache, observe, seen](Tape& t, const Variable& input) {
-      const Variable h = rms_norm(t, input, layers_[i].input_norm, config_.norm_eps);
-      const Variable mixed = add(t, input, block(t, i, h, boundaries, cache, observe));
+      const Variable mixed = block(t, i, input, boundaries, cache, observe);
       seen(fmt::format("model.layers.{}.self_attn", i), mixed);
-      const Variable out = add(t, mixed, mlp(t, layers_[i], mixed));
+      const Variable out = mlp(t, layers_[i], mixed);
       seen(fmt::format("model.layers.{}.mlp", i), out);
       return out;
     };
@@ -363,28 +380,89 @@ Variable LanguageModel::loss(Tape& tape, const Tensor& tokens, const Tensor& tar
                        compute_.precision);
 }
 
-Tensor LanguageModel::logits_of(const Tensor& h) const {
-  const Tensor weight = output_weight().value();
-  if (device_.is_cpu() || weight.dtype() == DType::f32) {
-    const Tensor exact = h.dtype() == DType::f32 && h.is_contiguous() ? h : to_dtype(h, DType::f32);
-    return to_device(linear_forward(exact, weight), {});
-  }
-  Shape shape = h.shape();
-  shape[h.rank() - 1] = weight.size(0);
-  const Tensor logits = Tensor::empty(shape, DType::f32, device_);
-  matmul(logits.as_matrix(), to_dtype(h, DType::bf16).as_matrix(), weight,
-         {.transpose_b = true, .precision = MatmulPrecision::bf16});
-  return to_device(logits, {});
-}
-
 Tensor LanguageModel::logits(const Tensor& tokens, const Tensor& boundaries) const {
-  return logits_of(hidden(Tape::off(), tokens, boundaries, nullptr).value());
+  const Tensor h = hidden(Tape::off(), tokens, boundaries, nullptr).value();
+  return to_device(logits_forward(h, output_weight().value()), {});
 }
 
 Tensor LanguageModel::read(ModelCache& cache, const Tensor& tokens) const {
   ArgumentCheck("language_model.read").shape("tokens", tokens, {cache.batch(), ArgumentCheck::kAny});
+  if (tokens.size(1) == 1) return to_device(step(cache, tokens), {});
   const Tensor h = hidden(Tape::off(), tokens, {}, &cache).value();
-  return logits_of(h.select(1, h.size(1) - 1));
+  return to_device(logits_forward(h.select(1, h.size(1) - 1), output_weight().value()), {});
+}
+
+// Every layer for one token: what block() and mlp() do for many.
+Tensor LanguageModel::token_pass(ModelCache& cache, const Tensor& tokens) const {
+  const BlockConfig& block = config_.block;
+  const int64_t batch = tokens.size(0), heads = config_.heads(), dim = config_.head_dim;
+  const MatmulPrecision precision = compute_.precision;
+  const Tensor x = embedding_forward(embedding_.value(), tokens, compute_.activations).view({batch, config_.hidden});
+  const auto normed = [&](const Variable& norm) { return TokenInput{x, {}, norm.value(), config_.norm_eps}; };
+  for (size_t i = 0; i < layers_.size(); ++i) {
+    const Layer& layer = layers_[i];
+    ModelCache::Layer& memory = cache.layers_[i];
+    const TokenMixed mixed =
+        token_mixing(normed(layer.input_norm),
+                     {layer.qkv.value(), layer.conv_weight.value(), layer.conv_bias.value(), layer.dt.value(),
+                      layer.dt_bias.value(), layer.a_mask.value(), layer.a_log.value(), layer.z_gate.value(),
+                      layer.z_gate_bias.value(), block.conv_silu ? Activation::silu : Activation::none,
+                      block.qk_activation, (config_.q_heads + config_.k_heads) * dim},
+                     memory.conv, precision);
+    const auto part = [&](int64_t first, int64_t own_heads) {
+      return mixed.qkv.view({batch, 1, config_.qkv_width()})
+          .slice(2, first * dim, own_heads * dim)
+          .split_dim(2, own_heads, dim);
+    };
+    Tensor q = part(0, config_.q_heads), k = part(config_.q_heads, config_.k_heads);
+    const Tensor v = part(config_.q_heads + config_.k_heads, config_.v_heads);
+    if (block.rope) {
+      const Tensor seen = memory.mixer.position();
+      const Rope positions{block.rope_pairing, block.rope_base, seen ? 0 : memory.mixer.tokens(), seen};
+      q = rope_forward(q, positions);
+      k = rope_forward(k, positions);
+    }
+    const Tensor scaled = block.discretize ? discretize_forward(v, mixed.dt.view({batch, 1, heads})) : v;
+    Tensor o = memory.mixer.step(q.select(1, 0), k.select(1, 0), scaled.select(1, 0), mixed.log_decay);
+    if (block.d_residual) o = d_residual_forward(o.view({batch, 1, heads, dim}), v, layer.d.value());
+    token_add(x, {o.view({batch, heads * dim}), mixed.z, layer.out_norm.value(), kOutNormEps}, layer.out.value(),
+              precision);
+    const Tensor m = token_swiglu(normed(layer.mlp_norm), layer.gate.value(), layer.up.value(), precision);
+    token_add(x, {m, {}, {}, 0}, layer.down.value(), precision);
+  }
+  return token_logits(normed(norm_), output_weight().value());
+}
+
+Tensor LanguageModel::step(ModelCache& cache, const Tensor& tokens) const {
+  ArgumentCheck("language_model.step").shape("tokens", tokens, {cache.batch(), 1});
+  const Tensor ids = here("tokens", tokens, 0);
+  for (ModelCache::Layer& layer : cache.layers_) layer.mixer.prepare(compute_.activations);
+  if (!cache.ids_) cache.ids_ = Tensor::empty_like(ids);
+  copy(cache.ids_, ids);
+  if (device_.is_cpu()) return token_pass(cache, cache.ids_);
+  ModelCache::Recording& recorded = cache.recorded_;
+  if (recorded.version != version_) {  // the first token makes everything ready
+    recorded = {version_, {}, nullptr, {}};
+    return token_pass(cache, cache.ids_);
+  }
+  std::vector<const void*> places;
+  for (const ModelCache::Layer& layer : cache.layers_) {
+    places.push_back(layer.conv.raw());
+    for (const void* place : layer.mixer.recording()) places.push_back(place);
+  }
+  if (recorded.graph && recorded.places == places) {
+    for (ModelCache::Layer& layer : cache.layers_) layer.mixer.advance();
+  } else {
+    recorded.logits = {};
+    recorded.places = std::move(places);
+    Tensor logits;
+    recorded.graph = std::make_shared<Graph>(device_, [&] { logits = token_pass(cache, cache.ids_); });
+    // The logits lie in the graph's memory: who holds them holds the graph.
+    const auto owner = std::make_shared<std::pair<std::shared_ptr<Graph>, Tensor>>(recorded.graph, logits);
+    recorded.logits = Tensor::wrap(logits.raw(), logits.shape(), logits.dtype(), device_, owner);
+  }
+  recorded.graph->run();
+  return recorded.logits;
 }
 
 std::string LanguageModel::first_not_finite(const Tensor& tokens, const Tensor& boundaries) const {

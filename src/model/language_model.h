@@ -15,6 +15,7 @@
 #include "ops/matmul.h"
 #include "ops/mixer/recurrent.h"
 #include "ops/tape.h"
+#include "tensor/graph.h"
 
 namespace furious {
 
@@ -44,8 +45,18 @@ class ModelCache {
     MixerCache mixer;
     Tensor conv;  // [batch, window − 1, channels] f32; only with a convolution
   };
+  // The step for one token, recorded on a GPU, and everything its record depends on.
+  struct Recording {
+    int64_t version = 0;  // of the model
+    std::vector<const void*> places;
+    std::shared_ptr<Graph> graph;
+    Tensor logits;  // in the graph's memory
+  };
+
   int64_t batch_;
   std::vector<Layer> layers_;
+  Tensor ids_;  // [batch, 1]: where the recorded step finds its tokens
+  Recording recorded_;
 };
 
 struct Parameter {
@@ -78,7 +89,7 @@ class LanguageModel {
   const ModelConfig& config() const { return config_; }
   Device device() const { return device_; }
   const std::vector<Parameter>& parameters() const { return parameters_; }
-  void set_compute(const Compute& compute) { compute_ = compute; }
+  void set_compute(const Compute& compute);
   // For reading only: keeps the weights of products in bf16 beside the parameters, so that a token reads half the
   // bytes. Such a model is not trained.
   void round_weights();
@@ -97,6 +108,10 @@ class LanguageModel {
   // Reads more tokens [batch, length] of every sequence of the cache; logits [batch, vocabulary] after the last, f32 on
   // the CPU.
   Tensor read(ModelCache& cache, const Tensor& tokens) const;
+  // The same for one token [batch, 1] of every sequence, with the logits on the model's device, where the next step
+  // writes its own. On a GPU the step is recorded as a graph and run again from token to token, with the weights where
+  // they are: they may change. Nothing waits for the device.
+  Tensor step(ModelCache& cache, const Tensor& tokens) const;
 
   // Where a full pass first meets a number that is not finite, as the checkpoint names the place
   // ("model.layers.3.self_attn"); empty if nowhere.
@@ -120,19 +135,24 @@ class LanguageModel {
   using Observer = std::function<void(const std::string& place, const Tensor& out)>;
   Variable hidden(Tape& tape, const Tensor& tokens, const Tensor& boundaries, ModelCache* cache,
                   const Observer& observe = {}) const;
-  Variable project(Tape& tape, const Variable& x, const Variable& weight, const Variable& bias = {}) const;
+  Variable project(Tape& tape, const Variable& x, const Variable& weight, const Variable& bias = {},
+                   const Variable& residual = {}) const;
+  std::vector<Variable> project(Tape& tape, const Variable& x, const std::vector<Variable>& weights) const;
+  // Each with its norm and its residual.
   Variable mlp(Tape& tape, const Layer& layer, const Variable& x) const;
-  Variable block(Tape& tape, size_t index, const Variable& h, const Tensor& boundaries, ModelCache* caches,
+  Variable block(Tape& tape, size_t index, const Variable& x, const Tensor& boundaries, ModelCache* caches,
                  const Observer& observe) const;
   Variable mix(Tape& tape, const Variable& q, const Variable& k, const Variable& v, const Variable& log_decay,
                const Tensor& boundaries, ModelCache::Layer* cache) const;
   Tensor here(std::string_view argument, const Tensor& ids, int64_t first) const;
-  Tensor logits_of(const Tensor& h) const;
+  Tensor token_pass(ModelCache& cache, const Tensor& tokens) const;
   Variable output_weight() const { return head_ ? head_ : embedding_; }
 
   ModelConfig config_;
   Device device_;
   Compute compute_;
+  int64_t version_ = new_version();  // another one when other tensors or other kernels serve
+  static int64_t new_version();
   std::vector<Parameter> parameters_;
   std::vector<Layer> layers_;
   Variable embedding_, norm_;

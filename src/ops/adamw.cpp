@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
+#include <limits>
 #include <vector>
 
 #include "base/error.h"
@@ -28,19 +30,6 @@ void check_options(const AdamW& options, int64_t step, double gradient_scale) {
   require(std::isfinite(gradient_scale), "adamw: gradient scale is {}, expected a finite number", gradient_scale);
 }
 
-AdamWConstants constants_of(const AdamW& options, int64_t step, double gradient_scale) {
-  const auto t = static_cast<double>(step);
-  return {.gradient_scale = static_cast<float>(gradient_scale),
-          .beta1 = static_cast<float>(options.beta1),
-          .one_minus_beta1 = static_cast<float>(1 - options.beta1),
-          .beta2 = static_cast<float>(options.beta2),
-          .one_minus_beta2 = static_cast<float>(1 - options.beta2),
-          .decay = static_cast<float>(1 - options.learning_rate * options.weight_decay),
-          .step_size = static_cast<float>(options.learning_rate / (1 - std::pow(options.beta1, t))),
-          .denominator = static_cast<float>(1 / std::sqrt(1 - std::pow(options.beta2, t))),
-          .epsilon = static_cast<float>(options.epsilon)};
-}
-
 struct Block {
   const float* data;
   int64_t count;
@@ -64,11 +53,39 @@ void check_tensors(const AdamWTensors& tensors, Device device) {
   check.dense("second_moment", tensors.second_moment, DType::f32, shape, device);
 }
 
+// A scale that leaves nothing to do: NaN where the norm is not finite.
+float scale_for(double norm, double most) {
+  if (!std::isfinite(norm)) return std::numeric_limits<float>::quiet_NaN();
+  return most > 0 && norm > most ? static_cast<float>(most / norm) : 1.0f;
+}
+
+Tensor on_device(Device device, const AdamWConstants& constants) {
+  const Tensor numbers = Tensor::empty({kAdamWConstants}, DType::f32, device);
+  memory::copy(device, numbers.raw(), {}, &constants, sizeof(constants));
+  return numbers;
+}
+
+// The tensors that are there, checked.
+std::vector<Tensor> present_of(const ArgumentCheck& check, std::span<const Tensor> gradients) {
+  std::vector<Tensor> present;
+  for (const Tensor& gradient : gradients) {
+    if (!gradient) continue;
+    present.push_back(gradient);
+    check.dtype("gradients", gradient, {DType::f32});
+    check.device("gradients", gradient, present.front().device());
+    check.contiguous("gradients", gradient);
+  }
+  return present;
+}
+
 }  // namespace
 
 namespace cpu {
 
-void adamw_update(std::span<const AdamWTensors> tensors, const AdamWConstants& constants) {
+void adamw_update(std::span<const AdamWTensors> tensors, const Tensor& numbers) {
+  AdamWConstants constants;
+  std::memcpy(&constants, numbers.raw(), sizeof(constants));
+  if (std::isnan(constants.gradient_scale)) return;
   for (const auto& [parameter, gradient, first_moment, second_moment] : tensors) {
     float* const p = parameter.data<float>();
     const float* const g = gradient.data<float>();
@@ -80,7 +97,7 @@ void adamw_update(std::span<const AdamWTensors> tensors, const AdamWConstants& c
   }
 }
 
-double gradient_norm(std::span<const Tensor> gradients) {
+void gradient_norm(const Tensor& norm, std::span<const Tensor> gradients) {
   const std::vector<Block> blocks = blocks_of(gradients);
   std::vector<double> sums(blocks.size());
   parallel_ranges(static_cast<int64_t>(blocks.size()), 1, [&](int64_t begin, int64_t end) {
@@ -88,17 +105,42 @@ double gradient_norm(std::span<const Tensor> gradients) {
   });
   double total = 0;
   for (double sum : sums) total += sum;
-  return std::sqrt(total);
+  *norm.data<double>() = std::sqrt(total);
+}
+
+void set_scale(const Tensor& numbers, const Tensor& norm, double most) {
+  *numbers.data<float>() = scale_for(*norm.data<double>(), most);
 }
 
 }  // namespace cpu
 
-void adamw_update(std::span<const AdamWTensors> tensors, const AdamW& options, int64_t step, double gradient_scale) {
+AdamWConstants adamw_constants(const AdamW& options, int64_t step, double gradient_scale) {
   check_options(options, step, gradient_scale);
+  const auto t = static_cast<double>(step);
+  return {.gradient_scale = static_cast<float>(gradient_scale),
+          .beta1 = static_cast<float>(options.beta1),
+          .one_minus_beta1 = static_cast<float>(1 - options.beta1),
+          .beta2 = static_cast<float>(options.beta2),
+          .one_minus_beta2 = static_cast<float>(1 - options.beta2),
+          .decay = static_cast<float>(1 - options.learning_rate * options.weight_decay),
+          .step_size = static_cast<float>(options.learning_rate / (1 - std::pow(options.beta1, t))),
+          .denominator = static_cast<float>(1 / std::sqrt(1 - std::pow(options.beta2, t))),
+          .epsilon = static_cast<float>(options.epsilon)};
+}
+
+void adamw_update(std::span<const AdamWTensors> tensors, const Tensor& numbers) {
   if (tensors.empty()) return;
-  const Device device = tensors.front().parameter.device();
+  const Device device = numbers.device();
+  ArgumentCheck("adamw").dense("numbers", numbers, DType::f32, {kAdamWConstants}, device);
   for (const AdamWTensors& each : tensors) check_tensors(each, device);
-  FURIOUS_DISPATCH(device, adamw_update(tensors, constants_of(options, step, gradient_scale)));
+  FURIOUS_DISPATCH(device, adamw_update(tensors, numbers));
+}
+
+void adamw_update(std::span<const AdamWTensors> tensors, const AdamW& options, int64_t step, double gradient_scale) {
+  const AdamWConstants constants = adamw_constants(options, step, gradient_scale);
+  if (tensors.empty()) return;
+  ArgumentCheck("adamw").present("parameter", tensors.front().parameter);
+  adamw_update(tensors, on_device(tensors.front().parameter.device(), constants));
 }
 
 void adamw_update(const Tensor& parameter, const Tensor& gradient, const Tensor& first_moment,
@@ -108,18 +150,22 @@ void adamw_update(const Tensor& parameter, const Tensor& gradient, const Tensor&
 }
 
 double gradient_norm(std::span<const Tensor> gradients) {
-  const ArgumentCheck check("gradient_norm");
-  std::vector<Tensor> present;
-  for (const Tensor& gradient : gradients)
-    if (gradient) present.push_back(gradient);
+  const std::vector<Tensor> present = present_of(ArgumentCheck("gradient_norm"), gradients);
   if (present.empty()) return 0;
   const Device device = present.front().device();
-  for (const Tensor& gradient : present) {
-    check.dtype("gradients", gradient, {DType::f32});
-    check.device("gradients", gradient, device);
-    check.contiguous("gradients", gradient);
-  }
-  return FURIOUS_DISPATCH(device, gradient_norm(present));
+  const Tensor norm = Tensor::empty({1}, DType::f64, device);
+  FURIOUS_DISPATCH(device, gradient_norm(norm, present));
+  return *to_device(norm, {}).data<double>();
+}
+
+void clip_gradients(const Tensor& norm, const Tensor& numbers, std::span<const Tensor> gradients, double most) {
+  const ArgumentCheck check("clip_gradients");
+  const Device device = numbers.device();
+  check.dense("numbers", numbers, DType::f32, {kAdamWConstants}, device);
+  check.dense("norm", norm, DType::f64, {1}, device);
+  const std::vector<Tensor> present = present_of(check, gradients);
+  FURIOUS_DISPATCH(device, gradient_norm(norm, present));
+  FURIOUS_DISPATCH(device, set_scale(numbers, norm, most));
 }
 
 }  // namespace furious

@@ -25,15 +25,6 @@ struct AdamWTensors {
   Tensor parameter, gradient, first_moment, second_moment;
 };
 
-// All of a model at once: on a GPU a single launch.
-void adamw_update(std::span<const AdamWTensors> tensors, const AdamW& options, int64_t step, double gradient_scale = 1);
-void adamw_update(const Tensor& parameter, const Tensor& gradient, const Tensor& first_moment,
-                  const Tensor& second_moment, const AdamW& options, int64_t step, double gradient_scale = 1);
-
-// √ Σ g² over all elements of all tensors, summed in double in an order that threads do not change. NaN or infinite if,
-// and only if, an element is not finite. A tensor that is not there counts as zero. Waits for the device.
-double gradient_norm(std::span<const Tensor> gradients);
-
 struct AdamWConstants {  // the formula above with everything that is the same for all elements worked out
   float gradient_scale;
   float beta1, one_minus_beta1;
@@ -43,17 +34,39 @@ struct AdamWConstants {  // the formula above with everything that is the same f
   float denominator;  // 1 / √(1 − β₂ᵗ)
   float epsilon;
 };
+inline constexpr int64_t kAdamWConstants = sizeof(AdamWConstants) / sizeof(float);
+
+// For the tensors of `numbers` below.
+AdamWConstants adamw_constants(const AdamW& options, int64_t step, double gradient_scale = 1);
+
+// All of a model at once: on a GPU a single launch.
+void adamw_update(std::span<const AdamWTensors> tensors, const AdamW& options, int64_t step, double gradient_scale = 1);
+void adamw_update(const Tensor& parameter, const Tensor& gradient, const Tensor& first_moment,
+                  const Tensor& second_moment, const AdamW& options, int64_t step, double gradient_scale = 1);
+
+// √ Σ g² over all elements of all tensors, summed in double in an order that threads do not change. NaN or infinite if,
+// and only if, an element is not finite. A tensor that is not there counts as zero. Waits for the device.
+double gradient_norm(std::span<const Tensor> gradients);
+
+// The same two for a step that waits for nothing and can be captured in a graph: what changes from step to step lies
+// on the device, `numbers` (f32 [kAdamWConstants]) in the order of AdamWConstants. clip_gradients writes the norm (f64
+// [1]) and, into the numbers, the scale that brings a norm above `most` down to it (`most` 0: any norm is left). Where
+// the norm is not finite the scale is NaN, and the update changes nothing.
+void clip_gradients(const Tensor& norm, const Tensor& numbers, std::span<const Tensor> gradients, double most);
+void adamw_update(std::span<const AdamWTensors> tensors, const Tensor& numbers);
 
 namespace cpu {
-void adamw_update(std::span<const AdamWTensors> tensors, const AdamWConstants& constants);
+void adamw_update(std::span<const AdamWTensors> tensors, const Tensor& numbers);
 void adamw_update(int64_t count, const AdamWConstants& constants, float* parameter, const float* gradient,
                   float* first_moment, float* second_moment);
-double gradient_norm(std::span<const Tensor> gradients);
+void gradient_norm(const Tensor& norm, std::span<const Tensor> gradients);
+void set_scale(const Tensor& numbers, const Tensor& norm, double most);
 double sum_of_squares(const float* x, int64_t count);
 }  // namespace cpu
 namespace cuda {
-void adamw_update(std::span<const AdamWTensors> tensors, const AdamWConstants& constants);
-double gradient_norm(std::span<const Tensor> gradients);
+void adamw_update(std::span<const AdamWTensors> tensors, const Tensor& numbers);
+void gradient_norm(const Tensor& norm, std::span<const Tensor> gradients);
+void set_scale(const Tensor& numbers, const Tensor& norm, double most);
 }  // namespace cuda
 
 }  // namespace furious

@@ -39,7 +39,7 @@ struct Launch {
 };
 using Update = Launch<4, 600>;
 using Norm = Launch<1, 1200>;
-static_assert(sizeof(Update) + sizeof(AdamWConstants) < 32000 && sizeof(Norm) < 32000);
+static_assert(sizeof(Update) < 32000 && sizeof(Norm) < 32000);
 
 // Rounded as on the CPU: fused where it says so, and nowhere else.
 __device__ void update_element(const AdamWConstants& c, float& parameter, float gradient, float& first, float& second) {
@@ -56,7 +56,9 @@ __device__ bool is_aligned(const float* pointer) {
 }
 
 __global__ void __launch_bounds__(kThreads)
-    update_kernel(const __grid_constant__ Update launch, const __grid_constant__ AdamWConstants constants) {
+    update_kernel(const __grid_constant__ Update launch, const AdamWConstants* numbers) {
+  const AdamWConstants constants = *numbers;
+  if (isnan(constants.gradient_scale)) return;
   const int tensor = launch.tensor_of(blockIdx.x);
   const int64_t begin = static_cast<int64_t>(blockIdx.x - launch.first_block[tensor]) * kBlock;
   const int count = static_cast<int>(min(kBlock, launch.elements[tensor] - begin));
@@ -110,11 +112,16 @@ __global__ void __launch_bounds__(kThreads) square_kernel(const __grid_constant_
   if (threadIdx.x == 0) sums[blockIdx.x] = sum;
 }
 
-__global__ void __launch_bounds__(kThreads) total_kernel(const double* sums, int64_t count, double* total) {
+__global__ void __launch_bounds__(kThreads) norm_kernel(const double* sums, int64_t count, double* norm) {
   double sum = 0;
   for (int64_t i = threadIdx.x; i < count; i += kThreads) sum += sums[i];
   sum = block_total(sum);
-  if (threadIdx.x == 0) *total = sum;
+  if (threadIdx.x == 0) *norm = sqrt(sum);
+}
+
+__global__ void scale_kernel(AdamWConstants* numbers, const double* norm, double most) {
+  const float scale = most > 0 && *norm > most ? static_cast<float>(most / *norm) : 1.0f;
+  numbers->gradient_scale = isfinite(*norm) ? scale : __int_as_float(0x7FC00000);
 }
 
 // Calls run(table) with the tensors in tables, as few as can be.
@@ -132,7 +139,7 @@ void in_launches(const Tensors& tensors, Add&& add, Run&& run) {
 
 }  // namespace
 
-void adamw_update(std::span<const AdamWTensors> tensors, const AdamWConstants& constants) {
+void adamw_update(std::span<const AdamWTensors> tensors, const Tensor& numbers) {
   const cudaStream_t s = stream(tensors.front().parameter.device());
   in_launches<Update>(
       tensors,
@@ -140,17 +147,17 @@ void adamw_update(std::span<const AdamWTensors> tensors, const AdamWConstants& c
         if (t.parameter.elements() > 0) table.add({&t.parameter, &t.gradient, &t.first_moment, &t.second_moment});
       },
       [&](const Update& table) {
-        update_kernel<<<table.blocks(), kThreads, 0, s>>>(table, constants);
+        update_kernel<<<table.blocks(), kThreads, 0, s>>>(table, static_cast<const AdamWConstants*>(numbers.raw()));
         check_launch("adamw");
       });
 }
 
-double gradient_norm(std::span<const Tensor> gradients) {
-  const Device device = gradients.front().device();
+void gradient_norm(const Tensor& norm, std::span<const Tensor> gradients) {
+  const Device device = norm.device();
   const cudaStream_t s = stream(device);
   int64_t blocks = 0;
   for (const Tensor& gradient : gradients) blocks += blocks_for(gradient.elements(), kBlock);
-  const Tensor sums = Tensor::empty({blocks + 1}, DType::f64, device);  // and behind them the total
+  const Tensor sums = Tensor::empty({blocks}, DType::f64, device);
   int64_t done = 0;
   in_launches<Norm>(
       gradients,
@@ -162,11 +169,14 @@ double gradient_norm(std::span<const Tensor> gradients) {
         check_launch("gradient_norm");
         done += table.blocks();
       });
-  total_kernel<<<1, kThreads, 0, s>>>(sums.data<double>(), done, sums.data<double>() + blocks);
+  norm_kernel<<<1, kThreads, 0, s>>>(sums.data<double>(), done, norm.data<double>());
   check_launch("gradient_norm");
-  double total = 0;
-  memory::copy({}, &total, device, sums.data<double>() + blocks, sizeof(total));
-  return std::sqrt(total);
+}
+
+void set_scale(const Tensor& numbers, const Tensor& norm, double most) {
+  scale_kernel<<<1, 1, 0, stream(numbers.device())>>>(static_cast<AdamWConstants*>(numbers.raw()), norm.data<double>(),
+                                                      most);
+  check_launch("clip_gradients");
 }
 
 }  // namespace furious::cuda

@@ -45,6 +45,11 @@ struct SoftplusBackward {
   float sign;
 
   template <int N>
+  __device__ void run(int64_t row, int column) const {
+    float unused[N] = {};
+    run(row, column, unused);
+  }
+  template <int N>
   __device__ void run(int64_t row, int column, float (&dbias)[N]) const {
     float v[N], d[N], shift[N];
     load(v, x[row] + column);
@@ -201,7 +206,10 @@ void softplus_backward(const SoftplusGradients& out, const Tensor& dy, const Ten
     using T = decltype(zero);
     const SoftplusBackward<On<T>> f{rows<T>(out.x), rows<float>(dy), rows<T>(x), bias ? bias.data<float>() : nullptr,
                                     sign};
-    sum_columns<kLanes<T>>(x.device(), bias ? out.bias : Tensor(), f.x.count, f.x.size, f, f.dx, f.dy, f.x, f.bias);
+    if (bias)
+      sum_columns<kLanes<T>>(x.device(), out.bias, f.x.count, f.x.size, f, f.dx, f.dy, f.x, f.bias);
+    else
+      map_rows<kLanes<T>>(x.device(), f.x.count, f.x.size, f, f.dx, f.dy, f.x);
   });
 }
 

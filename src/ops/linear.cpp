@@ -5,6 +5,7 @@
 
 #include "base/error.h"
 #include "base/parallel.h"
+#include "ops/elementwise.h"
 #include "tensor/check.h"
 #include "tensor/dispatch.h"
 
@@ -25,6 +26,23 @@ Tensor checked_rows(const ArgumentCheck& check, std::string_view argument, const
 
 MatmulPrecision precision_for(const Tensor& x, MatmulPrecision precision) {
   return x.dtype() == DType::bf16 ? MatmulPrecision::bf16 : precision;
+}
+
+// Whether a weight must be rounded before it is multiplied with x on a GPU.
+bool is_rounded(const Tensor& weight, const Tensor& x, MatmulPrecision precision) {
+  return !x.device().is_cpu() && weight.dtype() == DType::f32 && precision_for(x, precision) == MatmulPrecision::bf16;
+}
+
+// Several weights [out, in] as one.
+Tensor joined_weight(const std::vector<Variable>& weights, int64_t out, DType dtype) {
+  const Tensor& first = weights.front().value();
+  const Tensor all = Tensor::empty({out, first.size(1)}, dtype, first.device());
+  int64_t start = 0;
+  for (const Variable& weight : weights) {
+    copy(all.slice(0, start, weight.value().size(0)), weight.value());
+    start += weight.value().size(0);
+  }
+  return all;
 }
 
 constexpr int64_t kColumnBlock = 64;
@@ -62,7 +80,8 @@ void linear_backward_bias(const GradientTarget& dbias, const Tensor& dy) {
 
 }  // namespace cpu
 
-Tensor linear_forward(const Tensor& x, const Tensor& weight, const Tensor& bias, MatmulPrecision precision) {
+Tensor linear_forward(const Tensor& x, const Tensor& weight, const Tensor& bias, MatmulPrecision precision,
+                      const Tensor& residual) {
   const ArgumentCheck check("linear");
   check.rank("weight", weight, 2);
   check.contiguous("weight", weight);
@@ -74,9 +93,16 @@ Tensor linear_forward(const Tensor& x, const Tensor& weight, const Tensor& bias,
   shape[x.rank() - 1] = weight.size(0);
   const Tensor y = Tensor::empty(shape, x.dtype(), device);
   const Tensor y_rows = y.as_matrix();
+  Tensor addend;
+  if (residual) {
+    require(!bias, "linear: a bias and a residual were given, expected one of them");
+    check.rows("residual", residual, y);
+    addend = checked_rows(check, "residual", residual, weight.size(0), device);
+  }
   if (bias && y.elements() > 0) FURIOUS_DISPATCH(device, fill_rows(y_rows, bias));
-  matmul(y_rows, rows, weight,
-         {.transpose_b = true, .accumulate = bias.defined(), .precision = precision_for(x, precision)});
+  matmul(
+      y_rows, rows, weight,
+      {.transpose_b = true, .accumulate = bias.defined(), .precision = precision_for(x, precision), .addend = addend});
   return y;
 }
 
@@ -114,16 +140,74 @@ void linear_backward_bias(const GradientTarget& dbias, const Tensor& dy) {
   FURIOUS_DISPATCH(device, linear_backward_bias(dbias, from));
 }
 
-Variable linear(Tape& tape, const Variable& x, const Variable& weight, const Variable& bias,
-                MatmulPrecision precision) {
-  return tape.record(linear_forward(x.value(), weight.value(), bias.value(), precision), {x, weight, bias},
-                     [x, weight, bias, precision](const Tensor& dy) {
-                       if (x.needs_gradient())
-                         linear_backward_input(x.gradient_target(), dy, weight.value(), precision);
+Variable linear(Tape& tape, const Variable& x, const Variable& weight, const Variable& bias, MatmulPrecision precision,
+                const Variable& residual) {
+  const Tensor w =
+      is_rounded(weight.value(), x.value(), precision) ? to_dtype(weight.value(), DType::bf16) : weight.value();
+  return tape.record(linear_forward(x.value(), w, bias.value(), precision, residual.value()),
+                     {x, weight, bias, residual}, [x, weight, w, bias, precision, residual](const Tensor& dy) {
+                       if (x.needs_gradient()) linear_backward_input(x.gradient_target(), dy, w, precision);
                        if (weight.needs_gradient())
                          linear_backward_weight(weight.gradient_target(), dy, x.value(), precision);
                        if (bias.needs_gradient()) linear_backward_bias(bias.gradient_target(), dy);
+                       if (residual) residual.add_gradient(dy);  // given away: nothing reads it after this
                      });
+}
+
+Variable joined_linear(Tape& tape, const Variable& x, const std::vector<Variable>& weights, MatmulPrecision precision) {
+  const ArgumentCheck check("linear");
+  require(!weights.empty(), "linear: no weights were given");
+  const Device device = weights.front().value().device();
+  const Tensor rows = checked_rows(check, "x", x.value(), ArgumentCheck::kAny, device);
+  const MatmulPrecision used = precision_for(rows, precision);
+  int64_t out = 0;
+  Variable trained = weights.front();
+  bool rounds = true;
+  for (const Variable& weight : weights) {
+    check.shape("weights", weight.value(), {ArgumentCheck::kAny, rows.size(1)});
+    check.contiguous("weights", weight.value());
+    check.device("weights", weight.value(), device);
+    out += weight.value().size(0);
+    if (weight.needs_gradient()) trained = weight;
+    rounds = rounds && is_rounded(weight.value(), rows, precision);
+  }
+  Shape shape = x.value().shape();
+  shape[shape.rank() - 1] = out;
+  const Tensor y = Tensor::empty(shape, x.value().dtype(), device);
+  // f(columns of a matrix like y that belong to a weight, weight, whether it is the first)
+  const auto for_each_weight = [weights](const Tensor& matrix, auto&& f) {
+    int64_t start = 0;
+    for (const Variable& weight : weights) {
+      f(matrix.slice(1, start, weight.value().size(0)), weight, start == 0);
+      start += weight.value().size(0);
+    }
+  };
+  const Tensor all = rounds ? joined_weight(weights, out, DType::bf16) : Tensor();
+  if (all)
+    matmul(y.as_matrix(), rows, all, {.transpose_b = true, .precision = used});
+  else
+    for_each_weight(y.as_matrix(), [&](const Tensor& columns, const Variable& weight, bool) {
+      matmul(columns, rows, weight.value(), {.transpose_b = true, .precision = used});
+    });
+  return tape.record(y, {x, trained}, [=](const Tensor& dy) {
+    const Tensor from = dy.as_matrix();
+    if (x.needs_gradient()) {
+      const GradientTarget dx = x.gradient_target();
+      const Tensor to = dx.tensor.as_matrix();
+      if (all)
+        matmul(to, from, all, {.accumulate = dx.holds_sum, .precision = used});
+      else
+        for_each_weight(from, [&](const Tensor& columns, const Variable& weight, bool first) {
+          matmul(to, columns, weight.value(), {.accumulate = dx.holds_sum || !first, .precision = used});
+        });
+    }
+    for_each_weight(from, [&](const Tensor& columns, const Variable& weight, bool) {
+      if (!weight.needs_gradient()) return;
+      const GradientTarget dweight = weight.gradient_target();
+      matmul(dweight.tensor, columns, x.value().as_matrix(),
+             {.transpose_a = true, .accumulate = dweight.holds_sum, .precision = used});
+    });
+  });
 }
 
 }  // namespace furious

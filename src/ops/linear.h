@@ -1,12 +1,12 @@
 // The linear layer:
 //
-//   y = x Wᵀ + b          x [..., in], W [out, in], b [out] or none, y [..., out]
+//   y = x Wᵀ + b + r      x [..., in], W [out, in], b [out] or none, y [..., out], r (a residual) like y or none
 //
-//   dx = dy W             dW = dyᵀ x          db = Σ_rows dy
+//   dx = dy W             dW = dyᵀ x          db = Σ_rows dy          dr = dy
 //
 // x and its kin are f32, on a GPU also bf16, of one dtype and contiguous, of any rank from 1. bf16 is multiplied as
 // such, whatever the precision. b and gradients of W and b are f32; W is f32, or bf16 or f16 when no gradient is
-// wanted.
+// wanted. A layer has a bias or a residual, not both; the product adds it to what it computes.
 #pragma once
 
 #include "ops/matmul.h"
@@ -15,7 +15,7 @@
 namespace furious {
 
 Tensor linear_forward(const Tensor& x, const Tensor& weight, const Tensor& bias = {},
-                      MatmulPrecision precision = MatmulPrecision::f32);
+                      MatmulPrecision precision = MatmulPrecision::f32, const Tensor& residual = {});
 
 // Each writes one gradient, or adds to it, without a temporary.
 void linear_backward_input(const GradientTarget& dx, const Tensor& dy, const Tensor& weight,
@@ -24,8 +24,13 @@ void linear_backward_weight(const GradientTarget& dweight, const Tensor& dy, con
                             MatmulPrecision precision = MatmulPrecision::f32);
 void linear_backward_bias(const GradientTarget& dbias, const Tensor& dy);
 
+// On a GPU weights are rounded once for both passes, so the rounded ones stay until the backward pass.
 Variable linear(Tape& tape, const Variable& x, const Variable& weight, const Variable& bias = {},
-                MatmulPrecision precision = MatmulPrecision::f32);
+                MatmulPrecision precision = MatmulPrecision::f32, const Variable& residual = {});
+
+// Layers that read one x, side by side: y = [x W₁ᵀ, x W₂ᵀ, …]. On a GPU one product computes them all.
+Variable joined_linear(Tape& tape, const Variable& x, const std::vector<Variable>& weights,
+                       MatmulPrecision precision = MatmulPrecision::f32);
 
 namespace cpu {
 void fill_rows(const Tensor& matrix, const Tensor& row);  // each row of the matrix becomes `row`

@@ -156,6 +156,15 @@ void check_product(const Tensor& out, const Tensor& a, const Tensor& b, const Ma
   const int64_t inner = a.size(options.transpose_a ? -2 : -1);
   check_shape("a", a, options.transpose_a, out.size(-2), inner);
   check_shape("b", b, options.transpose_b, inner, out.size(-1));
+  if (!options.addend) return;
+  require(!options.accumulate && out.rank() == 2,
+          "matmul: an addend was given, but not for one product into new memory");
+  check_matrix(check, "addend", options.addend, out);
+  check.shape("addend", options.addend, {out.size(0), out.size(1)});
+  check.dtype("addend", options.addend, {out.dtype()});
+  require(row_stride(options.addend) == row_stride(out),
+          "matmul: argument \"addend\" has rows of stride {}, expected {} as in \"out\"", row_stride(options.addend),
+          row_stride(out));
 }
 
 }  // namespace
@@ -182,6 +191,10 @@ void matmul(const Tensor& out, const Tensor& a, const Tensor& b, const MatmulOpt
   }
   Product product{out, a, b, options};
   const bool bf16 = options.precision == MatmulPrecision::bf16;
+  if (options.addend) {
+    cpu::copy(out, options.addend);
+    product.options.accumulate = true;
+  }
   if (b.dtype() == DType::f16 || (b.dtype() == DType::bf16 && !bf16)) product.b = to_dtype(b, DType::f32);
   if (bf16)
     multiply_bf16(product);
@@ -221,7 +234,10 @@ void matmul(const Tensor& out, const Tensor& a, const Tensor& b, const MatmulOpt
   check_product(out, a, b, options);
   if (out.elements() == 0) return;
   if (a.elements() == 0) {
-    if (!options.accumulate) fill(out, 0.0f);
+    if (options.addend)
+      copy(out, options.addend);
+    else if (!options.accumulate)
+      fill(out, 0.0f);
     return;
   }
   FURIOUS_DISPATCH(out.device(), matmul(out, a, b, options));

@@ -1,6 +1,6 @@
 // Matrix products, the one place that knows the libraries behind them (oneDNN, or OpenBLAS without it; cuBLASLt):
 //
-//   out = op(a) op(b)      or, with accumulate,      out += op(a) op(b)            op: as it is, or transposed
+//   out = op(a) op(b)  (+ addend)      or, with accumulate,      out += op(a) op(b)      op: as it is, or transposed
 //
 // Matrices with unit inner stride and any distance between rows, all on one device; out overlaps neither a nor b. Sums
 // are f32. Factors that are not of the type they are multiplied in are converted first. Tensors [count, rows, columns]
@@ -29,6 +29,7 @@ struct MatmulOptions {
   bool transpose_b = false;
   bool accumulate = false;
   MatmulPrecision precision = MatmulPrecision::f32;
+  Tensor addend = {};  // optional; of the shape, dtype and strides of out, and other memory
 };
 
 void matmul(const Tensor& out, const Tensor& a, const Tensor& b, const MatmulOptions& options = {});

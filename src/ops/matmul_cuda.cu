@@ -47,7 +47,7 @@ struct Plan {
 };
 
 // Everything that the choice of a kernel depends on.
-using Key = std::array<int64_t, 23>;
+using Key = std::array<int64_t, 24>;
 
 Key key_of(const Tensor& out, const Tensor& a, const Tensor& b, const MatmulOptions& options) {
   Key key{options.transpose_a, options.transpose_b, options.accumulate, options.precision == MatmulPrecision::tf32,
@@ -57,6 +57,7 @@ Key key_of(const Tensor& out, const Tensor& a, const Tensor& b, const MatmulOpti
     for (const int64_t value : {matrix->size(-2), matrix->size(-1), row_stride(*matrix), distance_of(*matrix),
                                 static_cast<int64_t>(matrix->dtype()), static_cast<int64_t>(alignment_of(*matrix))})
       key[next++] = value;
+  key[next] = options.addend ? alignment_of(options.addend) : 0;
   return key;
 }
 
@@ -109,8 +110,9 @@ class Library {
                 cudaStream_t stream) {
     const Plan& plan = plan_of(out, a, b, options);
     const float alpha = 1;
-    const float beta = options.accumulate ? 1 : 0;
-    check(cublasLtMatmul(handle_, plan.product, &alpha, b.raw(), plan.b, a.raw(), plan.a, &beta, out.raw(), plan.out,
+    const float beta = options.accumulate || options.addend ? 1 : 0;
+    const void* const addend = options.addend ? options.addend.raw() : out.raw();
+    check(cublasLtMatmul(handle_, plan.product, &alpha, b.raw(), plan.b, a.raw(), plan.a, &beta, addend, plan.out,
                          out.raw(), plan.out, &plan.algorithm, workspace_.raw(), kWorkspaceBytes, stream),
           "product");
   }
@@ -149,7 +151,7 @@ class Library {
     set(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, uint32_t{CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE});
     set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment_of(b));
     set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment_of(a));
-    set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment_of(out));
+    set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment_of(options.addend ? options.addend : out));
     set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment_of(out));
     cublasLtMatmulHeuristicResult_t best{};
     int found = 0;

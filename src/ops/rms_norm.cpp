@@ -39,6 +39,7 @@ void rms_norm_backward(const RmsNormGradients& out, const Tensor& dy, const Tens
   check.rows("dx", out.x, x);
   check.dense("dweight", out.weight, DType::f32, {x.size(-1)}, x.device());
   if (z) check.rows("dz", out.z, x);
+  require(!z || !out.adds_to_x, "rms_norm backward: a norm with a gate adds to no gradient");
   FURIOUS_DISPATCH(x.device(), rms_norm_backward(out, dy, x, weight, inverse_rms, z));
 }
 
@@ -47,9 +48,12 @@ Variable rms_norm(Tape& tape, const Variable& x, const Variable& weight, float e
   RmsNormResult result = rms_norm_forward(x.value(), weight.value(), eps, gate);
   const Tensor inverse_rms = result.inverse_rms;
   return tape.record(std::move(result.y), {x, weight, z}, [=](const Tensor& dy) {
-    const RmsNormGradients d{x.new_gradient(), weight.new_gradient(), z ? z.new_gradient() : Tensor()};
+    // A residual that goes around the norm has brought its gradient already: one pass adds to it.
+    const bool adds = !z && x.needs_gradient() && x.gradient();
+    const RmsNormGradients d{adds ? x.gradient() : x.new_gradient(), weight.new_gradient(),
+                             z ? z.new_gradient() : Tensor(), adds};
     rms_norm_backward(d, dy, x.value(), weight.value(), inverse_rms, gate);
-    x.add_gradient(d.x);
+    if (!adds) x.add_gradient(d.x);
     weight.add_gradient(d.weight);
     if (z) z.add_gradient(d.z);
   });

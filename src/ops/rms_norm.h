@@ -22,7 +22,8 @@ RmsNormResult rms_norm_forward(const Tensor& x, const Tensor& weight, float eps,
 struct RmsNormGradients {
   Tensor x;
   Tensor weight;
-  Tensor z;  // only with a gate
+  Tensor z;                // only with a gate
+  bool adds_to_x = false;  // dx is added to what x holds, as where a residual goes around the norm; without a gate only
 };
 void rms_norm_backward(const RmsNormGradients& out, const Tensor& dy, const Tensor& x, const Tensor& weight,
                        const Tensor& inverse_rms, const Tensor& z = {});

@@ -38,7 +38,7 @@ float forward_row(float* y, const float* x, const float* z, const float* weight,
 
 // Adds this row's share of dweight to `dweight`. With a gate, dx and dz keep silu(z) and its derivative from the first
 // pass for the second, which spares an exponential; without one, dz is not used.
-template <bool kGated>
+template <bool kGated, bool kAdds>
 void backward_row(float* dx, float* dz, float* dweight, const float* dy, const float* x, const float* z,
                   const float* weight, float r, int64_t n) {
   FloatVector products = hn::Zero(Floats());
@@ -61,7 +61,7 @@ void backward_row(float* dx, float* dz, float* dweight, const float* dy, const f
     const FloatVector dnormed = hn::Mul(memory.load(dy + i), memory.load(weight + i));
     const FloatVector normed = hn::Mul(hn::Mul(value, set(r)), gate);
     const FloatVector du = hn::Mul(set(r), hn::NegMulAdd(normed, mean, dnormed));
-    memory.store(hn::Mul(du, gate), dx + i);
+    memory.store(kAdds ? hn::Add(memory.load(dx + i), du) : hn::Mul(du, gate), dx + i);
     if constexpr (kGated) memory.store(hn::Mul(hn::Mul(du, value), memory.load(dz + i)), dz + i);
   });
 }
@@ -79,7 +79,7 @@ void forward(const RmsNormResult& out, const Tensor& x_tensor, const Tensor& wei
   });
 }
 
-template <bool kGated>
+template <bool kGated, bool kAdds = false>
 void backward(const RmsNormGradients& out, const Tensor& dy_tensor, const Tensor& x_tensor, const Tensor& weight,
               const Tensor& inverse_rms, const Tensor& z_tensor) {
   const Rows dx(out.x);
@@ -91,7 +91,8 @@ void backward(const RmsNormGradients& out, const Tensor& dy_tensor, const Tensor
   const BlockSum sum(x.count(), x.size());
   sum.run([&](int64_t begin, int64_t end, float* dweight) {
     for (int64_t row = begin; row < end; ++row)
-      backward_row<kGated>(dx[row], dz[row], dweight, dy[row], x[row], z[row], weight.data<float>(), r[row], x.size());
+      backward_row<kGated, kAdds>(dx[row], dz[row], dweight, dy[row], x[row], z[row], weight.data<float>(), r[row],
+                                  x.size());
   });
   sum.write(out.weight);
 }
@@ -109,6 +110,8 @@ void rms_norm_backward(const RmsNormGradients& out, const Tensor& dy, const Tens
                        const Tensor& inverse_rms, const Tensor& z) {
   if (z)
     backward<true>(out, dy, x, weight, inverse_rms, z);
+  else if (out.adds_to_x)
+    backward<false, true>(out, dy, x, weight, inverse_rms, z);
   else
     backward<false>(out, dy, x, weight, inverse_rms, z);
 }

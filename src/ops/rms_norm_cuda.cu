@@ -73,72 +73,99 @@ __global__ void __launch_bounds__(32 * kMostWarps)
   }
 }
 
+// What a thread holds of a row: x, dy, and z with a gate or, where dx is added to what is there, that.
+template <class T, int N>
+struct Held {
+  static constexpr int kPacks = kHeld / N;
+  Pack<T, N> x[kPacks], dy[kPacks], third[kPacks];
+  float r;
+
+  __device__ void fetch(int64_t row, const Rows<T>& x_rows, const Rows<T>& dy_rows, const Rows<T>* third_rows,
+                        const float* inverse_rms) {
+    if (row >= x_rows.count) return;
+    r = inverse_rms[row];
+    const T *const from = x_rows[row], *const gradient = dy_rows[row];
+    const T* const other = third_rows ? (*third_rows)[row] : nullptr;
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      const int at = place_of<N>(p);
+      if (at >= static_cast<int>(x_rows.size)) continue;
+      x[p].fetch(from + at);
+      dy[p].fetch(gradient + at);
+      if (other) third[p].fetch(other + at);
+    }
+  }
+};
+
 // Every block walks rows of its own and leaves its share of dweight in one row of partials [blocks, n].
-template <class T, int N, bool kGated>
+template <class T, int N, bool kGated, bool kAdds>
 __global__ void __launch_bounds__(32 * kMostWarps)
     backward_kernel(Rows<T> dx, Rows<T> dz, float* partials, Rows<T> dy, Rows<T> x, Rows<T> z, const float* weight,
                     const float* inverse_rms) {
   constexpr int kPacks = kHeld / N;
+  constexpr bool kAhead = sizeof(T) == 2 && N > 1;  // registers have room for two rows
   __shared__ float shared[kMostWarps];
   __shared__ float sums[kWidest];
   const int n = static_cast<int>(x.size);
-  float dweight[kPacks][N] = {};
+  float dweight[kPacks][N] = {}, w[kPacks][N];
+#pragma unroll
+  for (int p = 0; p < kPacks; ++p)
+    if (place_of<N>(p) < n) load(w[p], weight + place_of<N>(p));
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y;
+  const Rows<T>* const third = kGated ? &z : kAdds ? &dx : nullptr;
+  Held<T, N> now, next;
+  now.fetch(static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y, x, dy, third, inverse_rms);
   // The whole block takes every turn of this loop: there are barriers in it.
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y; first < x.count; first += step) {
     const int64_t row = first + threadIdx.y;
     const bool active = row < x.count;
-    const float r = active ? inverse_rms[row] : 0.0f;
-    float value[kPacks][N], dnormed[kPacks][N], gate[kPacks][N], slope[kPacks][N];
+    if constexpr (kAhead) next.fetch(row + step, x, dy, third, inverse_rms);
+    const float r = now.r;
     float products = 0;
     if (active) {
-      const T* const from = x[row];
-      const T* const gradient = dy[row];
-      const T* const gates = kGated ? z[row] : nullptr;
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) {
-        const int at = place_of<N>(p);
-        if (at >= n) break;
-        float w[N];
-        load(value[p], from + at);
-        load(dnormed[p], gradient + at);
-        load(w, weight + at);
-        if constexpr (kGated) load(gate[p], gates + at);
+        if (place_of<N>(p) >= n) continue;
+        float value[N], d[N], other[N];
+        now.x[p].unpack(value);
+        now.dy[p].unpack(d);
+        if constexpr (kGated) now.third[p].unpack(other);
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-          float normed = value[p][i] * r;
-          if constexpr (kGated) {
-            const float s = sigmoid(gate[p][i]);
-            slope[p][i] = s * (1.0f + gate[p][i] * (1.0f - s));
-            gate[p][i] *= s;
-            normed *= gate[p][i];
-          }
-          dweight[p][i] += dnormed[p][i] * normed;
-          dnormed[p][i] *= w[i];
-          products += dnormed[p][i] * normed;
+          const float normed = value[i] * r * (kGated ? silu(other[i]) : 1.0f);
+          dweight[p][i] += d[i] * normed;
+          products += d[i] * w[p][i] * normed;
         }
       }
     }
     const float mean = row_sum(products, shared) / static_cast<float>(n);
     if (blockDim.x > 32) __syncthreads();
-    if (!active) continue;
-    T* const to = dx[row];
-    T* const to_gate = kGated ? dz[row] : nullptr;
+    if (active) {
+      T* const to = dx[row];
+      T* const to_gate = kGated ? dz[row] : nullptr;
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
-      const int at = place_of<N>(p);
-      if (at >= n) break;
-      float d[N];
+      for (int p = 0; p < kPacks; ++p) {
+        const int at = place_of<N>(p);
+        if (at >= n) continue;
+        float value[N], d[N], other[N];
+        now.x[p].unpack(value);
+        now.dy[p].unpack(d);
+        if constexpr (kGated || kAdds) now.third[p].unpack(other);
 #pragma unroll
-      for (int i = 0; i < N; ++i) {
-        const float g = kGated ? gate[p][i] : 1.0f;
-        const float du = r * (dnormed[p][i] - value[p][i] * r * g * mean);
-        d[i] = du * g;
-        if constexpr (kGated) slope[p][i] *= du * value[p][i];
+        for (int i = 0; i < N; ++i) {
+          const float gate = kGated ? silu(other[i]) : 1.0f;
+          const float du = r * (d[i] * w[p][i] - value[i] * r * gate * mean);
+          d[i] = du * gate + (kAdds ? other[i] : 0.0f);
+          if constexpr (kGated) other[i] = silu_derivative(other[i]) * du * value[i];
+        }
+        store(to + at, d);
+        if constexpr (kGated) store(to_gate + at, other);
       }
-      store(to + at, d);
-      if constexpr (kGated) store(to_gate + at, slope[p]);
     }
+    if constexpr (kAhead)
+      now = next;
+    else
+      now.fetch(row + step, x, dy, third, inverse_rms);
   }
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
@@ -201,12 +228,17 @@ void rms_norm_backward(const RmsNormGradients& out, const Tensor& dy_tensor, con
     const Tensor partials = Tensor::empty(Shape{blocks, x.size}, DType::f32, device);
     with_lanes<kLanes<T>>(
         [&](auto lanes) {
-          const auto launch = [&](auto gated) {
-            backward_kernel<typename OnDevice<T>::Type, lanes, gated>
+          const auto launch = [&](auto gated, auto adds) {
+            backward_kernel<typename OnDevice<T>::Type, lanes, gated, adds>
                 <<<static_cast<unsigned>(blocks), block, 0, stream(device)>>>(dx, dz, partials.data<float>(), dy, x, z,
                                                                               w, inverse_rms.data<float>());
           };
-          z_tensor ? launch(std::true_type()) : launch(std::false_type());
+          if (z_tensor)
+            launch(std::true_type(), std::false_type());
+          else if (out.adds_to_x)
+            launch(std::false_type(), std::true_type());
+          else
+            launch(std::false_type(), std::false_type());
         },
         dx, dz, dy, x, z, w);
     check_launch("rms_norm backward");

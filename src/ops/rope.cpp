@@ -86,6 +86,7 @@ void check_input(const ArgumentCheck& check, std::string_view name, const Tensor
           name, to_string(x.shape()));
   require(rope.base > 0, "{}: base is {}, expected a positive number", check.operation(), rope.base);
   require(rope.offset >= 0, "{}: offset is {}, expected 0 or more", check.operation(), rope.offset);
+  if (rope.later) check.dense("later", rope.later, DType::i32, {1}, x.device());
 }
 
 }  // namespace

@@ -20,6 +20,7 @@ struct Rope {
   RopePairing pairing = RopePairing::halves;
   double base = 10000;
   int64_t offset = 0;  // position of the first token of every row; documents that start inside a row start at 0
+  Tensor later = {};   // on a GPU, i32 [1], added to the offset: read there and then, so that a recorded step can go on
 };
 
 // For `boundaries` see ops/boundaries.h.

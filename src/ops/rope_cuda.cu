@@ -17,6 +17,7 @@ struct Heads {
 struct Turn {
   double log2_base;
   int64_t offset;
+  const int32_t* later;
   const int32_t* positions;  // of every token in its document; without them a row is one document
   int length, heads, half, heads_per_thread;
   bool halves;
@@ -42,7 +43,7 @@ __global__ void rotate_kernel(Heads<T> y, Heads<T> x, Turn turn, uint32_t items)
   const int at = static_cast<int>(token % turn.length);
 
   int64_t position = turn.positions ? turn.positions[token] : at;
-  if (position == at) position += turn.offset;  // the document starts with its row
+  if (position == at) position += turn.offset + (turn.later ? *turn.later : 0);  // the document starts with its row
   float cosine[N], sine[N];
 #pragma unroll
   for (int i = 0; i < N; ++i) {
@@ -98,6 +99,7 @@ void rope_rotate(const Tensor& y_tensor, const Tensor& x_tensor, const Rope& rop
   const int64_t share = batch * length >= kManyTokens ? std::min<int64_t>(kHeadsPerThread, heads) : 1;
   const Turn turn{std::log2(rope.base),
                   rope.offset,
+                  rope.later ? rope.later.data<int32_t>() : nullptr,
                   positions ? positions.data<int32_t>() : nullptr,
                   static_cast<int>(length),
                   static_cast<int>(heads),

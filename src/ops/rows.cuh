@@ -55,6 +55,18 @@ __device__ void store(T* to, const float (&from)[N]) {
     reinterpret_cast<Access*>(to)[i] = reinterpret_cast<const Access*>(raw)[i];
 }
 
+// The same as they lie in memory, loaded ahead and unpacked when they are needed.
+template <class T, int N>
+struct alignas(kWordBytes<T, N>) Pack {
+  T raw[N];
+
+  __device__ void fetch(const T* from) { *this = *reinterpret_cast<const Pack*>(from); }
+  __device__ void unpack(float (&to)[N]) const {
+#pragma unroll
+    for (int i = 0; i < N; ++i) to[i] = to_float(raw[i]);
+  }
+};
+
 template <int N, class T>
 bool aligned(const T* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % kWordBytes<T, N> == 0;

@@ -1,6 +1,7 @@
 #include "tensor/arena.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "base/error.h"
 
@@ -24,7 +25,15 @@ constexpr size_t kRedZone = kAlignment;
 constexpr size_t kRedZone = 0;
 #endif
 
+thread_local Arena* chosen = nullptr;  // by a Scope
+
 }  // namespace
+
+Arena::Scope::Scope(Arena& arena) : before_(std::exchange(chosen, &arena)) {}
+
+Arena::Scope::~Scope() {
+  chosen = before_;
+}
 
 Arena::~Arena() {
   for (auto& [pointer, block] : blocks_) {
@@ -34,6 +43,7 @@ Arena::~Arena() {
 }
 
 Arena& Arena::of(Device device) {
+  if (chosen != nullptr && chosen->device_ == device) return *chosen;
   // Never destroyed: tensors with static lifetime may outlive any order of destruction.
   static auto& mutex = *new std::mutex;
   static auto& arenas = *new std::map<std::pair<DeviceKind, int>, Arena*>;
@@ -43,6 +53,24 @@ Arena& Arena::of(Device device) {
   return *arena;
 }
 
+// From the device; when that has no more, once what is held and not used has gone back to it.
+std::byte* Arena::new_segment(size_t bytes) {
+  const auto take = [&] {
+    if (limit_ > 0 && usage_.reserved + bytes > limit_)
+      throw OutOfMemory(fmt::format("out of memory on {}: {:.1f} MiB more were needed, {:.1f} MiB of {:.1f} are free",
+                                    name_of(device_), static_cast<double>(bytes) / 0x1p20,
+                                    static_cast<double>(limit_ - std::min(limit_, usage_.reserved)) / 0x1p20,
+                                    static_cast<double>(limit_) / 0x1p20));
+    return static_cast<std::byte*>(memory::allocate(device_, bytes));
+  };
+  try {
+    return take();
+  } catch (const OutOfMemory&) {
+    give_back();
+    return take();
+  }
+}
+
 void* Arena::allocate(size_t bytes) {
   const std::lock_guard lock(mutex_);
   const size_t wanted = (std::max<size_t>(bytes, 1) + kRedZone + kAlignment - 1) / kAlignment * kAlignment;
@@ -50,7 +78,7 @@ void* Arena::allocate(size_t bytes) {
                             [&](const auto& entry) { return !entry.second.used && entry.second.bytes >= wanted; });
   if (block == blocks_.end()) {
     const size_t segment = std::max(wanted, kSmallestSegment);
-    auto* pointer = static_cast<std::byte*>(memory::allocate(device_, segment));
+    std::byte* const pointer = new_segment(segment);
     block = blocks_.emplace(pointer, Block{segment, false, true}).first;
     usage_.reserved += segment;
     ++usage_.segments_made;
@@ -93,6 +121,10 @@ void Arena::release(void* pointer) {
 
 void Arena::trim() {
   const std::lock_guard lock(mutex_);
+  give_back();
+}
+
+void Arena::give_back() {
   for (auto block = blocks_.begin(); block != blocks_.end();) {
     const auto next = std::next(block);
     const bool whole_segment =

@@ -23,9 +23,22 @@ class Arena {
 
   static Arena& of(Device device);
 
+  // While it lives, tensors that this thread makes on the arena's device lie in that arena.
+  class Scope {
+   public:
+    explicit Scope(Arena& arena);
+    ~Scope();
+    Scope(const Scope&) = delete;
+    Scope& operator=(const Scope&) = delete;
+
+   private:
+    Arena* before_;
+  };
+
   void* allocate(size_t bytes);
   void release(void* pointer);
-  void trim();  // gives segments that hold no live block back to the device
+  void trim();                                      // gives segments that hold no live block back to the device
+  void set_limit(size_t bytes) { limit_ = bytes; }  // on what is taken from the device; 0: what it has
 
   struct Usage {
     size_t live = 0;           // bytes in blocks that are held now
@@ -43,12 +56,15 @@ class Arena {
     bool starts_segment = false;
   };
 
+  std::byte* new_segment(size_t bytes);
+  void give_back();
   std::map<std::byte*, Block>::iterator merge(std::map<std::byte*, Block>::iterator block);
 
   Device device_;
   mutable std::mutex mutex_;
   std::map<std::byte*, Block> blocks_;
   Usage usage_;
+  size_t limit_ = 0;
 };
 
 }  // namespace furious

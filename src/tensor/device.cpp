@@ -33,11 +33,10 @@ Device usable_device(std::string_view name) {
   if (name == "auto") return found > 0 ? Device{DeviceKind::cuda, 0} : Device{};
   const Device device = device_from_name(name);
 #ifdef FURIOUS_CUDA
-  require(
-      found > 0,
-      "device {}: no GPU that can be used was found; nvidia-smi should list one, with a driver as new as CUDA {}.{}, "
-      "or use \"cpu\"",
-      name, cuda_version() / 1000, cuda_version() % 1000 / 10);
+  require(found > 0,
+          "device {}: no GPU that can be used was found: {}; nvidia-smi should list one, with a driver as new as CUDA "
+          "{}.{}, or use \"cpu\"",
+          name, cuda_problem(), cuda_version() / 1000, cuda_version() % 1000 / 10);
   require(device.index < found, "device {}: there are {}, counted from cuda:0", name, found);
 #else
   fail("device {}: this furious was built without CUDA; use \"cpu\" or build the cuda preset", name);
@@ -48,6 +47,9 @@ Device usable_device(std::string_view name) {
 #ifndef FURIOUS_CUDA
 std::vector<std::string> describe_cuda_devices() {
   return {};
+}
+std::string cuda_problem() {
+  return "this furious was built without CUDA";
 }
 
 namespace memory {
@@ -64,6 +66,16 @@ int64_t available_cuda(int) {
 }
 }  // namespace memory
 void synchronize_cuda(int) {}
+void* open_way_cuda(int, size_t) {
+  fail("this furious was built without CUDA; there is no way to a GPU");
+}
+void close_way_cuda(void*) {}
+void* way_memory_cuda(void*) {
+  return nullptr;
+}
+void wait_for_way_cuda(void*) {}
+void send_cuda(void*) {}
+void arrive_cuda(void*, void*) {}
 #endif
 
 void synchronize(Device device) {
@@ -75,7 +87,9 @@ namespace memory {
 void* allocate(Device device, size_t bytes) {
   if (!device.is_cpu()) return allocate_cuda(device.index, bytes);
   void* pointer = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
-  require(pointer != nullptr, "out of memory on cpu: {:.1f} MiB more were needed", static_cast<double>(bytes) / 0x1p20);
+  if (pointer == nullptr)
+    throw OutOfMemory(
+        fmt::format("out of memory on cpu: {:.1f} MiB more were needed", static_cast<double>(bytes) / 0x1p20));
   return pointer;
 }
 

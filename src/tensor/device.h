@@ -6,6 +6,8 @@
 #include <string_view>
 #include <vector>
 
+#include "furious/error.h"
+
 namespace furious {
 
 enum class DeviceKind : uint8_t { cpu, cuda };
@@ -22,10 +24,16 @@ std::string name_of(Device device);                // "cpu", "cuda:0"
 Device device_from_name(std::string_view name);    // "cpu", "cuda", "cuda:1"
 Device usable_device(std::string_view name);       // also "auto": a GPU if there is one; an Error where it is not there
 std::vector<std::string> describe_cuda_devices();  // one line each; empty without a CUDA build, driver or GPU
+std::string cuda_problem();  // why there is no GPU that can be used, in a few words; empty if there is one
 
 void synchronize(Device device);  // waits until the device has done all it was given; nothing to wait for on the CPU
 
-namespace memory {  // raw memory of a device, 256-byte aligned; throws Error with numbers when there is none left
+class OutOfMemory : public Error {
+ public:
+  using Error::Error;
+};
+
+namespace memory {  // raw memory of a device, 256-byte aligned; throws OutOfMemory with numbers when none is left
 void* allocate(Device device, size_t bytes);
 void release(Device device, void* pointer);
 void copy(Device to_device, void* to, Device from_device, const void* from, size_t bytes);  // done when it returns

@@ -1,4 +1,5 @@
 #include <map>
+#include <memory>
 #include <mutex>
 
 #include "tensor/cuda.cuh"
@@ -39,6 +40,82 @@ std::vector<std::string> describe_cuda_devices() {
   return lines;
 }
 
+std::string cuda_problem() {
+  int driver = 0, count = 0;
+  const cudaError_t status = cudaGetDeviceCount(&count);
+  (void)cudaGetLastError();
+  if (status == cudaSuccess && count > 0) return {};
+  if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0) return "there is no NVIDIA driver";
+  if (status == cudaErrorInsufficientDriver)
+    return fmt::format("the driver is made for CUDA {}.{}, and this furious for {}.{}", driver / 1000,
+                       driver % 1000 / 10, CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
+  return status == cudaSuccess ? "there is none" : cudaGetErrorString(status);
+}
+
+namespace {
+
+struct Way {
+  int index = 0;
+  size_t bytes = 0;
+  void* pinned = nullptr;
+  void* waiting = nullptr;  // on the device
+  cudaStream_t stream = nullptr;
+  cudaEvent_t sent = nullptr, arrived = nullptr;
+
+  ~Way() {
+    (void)cudaSetDevice(index);
+    if (stream != nullptr) (void)cudaStreamSynchronize(stream);
+    if (sent != nullptr) (void)cudaEventDestroy(sent);
+    if (arrived != nullptr) (void)cudaEventDestroy(arrived);
+    if (stream != nullptr) (void)cudaStreamDestroy(stream);
+    (void)cudaFree(waiting);
+    (void)cudaFreeHost(pinned);
+  }
+};
+
+}  // namespace
+
+void* open_way_cuda(int index, size_t bytes) {
+  auto way = std::make_unique<Way>();
+  way->index = index;
+  way->bytes = bytes;
+  cuda::check(cudaSetDevice(index), "feed");
+  cuda::check(cudaMallocHost(&way->pinned, bytes), "feed: pinned memory");
+  way->waiting = memory::allocate_cuda(index, bytes);
+  cuda::check(cudaStreamCreateWithFlags(&way->stream, cudaStreamNonBlocking), "feed");
+  for (cudaEvent_t* event : {&way->sent, &way->arrived})
+    cuda::check(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "feed");
+  return way.release();
+}
+
+void close_way_cuda(void* way) {
+  delete static_cast<Way*>(way);
+}
+
+void* way_memory_cuda(void* way) {
+  return static_cast<Way*>(way)->pinned;
+}
+
+void wait_for_way_cuda(void* way) {
+  cuda::check(cudaEventSynchronize(static_cast<Way*>(way)->sent), "feed");
+}
+
+void send_cuda(void* handle) {
+  const Way& way = *static_cast<Way*>(handle);
+  cuda::check(cudaSetDevice(way.index), "feed");
+  cuda::check(cudaStreamWaitEvent(way.stream, way.arrived), "feed");
+  cuda::check(cudaMemcpyAsync(way.waiting, way.pinned, way.bytes, cudaMemcpyHostToDevice, way.stream), "feed");
+  cuda::check(cudaEventRecord(way.sent, way.stream), "feed");
+}
+
+void arrive_cuda(void* handle, void* to) {
+  const Way& way = *static_cast<Way*>(handle);
+  const cudaStream_t stream = cuda::stream({DeviceKind::cuda, way.index});
+  cuda::check(cudaStreamWaitEvent(stream, way.sent), "feed");
+  cuda::check(cudaMemcpyAsync(to, way.waiting, way.bytes, cudaMemcpyDeviceToDevice, stream), "feed");
+  cuda::check(cudaEventRecord(way.arrived, stream), "feed");
+}
+
 namespace memory {
 
 void* allocate_cuda(int index, size_t bytes) {
@@ -50,9 +127,10 @@ void* allocate_cuda(int index, size_t bytes) {
     size_t available = 0;
     size_t total = 0;
     (void)cudaMemGetInfo(&available, &total);
-    fail("out of memory on cuda:{}: {:.1f} MiB more were needed, {:.1f} MiB of {:.1f} are free", index,
-         static_cast<double>(bytes) / 0x1p20, static_cast<double>(available) / 0x1p20,
-         static_cast<double>(total) / 0x1p20);
+    throw OutOfMemory(
+        fmt::format("out of memory on cuda:{}: {:.1f} MiB more were needed, {:.1f} MiB of {:.1f} are free", index,
+                    static_cast<double>(bytes) / 0x1p20, static_cast<double>(available) / 0x1p20,
+                    static_cast<double>(total) / 0x1p20));
   }
   require(status == cudaSuccess, "cuda:{} cannot be used: {}", index, cudaGetErrorString(status));
   return pointer;

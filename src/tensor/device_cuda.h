@@ -9,6 +9,14 @@ namespace furious {
 void synchronize_cuda(int index);
 int cuda_version();  // of the toolkit: 1000 · major + 10 · minor
 
+// The way of a Feed (feed.h).
+void* open_way_cuda(int index, size_t bytes);
+void close_way_cuda(void* way);
+void* way_memory_cuda(void* way);   // pinned
+void wait_for_way_cuda(void* way);  // until what was sent has left that memory
+void send_cuda(void* way);          // behind what arrived last
+void arrive_cuda(void* way, void* to);
+
 namespace memory {
 
 void* allocate_cuda(int index, size_t bytes);

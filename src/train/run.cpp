@@ -37,9 +37,8 @@ std::vector<fs::path> checkpoints_in(const fs::path& folder) {
 
 class Run {
  public:
-  Run(const TrainOptions& options, const TrainObserver& observer) : observer_(observer), folder_(options.out) {
-    options_ = options;
-  }
+  Run(const TrainOptions& options, const TrainObserver& observer)
+      : options_(options), observer_(observer), folder_(options.out) {}
 
   TrainResult train();
 
@@ -206,6 +205,9 @@ TrainResult Run::train() {
     } catch (const Diverged& error) {
       log(diverged_line(trainer_->steps_done() + 1, error.what()));
       throw Diverged(fmt::format("{}\n{}", error.what(), last_good()));
+    } catch (const OutOfMemory& error) {
+      fail("{}\n{}", error.what(),
+           newest_.empty() ? "there is no checkpoint yet" : fmt::format("--resume goes on from {}", newest_.string()));
     }
     if (every(options_.sample_every)) result.last.sample = trainer_->sample(options_.sample_tokens);
     log(to_line(result.last));
@@ -228,6 +230,8 @@ TrainResult train(const TrainOptions& given, const TrainObserver& observer) {
   TrainOptions options = resolved(given);
   if (options.threads > 0) set_threads(static_cast<int>(options.threads));
   options.threads = threads();
+  if (given.device == "auto" && options.device == "cpu" && observer.message)
+    observer.message(fmt::format("no GPU ({}): the CPU trains", cuda_problem()));
   return Run(options, observer).train();
 }
 

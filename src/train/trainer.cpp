@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <cstring>
 #include <map>
 #include <nlohmann/json.hpp>
 
@@ -18,6 +19,7 @@
 #include "ops/cross_entropy.h"
 #include "ops/elementwise.h"
 #include "tensor/arena.h"
+#include "tensor/check.h"
 #include "train/options.h"
 
 namespace furious {
@@ -96,43 +98,40 @@ double known_rate(MatmulPrecision precision, Device device) {
 
 TrainingMemory needed_memory(const TrainOptions& options, const ModelConfig& config, int64_t parts, bool recompute) {
   const Device device = device_from_name(options.device);
-  return training_memory(config, options.batch / parts, options.length, recompute, device,
-                         compute_of(options, device).activations);
+  TrainingMemory memory = training_memory(config, options.batch / parts, options.length, recompute, device,
+                                          compute_of(options, device).activations);
+  // Parts after the first make the gradient of the output projection beside the sum so far.
+  if (parts > 1) memory.activations += config.vocabulary * config.hidden * static_cast<int64_t>(sizeof(float));
+  return memory;
+}
+
+// What would fit into so many bytes.
+std::string memory_advice(const TrainOptions& options, const ModelConfig& config, int64_t available) {
+  const auto needed = [&](int64_t parts) { return needed_memory(options, config, parts, true).total(); };
+  if (!options.recompute && needed(options.accumulate) <= available)
+    return fmt::format("--recompute would need {}", gib(needed(options.accumulate)));
+  for (int64_t parts = options.accumulate + 1; parts <= options.batch; ++parts)
+    if (options.batch % parts == 0 && needed(parts) <= available)
+      return fmt::format("--accumulate {} --recompute would need {}", parts, gib(needed(parts)));
+  return "take a smaller --size, --length or --batch";
 }
 
 void check_memory(const TrainOptions& options, const ModelConfig& config) {
-  const auto needed = [&](int64_t parts, bool recompute) { return needed_memory(options, config, parts, recompute); };
   const Device device = device_from_name(options.device);
   const Arena::Usage held = Arena::of(device).usage();  // what is held and not in use serves as well
   const int64_t available = memory::available(device) + static_cast<int64_t>(held.reserved - held.live);
-  const TrainingMemory memory = needed(options.accumulate, options.recompute);
+  const TrainingMemory memory = needed_memory(options, config, options.accumulate, options.recompute);
   if (memory.total() <= available) return;
-  std::string advice = "take a smaller --size, --length or --batch";
-  if (!options.recompute && needed(options.accumulate, true).total() <= available) {
-    advice = fmt::format("--recompute would need {}", gib(needed(options.accumulate, true).total()));
-  } else if (memory.parameters < available) {
-    for (int64_t parts = options.accumulate + 1; parts <= options.batch; ++parts) {
-      if (options.batch % parts != 0 || needed(parts, true).total() > available) continue;
-      advice = fmt::format("--accumulate {} --recompute would need {}", parts, gib(needed(parts, true).total()));
-      break;
-    }
-  }
   fail(
       "train: needs about {} of memory on {} ({} for {} parameters with gradients and optimizer, {} for activations), "
       "but {} are free; {}",
       gib(memory.total()), options.device, gib(memory.parameters), parameter_count(config), gib(memory.activations),
-      gib(available), advice);
+      gib(available), memory_advice(options, config, available));
 }
 
-double number(const Tensor& loss) {
-  float value = 0;
-  memory::copy({}, &value, loss.device(), loss.raw(), sizeof(value));
-  return static_cast<double>(value);
-}
-
-int64_t counted_targets(const Batch& batch) {
-  const int32_t* targets = batch.targets.data<int32_t>();
-  return batch.targets.elements() - std::count(targets, targets + batch.targets.elements(), kIgnoredTarget);
+int64_t counted(const Tensor& targets) {
+  const int32_t* const ids = targets.data<int32_t>();
+  return targets.elements() - std::count(ids, ids + targets.elements(), kIgnoredTarget);
 }
 
 // What training.safetensors says beside its tensors.
@@ -212,6 +211,31 @@ void Trainer::prepare() {
   model_->set_compute(compute);
   flops_ = training_flops(model_->config(), options_.batch, options_.length);
   flops_rate_ = known_rate(compute.precision, device_);
+  given_ = Tensor::zeros({Given::size(options_)}, DType::i32, device_);
+  feed_ = std::make_unique<Feed>(given_);
+  results_ = Tensor::zeros({1 + options_.accumulate}, DType::f64, device_);
+}
+
+int64_t Trainer::Given::size(const TrainOptions& options) {
+  return 2 * options.batch * options.length + options.accumulate + kAdamWConstants;
+}
+
+Trainer::Given::Given(const Tensor& memory, const TrainOptions& options) {
+  int64_t used = 0;
+  const auto take = [&](int64_t count) {
+    used += count;
+    return memory.slice(0, used - count, count);
+  };
+  const auto floats = [](const Tensor& ints) {
+    return Tensor::wrap(ints.raw(), ints.shape(), DType::f32, ints.device());
+  };
+  const int64_t rows = options.batch / options.accumulate;
+  for (int64_t part = 0; part < options.accumulate; ++part) {
+    inputs.push_back(take(rows * options.length).view({rows, options.length}));
+    targets.push_back(take(rows * options.length).view({rows, options.length}));
+  }
+  weights = floats(take(options.accumulate));
+  numbers = floats(take(kAdamWConstants));
 }
 
 TrainingMemory Trainer::memory() const {
@@ -222,105 +246,167 @@ void Trainer::diverged(const std::string& what) const {
   throw Diverged(fmt::format("train: step {}: {}", step_ + 1, what));
 }
 
+Batch Trainer::batch_of(int64_t step, int64_t part) const {
+  return data_.batches->at(step, {part * rows(), rows()});
+}
+
 // Says where in the model numbers end, if they do for this batch.
 void Trainer::check_finite(const Batch& batch) const {
   const std::string place = model_->first_not_finite(batch.inputs, batch.boundaries);
   if (!place.empty()) diverged(fmt::format("the loss is not a number; the first place where is {}", place));
 }
 
-void Trainer::check_loss(double loss, const Batch& batch) const {
-  if (std::isfinite(loss)) return;
+void Trainer::loss_not_finite(const Batch& batch) const {
   check_finite(batch);
   diverged("the loss is not a number; the first place where is the output projection");
 }
 
-// Forward and backward. On a GPU nothing waits for the loss, which is read when the step's work is done.
-Tensor Trainer::part_loss(const Batch& batch, float weight) {
-  Tape tape;
-  Variable loss;
+// Sends what a step works on to the device, which may still be busy with the step before.
+void Trainer::fetch(int64_t step) {
+  if (next_.step == step) return;
+  const Given given(feed_->next(), options_);
+  next_ = {step, {}, {}};
+  int64_t all = 0;
+  for (int64_t part = 0; part < options_.accumulate; ++part) {
+    const Batch batch = batch_of(step, part);
+    const ArgumentCheck check("train");
+    check.token_ids("inputs", batch.inputs, 0, model_->config().vocabulary);
+    check.token_ids("targets", batch.targets, kIgnoredTarget, model_->config().vocabulary);
+    copy(given.inputs[part], batch.inputs);
+    copy(given.targets[part], batch.targets);
+    next_.boundaries.push_back(batch.boundaries);
+    all += counted(batch.targets);
+  }
+  for (int64_t part = 0; part < options_.accumulate; ++part)
+    next_.weights.push_back(static_cast<float>(counted(given.targets[part])) /
+                            static_cast<float>(std::max<int64_t>(1, all)));
+  std::ranges::copy(next_.weights, given.weights.data<float>());
+  const AdamW adamw{learning_rate(options_, step + 1), options_.weight_decay, options_.beta1, options_.beta2, 1e-8};
+  const AdamWConstants constants = adamw_constants(adamw, step + 1);
+  std::memcpy(given.numbers.raw(), &constants, sizeof(constants));
+  feed_->send();
+}
+
+Variable Trainer::part_loss(Tape& tape, const Given& given, int64_t part) const {
+  const Tensor& boundaries = now_.boundaries[static_cast<size_t>(part)];
+  if (!device_.is_cpu()) return model_->loss(tape, given.inputs[part], given.targets[part], boundaries);
   try {
-    loss = model_->loss(tape, batch.inputs, batch.targets, batch.boundaries);
+    const Variable loss = model_->loss(tape, given.inputs[part], given.targets[part], boundaries);
+    if (std::isfinite(*loss.value().data<float>())) return loss;
+  } catch (const OutOfMemory&) {
+    throw;
   } catch (const Error&) {  // perhaps because a mixer of the CPU was given decays that are not finite
-    if (device_.is_cpu()) check_finite(batch);
+    check_finite(batch_of(step_, part));
     throw;
   }
-  if (device_.is_cpu()) check_loss(number(loss.value()), batch);
-  const Tensor gradient = Tensor::empty({1}, DType::f32, device_);
-  fill(gradient, weight);
-  tape.backward(loss, gradient);
-  return loss.value();
+  loss_not_finite(batch_of(step_, part));
 }
 
-std::vector<Trainer::Part> Trainer::accumulate_gradients() {
-  const int64_t rows = options_.batch / options_.accumulate;
-  std::vector<Part> parts;
-  int64_t counted = 0;
+// All of a step: forward, backward, clipping, AdamW. On a GPU nothing in it waits, and without boundaries nothing in it
+// comes from the host.
+void Trainer::compute() {
+  const Given given(given_, options_);
+  const std::vector<Parameter>& parameters = model_->parameters();
+  forget_gradients();
   for (int64_t part = 0; part < options_.accumulate; ++part) {
-    parts.push_back({data_.batches->at(step_, {part * rows, rows}), 0, {}});
-    counted += counted_targets(parts.back().batch);
+    Tape tape;
+    const Variable loss = part_loss(tape, given, part);
+    copy(results_.slice(0, 1 + part, 1), loss.value());
+    tape.backward(loss, given.weights.slice(0, part, 1));
   }
-  for (Part& part : parts) {
-    part.weight = static_cast<float>(counted_targets(part.batch)) / static_cast<float>(std::max<int64_t>(1, counted));
-    part.loss = part_loss(part.batch, part.weight);
-  }
-  return parts;
-}
-
-double Trainer::total_loss(const std::vector<Part>& parts) const {
-  double sum = 0;
-  for (const Part& part : parts) {
-    const double loss = number(part.loss);
-    check_loss(loss, part.batch);
-    sum += loss * static_cast<double>(part.weight);
-  }
-  return sum;
-}
-
-void Trainer::update(double gradient_scale, double lr) {
   std::vector<AdamWTensors> tensors;
-  for (size_t i = 0; i < moments_.size(); ++i) {
-    const Variable& parameter = model_->parameters()[i].value;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const Variable& parameter = parameters[i].value;
+    gradients_.push_back(parameter.gradient());
     if (parameter.gradient())
       tensors.push_back({parameter.value(), parameter.gradient(), moments_[i].first, moments_[i].second});
     parameter.clear_gradient();
   }
-  adamw_update(tensors, {lr, options_.weight_decay, options_.beta1, options_.beta2, 1e-8}, step_, gradient_scale);
+  clip_gradients(results_.slice(0, 0, 1), given.numbers, gradients_, options_.clip);
+  adamw_update(tensors, given.numbers);
 }
 
-TrainStep Trainer::step() {
-  const auto start = std::chrono::steady_clock::now();
+// A graph cannot hold the tables of packed documents, which the host makes anew for every batch: such a run launches
+// kernel by kernel, as does the first step, in which libraries make what they keep.
+void Trainer::launch() {
+  one_by_one_ |= std::ranges::any_of(now_.boundaries, [](const Tensor& boundaries) { return boundaries.defined(); });
+  if (device_.is_cpu() || one_by_one_ || !warm_) {
+    drop_graph();
+    compute();
+    warm_ = true;
+    return;
+  }
+  if (!graph_) {
+    forget_gradients();
+    Arena::of(device_).trim();  // a graph has memory of its own: what the first step took serves it
+    graph_.emplace(device_, [this] {
+      try {
+        compute();
+      } catch (...) {
+        forget_gradients();  // before that memory goes
+        throw;
+      }
+    });
+  }
+  graph_->run();
+}
+
+void Trainer::forget_gradients() {
+  gradients_.clear();
+  for (const Parameter& parameter : model_->parameters()) parameter.value.clear_gradient();
+}
+
+void Trainer::drop_graph() {
+  forget_gradients();  // which lie in its memory
+  graph_.reset();
+}
+
+void Trainer::check_divergence(const TrainStep& done) const {
   const std::vector<Parameter>& parameters = model_->parameters();
-  for (const Parameter& parameter : parameters) parameter.value.clear_gradient();
-  TrainStep done;
-  const std::vector<Part> parts = accumulate_gradients();
-  std::vector<Tensor> gradients;
-  for (const Parameter& parameter : parameters) gradients.push_back(parameter.value.gradient());
-  done.gradient_norm = gradient_norm(gradients);  // waits for the device: by now the losses are there too
-  done.loss = total_loss(parts);
   if (!std::isfinite(done.gradient_norm)) {
     // The backward pass goes from the last parameter to the first: the last that is broken was the first to break.
     for (size_t i = parameters.size(); i-- > 0;)
-      if (!std::isfinite(gradient_norm(std::span(&gradients[i], 1))))
+      if (!std::isfinite(gradient_norm(std::span(&gradients_[i], 1))))
         diverged(fmt::format("the gradient is not a number, first at {}", parameters[i].name));
   }
   const double guessing = std::log(static_cast<double>(model_->config().vocabulary));
   if (done.loss > kExploded * guessing) {
-    size_t largest = 0;
     std::vector<double> norms;
-    for (const Tensor& gradient : gradients) norms.push_back(gradient_norm(std::span(&gradient, 1)));
-    largest = static_cast<size_t>(std::max_element(norms.begin(), norms.end()) - norms.begin());
+    for (const Tensor& gradient : gradients_) norms.push_back(gradient_norm(std::span(&gradient, 1)));
+    const auto largest = static_cast<size_t>(std::max_element(norms.begin(), norms.end()) - norms.begin());
     diverged(
         fmt::format("the loss has exploded to {:.4g} (guessing has {:.4g}); the largest gradient is at {} (norm "
                     "{:.3g}); a smaller --lr, a longer --warmup or --clip 1 may help",
                     done.loss, guessing, parameters[largest].name, norms[largest]));
   }
+}
+
+TrainStep Trainer::step() {
+  const auto start = std::chrono::steady_clock::now();
+  fetch(step_);
+  now_ = std::exchange(next_, {});
+  feed_->arrive();
+  try {
+    launch();
+  } catch (const OutOfMemory& error) {  // before the update, the last of it: the weights are what they were
+    drop_graph();
+    const int64_t estimate = memory().total();
+    throw OutOfMemory(fmt::format("train: step {}: {}; {} were expected to be enough; {}", step_ + 1, error.what(),
+                                  gib(estimate), memory_advice(options_, model_->config(), estimate - 1)));
+  }
+  if (!device_.is_cpu()) fetch(step_ + 1);
+  const Tensor results = to_device(results_, {});  // waits for the device
+  TrainStep done;
+  done.gradient_norm = results.data<double>()[0];
+  for (int64_t part = 0; part < options_.accumulate; ++part) {
+    const double loss = results.data<double>()[1 + part];
+    if (!std::isfinite(loss)) loss_not_finite(batch_of(step_, part));
+    done.loss += loss * static_cast<double>(now_.weights[static_cast<size_t>(part)]);
+  }
+  check_divergence(done);
   ++step_;
   done.step = step_;
   done.lr = learning_rate(options_, step_);
-  const double scale = options_.clip > 0 && done.gradient_norm > options_.clip ? options_.clip / done.gradient_norm : 1;
-  gradients.clear();
-  update(scale, done.lr);
-  // On a GPU the update is still under way, and its time counts in the next step, which waits for it.
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   done.tokens_per_second = static_cast<double>(options_.batch * options_.length) / seconds;
   done.mfu = flops_ / seconds / flops_rate_;
@@ -337,11 +423,13 @@ std::optional<double> Trainer::test_loss() const {
   TestLoss loss;
   try {
     loss = furious::test_loss(*model_, *data_.test, batches);
+  } catch (const OutOfMemory&) {
+    throw;
   } catch (const Error&) {
     if (device_.is_cpu()) check_finite(first);
     throw;
   }
-  check_loss(loss.sum, first);
+  if (!std::isfinite(loss.sum)) loss_not_finite(first);
   return loss.mean();
 }
 

@@ -11,6 +11,8 @@
 #include "furious/train.h"
 #include "model/cost.h"
 #include "model/language_model.h"
+#include "tensor/feed.h"
+#include "tensor/graph.h"
 
 namespace furious {
 
@@ -51,26 +53,42 @@ class Trainer {
   const LanguageModel& model() const { return *model_; }
   const TrainData& data() const { return data_; }
   TrainingMemory memory() const;  // what it needs, about
+  // On a GPU a step is captured in a graph and launched as a whole, unless this is called: the same bits.
+  void launch_one_by_one() { one_by_one_ = true; }
 
  private:
   struct Moments {
     Tensor first, second;
   };
 
-  // A part of a batch, and its loss, on the device.
-  struct Part {
-    Batch batch;
-    float weight = 0;
-    Tensor loss;
+  // What a step is given, in one piece of memory: here to be written, on the device to be worked on.
+  struct Given {
+    Given(const Tensor& memory, const TrainOptions& options);
+    static int64_t size(const TrainOptions& options);
+
+    std::vector<Tensor> inputs, targets;  // i32 [rows, length] of each part
+    Tensor weights;                       // f32 [parts], of the losses of the parts
+    Tensor numbers;                       // of the optimizer (adamw.h)
+  };
+  // What of it the host must know too.
+  struct Fetched {
+    int64_t step = -1;
+    std::vector<float> weights;
+    std::vector<Tensor> boundaries;
   };
 
   void prepare();
-  std::vector<Part> accumulate_gradients();
-  Tensor part_loss(const Batch& batch, float weight);
-  double total_loss(const std::vector<Part>& parts) const;
+  int64_t rows() const { return options_.batch / options_.accumulate; }
+  Batch batch_of(int64_t step, int64_t part) const;
+  void fetch(int64_t step);
+  void launch();
+  void drop_graph();
+  void forget_gradients();
+  void compute();
+  Variable part_loss(Tape& tape, const Given& given, int64_t part) const;
   void check_finite(const Batch& batch) const;
-  void check_loss(double loss, const Batch& batch) const;
-  void update(double gradient_scale, double lr);
+  [[noreturn]] void loss_not_finite(const Batch& batch) const;
+  void check_divergence(const TrainStep& done) const;
   [[noreturn]] void diverged(const std::string& what) const;
 
   TrainOptions options_;  // resolved
@@ -79,8 +97,17 @@ class Trainer {
   std::unique_ptr<LanguageModel> model_;
   std::vector<Moments> moments_;
   int64_t step_ = 0;
-  double flops_ = 0;       // of a step
-  double flops_rate_ = 0;  // of this machine
+
+  Tensor given_;                // Given, on the device
+  std::unique_ptr<Feed> feed_;  // to it
+  Fetched next_, now_;          // on its way; in its place
+  Tensor results_;              // f64 [1 + parts]: norm of the gradient, loss of each part
+  bool one_by_one_ = false;
+  bool warm_ = false;  // a step was made
+  std::optional<Graph> graph_;
+  std::vector<Tensor> gradients_;  // of the last step; in the graph's memory, and gone before it
+  double flops_ = 0;               // of a step
+  double flops_rate_ = 0;          // of this machine
 };
 
 // The options that a checkpoint was trained with.

@@ -2,6 +2,7 @@
 #include <filesystem>
 #include <fstream>
 
+#include "cuda.h"
 #include "data/corpus.h"
 #include "furious/model.h"
 #include "infer/model_parts.h"
@@ -22,12 +23,15 @@ ModelConfig config_of(const std::string& arch, int64_t vocabulary = 300) {  // m
 }
 
 // Weights large enough that what a model writes depends on what it has read.
-Model random_model(const std::string& arch, uint64_t salt = 1, const std::string& tokenizer = "byte") {
+Model random_model(const std::string& arch, uint64_t salt = 1, const std::string& tokenizer = "byte",
+                   Device device = {}) {
   Random random(salt);
   const ModelConfig config = config_of(arch, tokenizer == "byte" ? 300 : 400);
-  const auto fill = [&](const std::string&, const Tensor& out) { copy(out, random.normal_tensor(out.shape(), 0.3)); };
+  const auto fill = [&](const std::string&, const Tensor& out) {
+    copy_between(out, random.normal_tensor(out.shape(), 0.3));
+  };
   const auto loaded = tokenizer == "byte" ? load_tokenizer("byte") : make_sentencepiece(tokenizer, "test");
-  return Model(std::make_shared<const Model::Parts>(LanguageModel(config, fill), loaded, false));
+  return Model(std::make_shared<const Model::Parts>(LanguageModel(config, fill, device), loaded, false));
 }
 
 WriteOptions options_of(int64_t tokens, double temperature = 1, uint64_t seed = 5) {
@@ -106,6 +110,26 @@ TEST(Session, SeveralSequencesAreEachAlone) {
       alone.read("the beginning");
       EXPECT_EQ(alone.write(options_of(30, 1, 5 + i))[0].text, texts[i].text) << arch << " " << i;
     }
+  }
+}
+
+// The device chooses the most probable tokens and reads ahead, or the host does, among one candidate.
+TEST(SessionCuda, ChoosesAsTheHostWould) {
+  SKIP_WITHOUT_GPU();
+  for (const char* arch : {"2mamba", "softmax"}) {
+    const Model model = random_model(arch, 1, "byte", kGpu);
+    WriteOptions on_host = options_of(60);
+    on_host.sampling.top_k = 1;
+    std::vector<std::vector<Text>> texts;
+    for (const WriteOptions& options : {options_of(60, 0), on_host}) {
+      Session session(model, 2);
+      session.read("the beginning");
+      texts.push_back(session.write(options));
+      session.read(" and more");
+      texts.push_back(session.write(options));
+    }
+    for (size_t i = 0; i < 2; ++i)
+      for (size_t row = 0; row < 2; ++row) EXPECT_EQ(texts[i][row].text, texts[i + 2][row].text) << arch;
   }
 }
 

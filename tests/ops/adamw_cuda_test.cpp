@@ -54,6 +54,28 @@ TEST(AdamWCuda, AnyAlignment) {
   }
 }
 
+TEST(AdamWCuda, ClippingOnTheDeviceScalesAsTheHostDoes) {
+  SKIP_WITHOUT_GPU();
+  Random random(4);
+  for (const float bad : {0.0f, INFINITY}) {
+    const Tensor gradient = random.normal_tensor({20000});
+    const AdamWTensors here{random.normal_tensor({20000}), gradient, Tensor::zeros({20000}, DType::f32),
+                            Tensor::zeros({20000}, DType::f32)};
+    const AdamWTensors expected = on_gpu(here), actual = on_gpu(here);
+    const double whole = gradient_norm(std::vector{expected.gradient});
+    if (bad == 0) adamw_update(std::vector{expected}, {}, 2, 0.5 / whole);
+    if (bad != 0) fill(actual.gradient.slice(0, 19999, 1), bad);
+    const Tensor numbers = Tensor::empty({kAdamWConstants}, DType::f32, kGpu),
+                 norm = Tensor::empty({1}, DType::f64, kGpu);
+    const AdamWConstants constants = adamw_constants({}, 2);
+    memory::copy(kGpu, numbers.raw(), {}, &constants, sizeof(constants));
+    clip_gradients(norm, numbers, std::vector{actual.gradient}, 0.5);
+    adamw_update(std::vector{actual}, numbers);
+    EXPECT_TRUE(same_bits(to_cpu(actual.parameter), to_cpu(expected.parameter))) << bad;
+    EXPECT_EQ(*to_cpu(norm).data<double>() == whole, bad == 0);
+  }
+}
+
 TEST(AdamWCuda, GradientNorm) {
   SKIP_WITHOUT_GPU();
   Random random(3);

@@ -1,5 +1,7 @@
 #include "ops/adamw.h"
 
+#include <cstring>
+
 #include "base/parallel.h"
 #include "support.h"
 
@@ -126,6 +128,48 @@ TEST(AdamW, RefusesBadInput) {
   expect_error([&] { adamw_update(x, x, x, x, {.weight_decay = -1}, 1); }, {"weight decay is -1"});
   expect_error([&] { adamw_update(x, x, x, x, {.epsilon = 0}, 1); }, {"epsilon is 0"});
   expect_error([&] { adamw_update(x, x, x, x, {}, 1, INFINITY); }, {"gradient scale is inf"});
+}
+
+Tensor numbers_of(const AdamWConstants& constants) {
+  const Tensor numbers = Tensor::empty({kAdamWConstants}, DType::f32);
+  std::memcpy(numbers.raw(), &constants, sizeof(constants));
+  return numbers;
+}
+
+TEST(ClipGradients, TheUpdateTakesTheScaleThatItFinds) {
+  testing::Random random(64);
+  const Tensor gradient = random.normal_tensor({100}), start = random.normal_tensor({100});
+  const auto tensors = [&] {
+    return std::vector{AdamWTensors{to_dtype(start, DType::f32), gradient, Tensor::zeros({100}, DType::f32),
+                                    Tensor::zeros({100}, DType::f32)}};
+  };
+  const Tensor norm = Tensor::empty({1}, DType::f64);
+  const double whole = gradient_norm(std::vector{gradient});
+  for (const double most : {0.0, whole / 3, whole * 2}) {
+    const auto expected = tensors(), actual = tensors();
+    adamw_update(expected, {}, 3, most > 0 && most < whole ? most / whole : 1);
+    const Tensor numbers = numbers_of(adamw_constants({}, 3));
+    clip_gradients(norm, numbers, std::vector{Tensor(), gradient}, most);
+    adamw_update(actual, numbers);
+    EXPECT_EQ(*norm.data<double>(), whole);
+    EXPECT_TRUE(same_bits(actual[0].parameter, expected[0].parameter)) << most;
+  }
+}
+
+TEST(ClipGradients, AGradientThatIsNotFiniteChangesNothing) {
+  testing::Random random(65);
+  for (const float bad : {NAN, INFINITY}) {
+    const Tensor gradient = random.normal_tensor({100}), norm = Tensor::empty({1}, DType::f64);
+    gradient.data<float>()[7] = bad;
+    const Tensor start = random.normal_tensor({100}), parameter = to_dtype(start, DType::f32);
+    const Tensor first = Tensor::zeros({100}, DType::f32), second = Tensor::zeros({100}, DType::f32);
+    const Tensor numbers = numbers_of(adamw_constants({}, 1));
+    clip_gradients(norm, numbers, std::vector{gradient}, 1);
+    adamw_update(std::vector{AdamWTensors{parameter, gradient, first, second}}, numbers);
+    EXPECT_FALSE(std::isfinite(*norm.data<double>()));
+    EXPECT_TRUE(same_bits(parameter, start));
+    EXPECT_EQ(to_doubles(first), Vector(100, 0));
+  }
 }
 
 TEST(GradientNorm, AgreesWithTheOracle) {

@@ -46,6 +46,81 @@ TEST(Linear, ForwardAgreesWithTheOracle) {
   }
 }
 
+TEST(Linear, AResidualIsAddedAndTakesTheGradient) {
+  testing::Random random(22);
+  for (int i = 0; i < 10; ++i) {
+    const int64_t in = random.integer(1, 20), out = random.integer(1, 20), rows = random.integer(1, 9);
+    const Tensor x = random.normal_tensor({2, rows, in}), weight = random.normal_tensor({out, in});
+    const Tensor residual = random.normal_tensor({2, rows, out}), dy = random.normal_tensor({2, rows, out});
+    const Tensor plain = linear_forward(x, weight);
+    add_into(plain, residual);
+    const Variable r(residual, true), input(x, true);
+    Tape tape;
+    const Variable y = linear(tape, input, Variable(weight, true), {}, MatmulPrecision::f32, r);
+    EXPECT_LT(relative_error(y.value(), plain), 1e-6);
+    tape.backward(y, dy);
+    EXPECT_TRUE(same_bits(r.gradient(), dy));
+    const Tensor dx = Tensor::empty_like(x);
+    linear_backward_input({dx, false}, dy, weight);
+    EXPECT_TRUE(same_bits(input.gradient(), dx));
+  }
+  const Tensor x = Tensor::zeros({3, 2}, DType::f32), weight = Tensor::zeros({4, 2}, DType::f32);
+  expect_error(
+      [&] {
+        linear_forward(x, weight, {}, MatmulPrecision::f32, Tensor::zeros({3, 5}, DType::f32));
+      },
+      {"linear", "\"residual\"", "[3, 5]", "[3, 4]"});
+  expect_error(
+      [&] {
+        linear_forward(x, weight, Tensor::zeros({4}, DType::f32), MatmulPrecision::f32,
+                       Tensor::zeros({3, 4}, DType::f32));
+      },
+      {"linear", "bias", "residual"});
+}
+
+TEST(Linear, LayersSideBySideAreTheLayersOneByOne) {
+  testing::Random random(23);
+  for (int i = 0; i < 10; ++i) {
+    const int64_t in = random.integer(1, 20), rows = random.integer(1, 9);
+    const Variable x(random.normal_tensor({2, rows, in}), true), alone(to_dtype(x.value(), DType::f32), true);
+    std::vector<Variable> weights, ones;
+    int64_t out = 0;
+    for (int64_t k = random.integer(1, 3); k >= 0; --k) {
+      weights.emplace_back(random.normal_tensor({random.integer(1, 20), in}), k != 1);
+      ones.emplace_back(to_dtype(weights.back().value(), DType::f32), k != 1);
+      out += weights.back().value().size(0);
+    }
+    const Tensor dy = random.normal_tensor({2, rows, out});
+    for (int pass = 0; pass < 2; ++pass) {  // the second adds to the gradients of the first
+      Tape tape;
+      const Variable y = joined_linear(tape, x, weights);
+      ASSERT_EQ(y.value().shape(), (Shape{2, rows, out}));
+      tape.backward(y, dy);
+      int64_t start = 0;
+      for (const Variable& weight : ones) {
+        Tape own;
+        const Variable part = linear(own, alone, weight);
+        const int64_t size = weight.value().size(0);
+        EXPECT_LT(relative_error(y.value().slice(-1, start, size), to_doubles(part.value())), 1e-6);
+        own.backward(part, to_dtype(dy.slice(-1, start, size), DType::f32));
+        start += size;
+      }
+    }
+    EXPECT_LT(relative_error(x.gradient(), to_doubles(alone.gradient())), 1e-5);
+    for (size_t k = 0; k < weights.size(); ++k)
+      if (weights[k].needs_gradient()) {
+        EXPECT_LT(relative_error(weights[k].gradient(), to_doubles(ones[k].gradient())), 1e-5) << k;
+      }
+  }
+  expect_error(
+      [] {
+        const Variable x(Tensor::zeros({2, 3}, DType::f32));
+        joined_linear(Tape::off(), x,
+                      {Variable(Tensor::zeros({4, 3}, DType::f32)), Variable(Tensor::zeros({4, 5}, DType::f32))});
+      },
+      {"linear", "\"weights\"", "[4, 5]"});
+}
+
 TEST(Linear, BackwardAgreesWithFiniteDifferences) {
   testing::Random random(21);
   for (int i = 0; i < 6; ++i) {

@@ -86,6 +86,24 @@ TEST_P(RmsNormCuda, SameBitsEveryTime) {
   }
 }
 
+TEST(RmsNormResidualCuda, AddsToTheGradientThatAResidualBrought) {
+  SKIP_WITHOUT_GPU();
+  Random random(5);
+  for (DType dtype : kActivationTypes)
+    for (int64_t margin : kMargins)
+      for (int64_t width : {5, 64, 1024, 1536}) {
+        const Data data(random, {3, random.integer(1, 7), width}, dtype, margin, false);
+        const Tensor brought = rounded(random.normal_tensor(data.x.shape()), dtype);
+        const RmsNormGradients there{gpu_copy(brought, dtype, margin), gpu_empty({width}, DType::f32), {}, true};
+        rms_norm_backward(there, to_gpu(data.dy, dtype), data.x_there, to_gpu(data.weight),
+                          data.forward_there().inverse_rms);
+        const RmsNormGradients alone = data.gradients();
+        add_into(brought, alone.x);
+        EXPECT_LT(gpu_error(there.x, brought), tolerance(dtype)) << width << " margin " << margin;
+        EXPECT_LT(gpu_error(there.weight, alone.weight), 1e-4) << width;
+      }
+}
+
 TEST_P(RmsNormCuda, RecordsItsGradients) {
   SKIP_WITHOUT_GPU();
   Random random(4);

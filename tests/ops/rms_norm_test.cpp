@@ -66,6 +66,21 @@ TEST_P(RmsNormTest, ValueAndGradientsMatchTheOracle) {
   }
 }
 
+TEST(RmsNorm, AddsToTheGradientThatAResidualBrought) {
+  testing::Random random(5);
+  const Data data(random, {7, 37}, false);
+  const RmsNormGradients alone = data.gradients();
+  const Variable x(dense(data.x), true), weight(data.weight, true);
+  const Tensor brought = random.normal_tensor({7, 37});
+  Tape tape;
+  const Variable y = rms_norm(tape, x, weight, kEps);
+  x.add_gradient(to_dtype(brought, DType::f32));
+  tape.backward(y, data.dy);
+  add_into(brought, dense(alone.x));
+  EXPECT_TRUE(same_bits(x.gradient(), brought));
+  EXPECT_TRUE(same_bits(weight.gradient(), alone.weight));
+}
+
 TEST_P(RmsNormTest, SameBitsForEveryNumberOfThreads) {
   testing::Random random(2);
   const Data data(random, {500, 70}, GetParam());

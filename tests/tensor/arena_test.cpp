@@ -112,6 +112,18 @@ TEST(Arena, TrimGivesBackWhatHoldsNothing) {
   EXPECT_EQ(arena.usage().segments_made, 3u);
 }
 
+TEST(Arena, AtItsLimitItGivesBackWhatIsNotUsedAndThenSaysWhatIsMissing) {
+  Arena arena{Device{}};
+  arena.set_limit(20 * kMiB);
+  arena.release(arena.allocate(8 * kMiB));
+  void* const large = arena.allocate(16 * kMiB);  // fits once the first segment has gone
+  EXPECT_EQ(arena.usage().reserved, 16 * kMiB);
+  testing::expect_error([&] { arena.allocate(8 * kMiB); },
+                        {"out of memory on cpu", "8.0 MiB more were needed", "4.0 MiB of 20.0 are free"});
+  arena.release(large);
+  arena.release(arena.allocate(20 * kMiB));
+}
+
 TEST(Arena, ForeignAndDoubleReleasesAreErrors) {
   Arena arena{Device{}};
   int foreign = 0;

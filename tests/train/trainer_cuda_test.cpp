@@ -36,25 +36,73 @@ double learned(const TrainOptions& options) {
   return sum;
 }
 
-TEST_F(TrainerCuda, LearnsWhatTheCpuLearns) {
+TEST_F(TrainerCuda, EveryPresetLearnsWhatTheCpuLearns) {
   SKIP_WITHOUT_GPU();
-  for (const char* arch : {"2mamba", "2mamba-e", "mamba2", "mamba2s", "softmax", "linear"}) {
+  for (const Preset& preset : presets()) {
     TrainOptions options = options_for("run");
-    options.arch = arch;
+    options.arch = preset.name;
     options.hidden = options.intermediate = 64;
+    options.heads = 1;  // of 64: tensor cores
     options.steps = 200;
     options.length = 64;
-    options.lr = 3e-3;
+    options.lr = 1e-3;  // small: rounding of the last bit alone moves the result by up to 0.03
     options.clip = 1;
     options.device = "cpu";
     const double expected = learned(options);
-    EXPECT_LT(expected, 3) << arch;
+    EXPECT_LT(expected, 3.5) << preset.name;
     options.device = "cuda";
     for (const char* dtype : {"f32", "tf32", "bf16"}) {
       options.dtype = dtype;
-      EXPECT_NEAR(learned(options), expected, 0.05) << arch << " " << dtype;
+      EXPECT_NEAR(learned(options), expected, 0.1) << preset.name << " " << dtype;
     }
   }
+}
+
+std::string bits_of(const Trainer& trainer) {
+  std::string bits;
+  for (const Parameter& parameter : trainer.model().parameters()) {
+    const Tensor here = to_cpu(parameter.value.value());
+    bits.append(static_cast<const char*>(here.raw()), here.bytes());
+  }
+  return bits;
+}
+
+// Two trainers take turns, so that each finds its memory in use by the other now and then.
+TEST_F(TrainerCuda, ACapturedStepHasTheBitsOfOneLaunchedKernelByKernel) {
+  SKIP_WITHOUT_GPU();
+  for (const char* arch : {"2mamba", "mamba2", "softmax"})
+    for (const int64_t accumulate : {1, 2}) {
+      TrainOptions options = options_for("run");
+      options.arch = arch;
+      options.accumulate = accumulate;
+      options.recompute = accumulate > 1;
+      options.packing = accumulate > 1 ? "rows" : "packed";
+      options.clip = 0.5;
+      Trainer captured(options), plain(options);
+      plain.launch_one_by_one();
+      for (int i = 0; i < 6; ++i) {
+        const TrainStep a = captured.step(), b = plain.step();
+        EXPECT_EQ(a.loss, b.loss) << arch;
+        EXPECT_EQ(a.gradient_norm, b.gradient_norm) << arch;
+        if (i == 3) captured.test_loss();
+      }
+      EXPECT_TRUE(bits_of(captured) == bits_of(plain)) << arch << ", " << accumulate << " parts";
+    }
+}
+
+TEST_F(TrainerCuda, OutOfMemoryInAStepSaysWhatWouldFit) {
+  SKIP_WITHOUT_GPU();
+  TrainOptions options = options_for("run");
+  options.length = 512;
+  options.batch = 64;
+  Trainer trainer(options);
+  Arena& arena = Arena::of(kGpu);
+  arena.trim();
+  arena.set_limit(arena.usage().reserved + (size_t{8} << 20));
+  expect_error([&] { trainer.step(); },
+               {"step 1", "out of memory on cuda:0", "more were needed", "are free", "--recompute"});
+  arena.set_limit(0);
+  EXPECT_EQ(trainer.step().step, 1);  // and goes on when there is more
 }
 
 TEST_F(TrainerCuda, PartsOfABatchAddUp) {
@@ -91,7 +139,7 @@ TEST_F(TrainerCuda, StoppedAnywhereItGoesOnBitForBit) {
   for (const char* arch : {"2mamba", "mamba2", "softmax"}) {
     TrainOptions options = options_for(std::string("whole-") + arch);
     options.arch = arch;
-    options.packing = "isolated";
+    options.packing = arch == std::string("2mamba") ? "isolated" : "packed";  // kernel by kernel, and as a graph
     train(options);
     const auto expected = contents(options.out);
     options.out = folder.path(std::string("parts-") + arch);
@@ -136,7 +184,15 @@ TEST_F(TrainerCuda, MemoryEstimateAndNoNewMemory) {
     options.dtype = dtype;
     Arena& arena = Arena::of(kGpu);
     Trainer trainer(options);
-    for (int i = 0; i < 3; ++i) trainer.step();
+    const TrainingMemory memory = trainer.memory();
+    const size_t held = arena.usage().live;  // weights and moments: three of the four numbers of a parameter
+    arena.reset_peak();
+    trainer.step();
+    const double ratio = static_cast<double>(arena.usage().peak - held) /
+                         static_cast<double>(memory.total() - memory.parameters / 4 * 3);
+    EXPECT_GT(ratio, 0.5) << dtype;
+    EXPECT_LT(ratio, 1.3) << dtype;
+    for (int i = 0; i < 2; ++i) trainer.step();
     const size_t made = arena.usage().segments_made;
     for (int i = 0; i < 5; ++i) trainer.step();
     EXPECT_EQ(arena.usage().segments_made, made);

@@ -43,6 +43,20 @@ TEST_F(TrainerTest, LearnsAndReports) {
   EXPECT_FALSE(trainer.sample(20).empty());
 }
 
+TEST_F(TrainerTest, OutOfMemoryInAStepSaysWhatWouldFit) {
+  options.length = 512;
+  options.batch = 32;
+  Trainer whole(options), trainer(options);
+  Arena& arena = Arena::of({});
+  arena.trim();
+  arena.set_limit(arena.usage().reserved + (size_t{8} << 20));
+  expect_error([&] { trainer.step(); },
+               {"step 1", "out of memory on cpu", "more were needed", "are free", "--recompute would need"});
+  arena.set_limit(0);
+  for (int i = 0; i < 2; ++i) EXPECT_EQ(trainer.step().loss, whole.step().loss);  // nothing was lost
+  EXPECT_EQ(weights_of(trainer), weights_of(whole));
+}
+
 TEST_F(TrainerTest, PartsOfABatchAddUp) {
   for (const char* packing : {"packed", "isolated", "rows"}) {
     options.packing = packing;

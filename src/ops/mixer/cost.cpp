@@ -65,8 +65,13 @@ double chunked_flops(const MixerShape& shape, const std::vector<Segment>& segmen
   return static_cast<double>(shape.heads) * (inner + outer);
 }
 
-int64_t default_chunk(const MixerSpec& spec, int64_t qk_dim, int64_t v_dim, Device device) {
-  if (!device.is_cpu()) return 128;
+int64_t default_chunk(const MixerSpec& spec, int64_t qk_dim, int64_t v_dim, Device device, DType dtype) {
+  if (!device.is_cpu()) {
+    // What the kernels for heads of 64 like; the others make φ in memory.
+    const bool states = dtype == DType::bf16 && qk_dim == 64 && v_dim == 64;
+    if (states && spec.score == Score::squared) return 768;
+    return states && spec.norm == Norm::none ? 256 : 128;
+  }
   if (spec.score == Score::linear) return 192;
   // The state is read and written once per chunk; a state too large for the cache wants fewer, longer chunks.
   return state_rows(spec, qk_dim) * v_dim <= (1 << 18) ? 192 : 384;

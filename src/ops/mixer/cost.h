@@ -12,7 +12,8 @@ double parallel_flops(const MixerShape& shape, const std::vector<Segment>& segme
 double chunked_flops(const MixerShape& shape, const std::vector<Segment>& segments, int64_t chunk, Pass pass);
 
 // The chunk that suits a state of these dimensions on a device.
-int64_t default_chunk(const MixerSpec& spec, int64_t qk_dim, int64_t v_dim, Device device = {});
+int64_t default_chunk(const MixerSpec& spec, int64_t qk_dim, int64_t v_dim, Device device = {},
+                      DType dtype = DType::f32);
 
 // Parallel or chunked, whichever is estimated to take less time on the CPU. Looks at the decays: tiles that decay has
 // erased cost the parallel form nothing.

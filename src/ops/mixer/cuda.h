@@ -17,7 +17,8 @@ struct MixerCall {
 // The faster form for a call without states.
 Form choose_form(const MixerCall& call);
 
-void mixer_forward(const MixerCall& call);
+// Gives the states of the chunks, where the backward pass can use them again.
+Tensor mixer_forward(const MixerCall& call);
 void mixer_backward(const MixerCall& call, const Tensor& out_gradient, const Tensor& final_state_gradient,
                     const MixerGradients& gradients);
 

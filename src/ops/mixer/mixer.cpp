@@ -187,7 +187,8 @@ MixerResult mixer_forward(const MixerSpec& spec, const MixerInputs& inputs, cons
           "{}: argument \"final_state\" was asked for, but an exponential score has no state of constant size",
           kOperation);
   const Device device = inputs.q.device();
-  const int64_t chunk = options.chunk > 0 ? options.chunk : default_chunk(spec, shape.qk_dim, shape.v_dim, device);
+  const int64_t chunk =
+      options.chunk > 0 ? options.chunk : default_chunk(spec, shape.qk_dim, shape.v_dim, device, inputs.q.dtype());
   check_form(kOperation, options.form, device);
   MixerResult result;
   const DType accumulator = accumulator_of(inputs.q);
@@ -206,7 +207,8 @@ MixerResult mixer_forward(const MixerSpec& spec, const MixerInputs& inputs, cons
       result.form = Form::chunked;
     else if (result.form == Form::automatic)
       result.form = cuda::choose_form({spec, shape, inputs, segments, chunk, result});
-    cuda::mixer_forward({spec, shape, inputs, segments, result.form == Form::parallel ? shape.length : chunk, result});
+    result.chunk = result.form == Form::parallel ? shape.length : chunk;
+    result.states = cuda::mixer_forward({spec, shape, inputs, segments, result.chunk, result});
     return result;
   }
 #endif
@@ -267,12 +269,13 @@ MixerGradients mixer_backward(const MixerSpec& spec, const MixerInputs& inputs, 
     check.contiguous("into.initial_state", gradients.initial_state);
   }
 
-  const int64_t chunk = options.chunk > 0 ? options.chunk : default_chunk(spec, shape.qk_dim, shape.v_dim, device);
+  const int64_t chunk =
+      options.chunk > 0 ? options.chunk : default_chunk(spec, shape.qk_dim, shape.v_dim, device, inputs.q.dtype());
 #ifdef FURIOUS_CUDA
   if (!device.is_cpu()) {
     const bool parallel = form == Form::parallel && !inputs.initial_state && !final_state_gradient;
-    cuda::mixer_backward({spec, shape, inputs, segments, parallel ? shape.length : chunk, result}, out_gradient,
-                         final_state_gradient, gradients);
+    const int64_t used = result.states ? result.chunk : parallel ? shape.length : chunk;
+    cuda::mixer_backward({spec, shape, inputs, segments, used, result}, out_gradient, final_state_gradient, gradients);
     return gradients;
   }
 #endif

@@ -82,6 +82,8 @@ struct MixerResult {
   Tensor maximum;     // [batch, heads, length] f32 for exponential with sum: the largest exponent of the row
   Tensor final_state;           // [batch, heads, D, columns] when asked for: the state after each row's last document
   Form form = Form::automatic;  // the form that ran
+  int64_t chunk = 0;            // and its chunk
+  Tensor states;                // that the backward pass need not make again; may be dropped
 };
 
 // Gradients, contiguous and in the dtype of their inputs; da in f32. Tensors given in `into` are written instead (any

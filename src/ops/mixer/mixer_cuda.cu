@@ -1,12 +1,16 @@
 // The mixers on a GPU: choosing kernels, cumulative decays and their gradient, heads that share an input.
 #include "ops/elementwise.h"
 #include "ops/mixer/cuda.h"
+#include "ops/mixer/heads.cuh"
+#include "ops/mixer/states.h"
 #include "tensor/cuda.cuh"
 
 namespace furious::cuda {
 namespace {
 
 constexpr int kScanThreads = 256;
+constexpr int kPerThread = 4;
+constexpr int kSegment = kScanThreads * kPerThread;  // tokens of a block
 
 // Inclusive sum over a block of kScanThreads threads, in order.
 __device__ double block_scan(double x, double* shared) {
@@ -18,57 +22,110 @@ __device__ double block_scan(double x, double* shared) {
   if (lane == 31) shared[warp] = x;
   __syncthreads();
   for (int i = 0; i < warp; ++i) x += shared[i];
+  __syncthreads();
   return x;
 }
 
-// A_t of one row and head. log_decay is [batch, length, heads] with any strides.
-__global__ void accumulate_kernel(double* out, const float* a, int64_t batch_stride, int64_t token_stride,
-                                  int64_t head_stride, int64_t length) {
-  __shared__ double shared[kScanThreads / 32], carry;
-  const int64_t head = blockIdx.x, heads = gridDim.x, batch = blockIdx.y;
-  const float* from = a + batch * batch_stride + head * head_stride;
-  double* to = out + (batch * heads + head) * length;
-  if (threadIdx.x == 0) carry = 0;
-  for (int64_t first = 0; first < length; first += kScanThreads) {
-    const int64_t t = first + threadIdx.x;
-    __syncthreads();
-    const double sum = carry + block_scan(t < length ? static_cast<double>(from[t * token_stride]) : 0.0, shared);
-    __syncthreads();
-    if (t < length) to[t] = sum;
-    if (threadIdx.x == kScanThreads - 1) carry = sum;
+// Running sums over the tokens of each row and head, in two passes over segments: their totals, and then all of the
+// sums. A source gives and takes numbers in the order of the sum.
+template <class Source>
+__device__ double segment_total(const Source& source, double (&own)[kPerThread], double* shared) {
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kSegment + threadIdx.x * kPerThread;
+  double sum = 0;
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) own[i] = first + i < source.length ? source.get(first + i) : 0.0;
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) sum += own[i];
+  return block_scan(sum, shared);
+}
+template <class Source>
+__global__ void total_kernel(double* totals, Source source) {
+  __shared__ double shared[kScanThreads / 32];
+  double own[kPerThread];
+  const double sum = segment_total(source, own, shared);
+  if (threadIdx.x == kScanThreads - 1)
+    totals[(static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x] = sum;
+}
+template <class Source>
+__global__ void scan_kernel(const double* totals, Source source) {
+  __shared__ double shared[kScanThreads / 32], before;
+  totals += (static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y) * gridDim.x;
+  double sum = 0;
+  for (unsigned i = threadIdx.x; i < blockIdx.x; i += kScanThreads) sum += totals[i];
+  sum = block_scan(sum, shared);
+  if (threadIdx.x == kScanThreads - 1) before = sum;
+  double own[kPerThread];
+  const double until = segment_total(source, own, shared);  // its barriers come before the use of `before`
+  double running = before + until;
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) running -= own[i];
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kSegment + threadIdx.x * kPerThread;
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) {
+    running += own[i];
+    if (first + i < source.length) source.set(first + i, running);
   }
 }
+template <class Source>
+void scan(const MixerShape& shape, Device device, const Source& source) {
+  const dim3 grid(blocks_for(shape.length, kSegment), static_cast<unsigned>(shape.heads),
+                  static_cast<unsigned>(shape.batch));
+  const Tensor totals = Tensor::empty({shape.batch, shape.heads, grid.x}, DType::f64, device);
+  total_kernel<<<grid, kScanThreads, 0, stream(device)>>>(totals.data<double>(), source);
+  check_launch("mixer: sums of decays");
+  scan_kernel<<<grid, kScanThreads, 0, stream(device)>>>(totals.data<double>(), source);
+  check_launch("mixer: sums of decays");
+}
+
+// log_decay or its gradient, [batch, length, heads] with any strides.
+struct Decays {
+  float* data;
+  int64_t batch, token, head;
+
+  explicit Decays(const Tensor& a) : data(a.data<float>()), batch(a.stride(0)), token(a.stride(1)), head(a.stride(2)) {}
+  __device__ float& at(int64_t b, int64_t t, int64_t h) const { return data[b * batch + t * token + h * head]; }
+};
+
+// A_t.
+struct CumulativeDecay {
+  Decays a;
+  double* out;
+  int64_t length;
+
+  __device__ double get(int64_t t) const { return static_cast<double>(a.at(blockIdx.z, t, blockIdx.y)); }
+  __device__ void set(int64_t t, double sum) const {
+    out[(static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y) * length + t] = sum;
+  }
+};
+
+// Σ_{s ≥ t} dA_s: to `sums` where documents end before the row does, else it is da_t.
+struct DecayGradient {
+  Decays da;
+  const float *row, *key;
+  double* sums;
+  int64_t length;
+
+  __device__ int64_t place(int64_t i) const {
+    return (static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y) * length + length - 1 - i;
+  }
+  __device__ double get(int64_t i) const {
+    return (row ? static_cast<double>(row[place(i)]) : 0.0) + static_cast<double>(key[place(i)]);
+  }
+  __device__ void set(int64_t i, double sum) const {
+    if (sums)
+      sums[place(i)] = sum;
+    else
+      da.at(blockIdx.z, length - 1 - i, blockIdx.y) = static_cast<float>(sum);
+  }
+};
 
 // da_t = Σ_{s ≥ t} dA_s within the document: the sum to the end of the row, less that after the document.
-__global__ void decay_gradient_kernel(float* da, int64_t batch_stride, int64_t token_stride, int64_t head_stride,
-                                      const float* row, const float* key, const int* ends, double* sums,
-                                      int64_t length) {
-  __shared__ double shared[kScanThreads / 32], carry;
-  const int64_t head = blockIdx.x, heads = gridDim.x, batch = blockIdx.y;
-  const int64_t offset = (batch * heads + head) * length;
-  if (threadIdx.x == 0) carry = 0;
-  for (int64_t first = 0; first < length; first += kScanThreads) {
-    const int64_t t = length - 1 - first - threadIdx.x;
-    __syncthreads();
-    const double own =
-        t < 0 ? 0.0 : (row ? static_cast<double>(row[offset + t]) : 0.0) + static_cast<double>(key[offset + t]);
-    const double sum = carry + block_scan(own, shared);
-    __syncthreads();
-    if (t >= 0) {
-      if (ends)
-        sums[offset + t] = sum;
-      else
-        da[batch * batch_stride + t * token_stride + head * head_stride] = static_cast<float>(sum);
-    }
-    if (threadIdx.x == kScanThreads - 1) carry = sum;
-  }
-  if (!ends) return;
-  __syncthreads();
-  for (int64_t t = threadIdx.x; t < length; t += kScanThreads) {
-    const int64_t end = ends[batch * length + t];
-    const double after = end < length ? sums[offset + end] : 0.0;
-    da[batch * batch_stride + t * token_stride + head * head_stride] = static_cast<float>(sums[offset + t] - after);
-  }
+__global__ void document_kernel(Decays da, const double* sums, const int* ends, int64_t length) {
+  const int64_t t = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (t >= length) return;
+  sums += (static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y) * length;
+  const int64_t end = ends[blockIdx.z * length + t];
+  da.at(blockIdx.z, t, blockIdx.y) = static_cast<float>(sums[t] - (end < length ? sums[end] : 0.0));
 }
 
 // out[row, own head] = Σ over the heads it serves of in[row, head]; in is contiguous [rows, heads, dim].
@@ -95,10 +152,6 @@ void sum_groups(const Tensor& out, const Tensor& in) {
   check_launch("mixer: sum over shared heads");
 }
 
-dim3 heads_and_rows(const MixerCall& call) {
-  return dim3(static_cast<unsigned>(call.shape.heads), static_cast<unsigned>(call.shape.batch));
-}
-
 }  // namespace
 
 TokenTables token_tables(const MixerCall& call) {
@@ -108,9 +161,7 @@ TokenTables token_tables(const MixerCall& call) {
   if (call.spec.decay) {
     const Tensor& a = call.inputs.log_decay;
     tables.decay = Tensor::empty({shape.batch, shape.heads, shape.length}, DType::f64, device);
-    accumulate_kernel<<<heads_and_rows(call), kScanThreads, 0, stream(device)>>>(
-        tables.decay.data<double>(), a.data<float>(), a.stride(0), a.stride(1), a.stride(2), shape.length);
-    check_launch("mixer: cumulative decay");
+    scan(shape, device, CumulativeDecay{Decays(a), tables.decay.data<double>(), shape.length});
   }
   if (static_cast<int64_t>(call.segments.size()) > shape.batch) {
     const Tensor starts = Tensor::empty({shape.batch, shape.length}, DType::i32);
@@ -134,16 +185,25 @@ Form choose_form(const MixerCall& call) {
   // The lengths up to which the parallel form is faster, measured on an H200 (docs/performance.md).
   constexpr int64_t kOnTensorCores = 65536;
   constexpr int64_t kSimple = 512;
-  const int64_t longest = parallel_takes(call) ? kOnTensorCores : kSimple;
+  const int64_t with_states = call.spec.score == Score::squared ? 3072 : 1024;
+  const int64_t longest = states_take(call) ? with_states : parallel_takes(call) ? kOnTensorCores : kSimple;
   return call.spec.has_state() && call.shape.length > longest ? Form::chunked : Form::parallel;
 }
 
-void mixer_forward(const MixerCall& call) {
+Tensor mixer_forward(const MixerCall& call) {
   const bool chunked = call.chunk < call.shape.length || call.inputs.initial_state || call.result.final_state;
   TokenTables within = token_tables(call);
   Tensor past;
   if (chunked) {
     const ChunkTables chunks = chunk_tables(call, within);
+    if (states_take(call)) {
+      const Tensor states = chunk_states(call, chunks);
+      past = Tensor::empty_like(call.result.out);
+      const Tensor past_n = call.result.normalizer ? Tensor::empty_like(call.result.normalizer) : Tensor();
+      read_states(call, chunks, states, past, past_n);
+      inside_chunks_forward(call, within, call.chunk, past, past_n);
+      return states;
+    }
     past = chunked_past(call, chunks);
     within = chunks.within;
   }
@@ -151,6 +211,7 @@ void mixer_forward(const MixerCall& call) {
     parallel_forward(call, within);
   else
     simple_forward(call, within, past);
+  return {};
 }
 
 void mixer_backward(const MixerCall& call, const Tensor& out_gradient, const Tensor& final_state_gradient,
@@ -171,21 +232,30 @@ void mixer_backward(const MixerCall& call, const Tensor& out_gradient, const Ten
   const bool chunked = call.chunk < shape.length || call.inputs.initial_state || final_state_gradient;
   const ChunkTables chunks = chunked ? chunk_tables(call, tables) : ChunkTables();
   const TokenTables& within = chunked ? chunks.within : tables;
-  if (parallel_takes(call))
-    parallel_backward(call, within, scale_gradient(call, out_gradient), heads);
-  else
-    simple_backward(call, within, out_gradient, heads);
-  if (chunked) chunked_backward(call, chunks, out_gradient, final_state_gradient, heads, gradients.initial_state);
+  if (chunked && states_take(call) && !final_state_gradient) {
+    const ScaledGradient scaled = scale_gradient(call, out_gradient);
+    const Tensor states = call.result.states ? call.result.states : chunk_states(call, chunks);
+    state_gradients(call, chunks, states, scaled, heads, gradients.initial_state);
+    inside_chunks_backward(call, tables, call.chunk, scaled, heads);
+  } else {
+    if (parallel_takes(call))
+      parallel_backward(call, within, scale_gradient(call, out_gradient), heads);
+    else
+      simple_backward(call, within, out_gradient, heads);
+    if (chunked) chunked_backward(call, chunks, out_gradient, final_state_gradient, heads, gradients.initial_state);
+  }
   if (gradients.q.size(2) < shape.heads) sum_groups(gradients.q, heads.q);
   if (gradients.k.size(2) < shape.heads) sum_groups(gradients.k, heads.k);
   if (gradients.v.size(2) < shape.heads) sum_groups(gradients.v, heads.v);
   if (!call.spec.decay) return;
-  const Tensor& da = gradients.log_decay;
+  const Decays da(gradients.log_decay);
   const Tensor sums = tables.ends ? Tensor::empty_like(tables.decay) : Tensor();
-  decay_gradient_kernel<<<heads_and_rows(call), kScanThreads, 0, stream(device)>>>(
-      da.data<float>(), da.stride(0), da.stride(1), da.stride(2),
-      heads.row_decay ? heads.row_decay.data<float>() : nullptr, heads.key_decay.data<float>(),
-      tables.ends ? tables.ends.data<int32_t>() : nullptr, sums ? sums.data<double>() : nullptr, shape.length);
+  double* const to = sums ? sums.data<double>() : nullptr;
+  scan(shape, device, DecayGradient{da, floats(heads.row_decay), floats(heads.key_decay), to, shape.length});
+  if (!sums) return;
+  const dim3 grid(blocks_for(shape.length, kScanThreads), static_cast<unsigned>(shape.heads),
+                  static_cast<unsigned>(shape.batch));
+  document_kernel<<<grid, kScanThreads, 0, stream(device)>>>(da, to, tables.ends.data<int32_t>(), shape.length);
   check_launch("mixer: gradient of the decay");
 }
 

@@ -75,7 +75,7 @@ MixerCache::MixerCache(const MixerSpec& spec, const Sizes& sizes, const MixerCon
     state_ = new_state();
     FURIOUS_DISPATCH(device_, cache_load(spec_, shape_, state, state_));
   }
-  tokens_ = contents.tokens;
+  recent_.tokens = contents.tokens;
   const int64_t pages = pages_kept(folded, contents.pending);
   if (pages == 0) return;
   constexpr int64_t kTokens = CachePage::kTokens;
@@ -100,7 +100,7 @@ int64_t MixerCache::pages_kept(bool folded, int64_t pending) const {
 }
 
 MixerContents MixerCache::contents(Device where) const {
-  MixerContents contents{tokens_, recent_.pending, {}, {}, {}, {}};
+  MixerContents contents{recent_.tokens, recent_.pending, {}, {}, {}, {}};
   if (state_) {
     const Tensor state =
         Tensor::empty({shape_.batch, shape_.heads, shape_.state_rows, shape_.state_columns}, DType::f32, device_);
@@ -204,14 +204,34 @@ Tensor MixerCache::step(const Tensor& q, const Tensor& k, const Tensor& v, const
               "mixer_cache.step: argument \"log_decay\" holds {}, expected finite values of at most 0",
               log_decay.data<float>()[i]);
   }
-  keep_as(q.dtype());
+  const bool early = prepared_;
+  make_room(q.dtype());
+  const Tensor out = Tensor::empty({shape_.batch, shape_.heads, shape_.v_dim}, q.dtype(), device_);
+  FURIOUS_DISPATCH(device_, cache_step(spec_, shape_, recent_, state_, q, k, v, log_decay, out, early));
+  advance();
+  return out;
+}
+
+void MixerCache::prepare(DType dtype) {
+  make_room(dtype);
+  prepared_ = true;
+}
+
+void MixerCache::make_room(DType dtype) {
+  keep_as(dtype);
   if (first_fold_ > 0 && recent_.pending >= (state_ ? window_ : first_fold_)) fold();
   reserve(recent_.pending + 1);
-  const Tensor out = Tensor::empty({shape_.batch, shape_.heads, shape_.v_dim}, q.dtype(), device_);
-  FURIOUS_DISPATCH(device_, cache_step(spec_, shape_, recent_, state_, q, k, v, log_decay, out));
+}
+
+std::array<const void*, 4> MixerCache::recording() const {
+  const int64_t pieces = recent_.pending / kStepTokens;
+  return {state_.raw(), recent_.table.raw(), recent_.counters.raw(), reinterpret_cast<const void*>(pieces)};
+}
+
+void MixerCache::advance() {
   ++recent_.pending;
-  ++tokens_;
-  return out;
+  ++recent_.tokens;
+  prepared_ = false;
 }
 
 Tensor MixerCache::prefill(const MixerInputs& inputs, const MixerOptions& options) {
@@ -226,7 +246,7 @@ Tensor MixerCache::prefill(const MixerInputs& inputs, const MixerOptions& option
   require(!inputs.boundaries && !inputs.initial_state,
           "{}: boundaries and an initial state are not taken; the cache is the state", kOperation);
   const auto token = [&](const Tensor& x, int64_t t) { return x ? x.select(1, t) : Tensor(); };
-  if (tokens_ > 0 && !spec_.has_state()) {  // a KV cache grows token by token
+  if (recent_.tokens > 0 && !spec_.has_state()) {  // a KV cache grows token by token
     const Tensor out =
         Tensor::empty({shape_.batch, given.length, shape_.heads, shape_.v_dim}, inputs.v.dtype(), device_);
     for (int64_t t = 0; t < given.length; ++t) {
@@ -240,8 +260,9 @@ Tensor MixerCache::prefill(const MixerInputs& inputs, const MixerOptions& option
   keep_as(inputs.q.dtype());
   // Tokens that still fit into the first window stay plain, also when earlier ones were read through a state.
   forward.final_state = spec_.has_state() && (state_ || recent_.pending + given.length >= first_fold_);
-  if (tokens_ > 0) with_state.initial_state = state();
+  if (recent_.tokens > 0) with_state.initial_state = state();
   const MixerResult result = mixer_forward(spec_, with_state, forward);
+  recent_.tokens += given.length;
   if (forward.final_state) {
     if (!state_) state_ = new_state();
     FURIOUS_DISPATCH(device_, cache_load(spec_, shape_, result.final_state, state_));
@@ -252,7 +273,6 @@ Tensor MixerCache::prefill(const MixerInputs& inputs, const MixerOptions& option
     recent_.pending += given.length;
     FURIOUS_DISPATCH(device_, cache_window_changed(device_, shape_, recent_));
   }
-  tokens_ += given.length;
   return result.out;
 }
 

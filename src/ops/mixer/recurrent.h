@@ -9,6 +9,7 @@
 // KV cache for good.
 #pragma once
 
+#include <array>
 #include <vector>
 
 #include "ops/mixer/mixer.h"
@@ -29,8 +30,9 @@ struct CachePage {
 struct CacheWindow {
   std::vector<CachePage> pages;
   int64_t pending = 0;  // tokens in the pages
-  // What the kernels of a GPU know of them: the addresses of the pages, and counters of which the first is `pending`,
-  // so that a step is the same work from token to token.
+  int64_t tokens = 0;   // seen so far
+  // What the kernels of a GPU know of them: the addresses of the pages, and counters of which the first two are
+  // `pending` and `tokens`, so that a step is the same work from token to token.
   Tensor table, counters;
   int64_t listed = 0;  // pages in the table
 };
@@ -63,12 +65,22 @@ class MixerCache {
   // Returns the mixer's output [batch, heads, v_dim]. On a GPU nobody looks at the values of log_decay.
   Tensor step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& log_decay = {});
 
+  // For a step on a GPU that is recorded once and run many times (tensor/graph.h). prepare() makes room for the next
+  // token and folds where that is due; a step that follows it launches one kernel and nothing else, which may begin
+  // before the kernel ahead of it has ended, so one that is not launched early must lie between the two. As long as
+  // recording() then stays what it was, the recorded step may be run instead, and advance() counts its token.
+  void prepare(DType dtype);
+  std::array<const void*, 4> recording() const;
+  void advance();
+  // On a GPU, after prepare(): the tokens seen so far, i32 [1], where its kernels find them.
+  Tensor position() const { return recent_.counters ? recent_.counters.slice(0, 1, 1) : Tensor(); }
+
   // Many tokens at once, as mixer_forward takes them (of such dtypes, no boundaries, no initial state); returns its
   // output.
   Tensor prefill(const MixerInputs& inputs, const MixerOptions& options = {});
 
-  int64_t tokens() const { return tokens_; }  // seen so far
-  int64_t bytes() const;                      // held now
+  int64_t tokens() const { return recent_.tokens; }  // seen so far
+  int64_t bytes() const;                             // held now
   int64_t first_fold() const { return first_fold_; }
   int64_t window() const { return window_; }
 
@@ -76,6 +88,7 @@ class MixerCache {
   Tensor state() const;
 
  private:
+  void make_room(DType dtype);
   void reserve(int64_t tokens);
   void keep_as(DType dtype);
   void fold();
@@ -87,11 +100,11 @@ class MixerCache {
 
   MixerSpec spec_;
   Device device_;
-  MixerShape shape_;        // of one token
-  int64_t window_ = 0;      // tokens between folds
-  int64_t first_fold_ = 0;  // tokens before the first; 0: never
-  int64_t tokens_ = 0;
+  MixerShape shape_;          // of one token
+  int64_t window_ = 0;        // tokens between folds
+  int64_t first_fold_ = 0;    // tokens before the first; 0: never
   DType dtype_ = DType::f32;  // of k and v in the pages
+  bool prepared_ = false;     // for the next token
   CacheWindow recent_;
   Tensor state_;  // [batch, heads, numbers of a packed head state]; not there before the first fold
 };

@@ -247,7 +247,8 @@ void cpu::cache_append(const MixerSpec&, const MixerShape&, const CacheWindow& w
 }
 
 void cpu::cache_step(const MixerSpec& spec, const MixerShape& shape, const CacheWindow& window, const Tensor& state,
-                     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& log_decay, const Tensor& out) {
+                     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& log_decay, const Tensor& out,
+                     bool) {
   append_token(window, window.pending, k, v, log_decay);
   HWY_DYNAMIC_DISPATCH(read_cache)(spec, shape, window.pages, window.pending + 1, state, q, out);
 }

@@ -1,33 +1,14 @@
 #include "ops/mixer/mixer_case.h"
 
-#include "ops/random.h"
-
 namespace furious::testing {
 namespace {
-
-uint64_t seed_from(Random& random) {
-  return static_cast<uint64_t>(random.integer(0, 1 << 30));
-}
-
-// Many numbers come from the library's generator, which is far faster than the standard one.
-Tensor normal(Random& random, const Shape& shape, double scale = 1) {
-  const Tensor x = Tensor::empty(shape, DType::f32);
-  fill_normal(x, 0, static_cast<float>(scale), seed_from(random), 0);
-  return x;
-}
-
-Tensor uniform(Random& random, const Shape& shape, double low, double high) {
-  const Tensor x = Tensor::empty(shape, DType::f32);
-  fill_uniform(x, static_cast<float>(low), static_cast<float>(high), seed_from(random), 0);
-  return x;
-}
 
 // [batch, length, heads, dim] as a view into a wider tensor, as q, k and v lie in a fused projection.
 Tensor strided_normal(Random& random, int64_t batch, int64_t length, int64_t heads, int64_t dim,
                       bool non_negative = false) {
   const int64_t before = random.integer(0, 9);
   const int64_t after = random.integer(0, 9);
-  const Tensor wide = normal(random, {batch, length, before + heads * dim + after});
+  const Tensor wide = random.normal_tensor({batch, length, before + heads * dim + after});
   for (int64_t i = 0; non_negative && i < wide.elements(); ++i)
     wide.data<float>()[i] = std::fabs(wide.data<float>()[i]);
   return wide.slice(2, before, heads * dim).split_dim(2, heads, dim);
@@ -72,7 +53,8 @@ MixerCase random_case(Random& random, const MixerSpec& spec, const CaseLimits& l
   c.inputs.k = strided_normal(random, batch, length, k_heads, qk_dim, non_negative);
   c.inputs.v = strided_normal(random, batch, length, v_heads, v_dim);
   if (spec.decay)
-    c.inputs.log_decay = uniform(random, {batch, length, c.heads + 1}, -limits.strongest_decay, 0).slice(2, 1, c.heads);
+    c.inputs.log_decay =
+        random.uniform_tensor({batch, length, c.heads + 1}, -limits.strongest_decay, 0).slice(2, 1, c.heads);
   if (limits.boundaries && random.coin()) c.inputs.boundaries = random_boundaries(random, batch * length);
   if (spec.has_state()) {
     const Shape state{batch, c.heads, state_rows(spec, qk_dim), state_columns(spec, v_dim)};
@@ -84,9 +66,9 @@ MixerCase random_case(Random& random, const MixerSpec& spec, const CaseLimits& l
       c.inputs.initial_state = mixer_forward(spec, past, options).final_state;
     }
     if (limits.final_gradient)
-      c.final_state_gradient = normal(random, state, 1 / std::sqrt(static_cast<double>(state[2])));
+      c.final_state_gradient = random.normal_tensor(state, 1 / std::sqrt(static_cast<double>(state[2])));
   }
-  c.out_gradient = normal(random, {batch, length, c.heads, v_dim});
+  c.out_gradient = random.normal_tensor({batch, length, c.heads, v_dim});
   return c;
 }
 

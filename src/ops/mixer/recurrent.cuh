@@ -1,0 +1,105 @@
+// What the kernels of a MixerCache share.
+//
+// The packed state of a head: D rows of v_dim values, padded to whole 16-byte vectors, then the normalizer's column.
+// A row is contiguous over the values, so that a warp reads whole lines, whatever part of the rows is its own; the
+// normalizer's column apart keeps the rows aligned.
+#pragma once
+
+#include <numbers>
+
+#include "ops/mixer/recurrent_kernels.h"
+#include "tensor/cuda.cuh"
+
+namespace furious::cuda {
+
+inline constexpr int kPageTokens = static_cast<int>(CachePage::kTokens);
+inline constexpr float kRoot2 = std::numbers::sqrt2_v<float>;
+
+struct Page {
+  void* k;
+  void* v;
+  float* log_decay;
+  double* total;
+};
+
+// Counters of a cache: pending tokens, all tokens, heads that are done with a step, and for each head blocks that are
+// done.
+inline constexpr int kPending = 0, kTokens = 1, kHeadsDone = 2, kBlocksDone = 3;
+
+__host__ __device__ inline int padded(int64_t dim) {
+  return static_cast<int>((dim + 3) / 4 * 4);
+}
+
+// exp of a log-decay, where what is too small counts as zero.
+__device__ inline float decay_factor(double log_decay) {
+  return log_decay < kErased ? 0.0f : expf(static_cast<float>(log_decay));
+}
+
+// The sizes of a cache, and where its window is.
+struct Cache {
+  Score score;
+  bool decay, sum;
+  int heads, k_heads, v_heads, qk_dim, v_dim, state_rows;
+  float scale;
+  const Page* pages;
+
+  __device__ int k_head(int head) const { return head / (heads / k_heads); }
+  __device__ int v_head(int head) const { return head / (heads / v_heads); }
+  // Rows of one token, in the page that holds it.
+  template <class T>
+  __device__ T* k_row(const Page& page, int batch, int head, int token) const {
+    const int64_t row = (static_cast<int64_t>(batch) * k_heads + k_head(head)) * kPageTokens + token % kPageTokens;
+    return static_cast<T*>(page.k) + row * qk_dim;
+  }
+  template <class T>
+  __device__ T* v_row(const Page& page, int batch, int head, int token) const {
+    const int64_t row = (static_cast<int64_t>(batch) * v_heads + v_head(head)) * kPageTokens + token % kPageTokens;
+    return static_cast<T*>(page.v) + row * v_dim;
+  }
+  // The place of one token's decay.
+  __device__ int64_t decay_at(int64_t sequence_head, int token) const {
+    return sequence_head * kPageTokens + token % kPageTokens;
+  }
+  __device__ double total(int64_t sequence_head, int token) const {
+    return pages[token / kPageTokens].total[decay_at(sequence_head, token)];
+  }
+};
+
+inline Cache cache_of(const MixerSpec& spec, const MixerShape& shape, const CacheWindow& window) {
+  return {spec.score,
+          spec.decay,
+          spec.norm == Norm::sum,
+          static_cast<int>(shape.heads),
+          static_cast<int>(shape.k_heads),
+          static_cast<int>(shape.v_heads),
+          static_cast<int>(shape.qk_dim),
+          static_cast<int>(shape.v_dim),
+          static_cast<int>(shape.state_rows),
+          shape.scale,
+          window.table ? static_cast<const Page*>(window.table.raw()) : nullptr};
+}
+
+// Row f of φ: x[first]·x[second]·factor, where a linear score takes x[first] alone.
+struct Feature {
+  int first, second;
+  float factor;
+
+  // The pairs i ≤ j in order: those of i begin at i·d − i(i−1)/2.
+  __device__ Feature(Score score, int f, int d) : first(f), second(-1), factor(1) {
+    if (score != Score::squared) return;
+    const auto begin = [d](int i) { return i * d - i * (i - 1) / 2; };
+    const float b = static_cast<float>(2 * d + 1);
+    first = static_cast<int>((b - sqrtf(b * b - 8.0f * static_cast<float>(f))) / 2);
+    while (first > 0 && begin(first) > f) --first;
+    while (begin(first + 1) <= f) ++first;
+    second = first + f - begin(first);
+    factor = first == second ? 1.0f : kRoot2;
+  }
+  __device__ float of(const float* x) const { return second < 0 ? x[first] : x[first] * x[second] * factor; }
+};
+
+inline int divide_up(int64_t a, int64_t b) {
+  return static_cast<int>((a + b - 1) / b);
+}
+
+}  // namespace furious::cuda

@@ -1,0 +1,77 @@
+#include <map>
+#include <mutex>
+
+#include "tensor/arena.h"
+#include "tensor/graph.h"
+#include "tensor/launch.cuh"
+
+namespace furious {
+
+struct Graph::Parts {
+  Device device;
+  Arena arena{device};
+  cudaGraphExec_t graph = nullptr;
+
+  ~Parts() {
+    if (graph != nullptr) (void)cudaGraphExecDestroy(graph);
+  }
+};
+
+Graph::Graph(Device device, const std::function<void()>& work) : parts_(new Parts{device}) {
+  const cudaStream_t stream = cuda::stream(device);
+  const Arena::Scope scope(parts_->arena);
+  cuda::check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed), "graph");
+  cudaGraph_t recorded = nullptr;
+  try {
+    work();
+  } catch (...) {
+    (void)cudaStreamEndCapture(stream, &recorded);
+    if (recorded != nullptr) (void)cudaGraphDestroy(recorded);
+    (void)cudaGetLastError();
+    throw;
+  }
+  cuda::check(cudaStreamEndCapture(stream, &recorded), "graph");
+  const cudaError_t status = cudaGraphInstantiate(&parts_->graph, recorded, 0);
+  (void)cudaGraphDestroy(recorded);
+  cuda::check(status, "graph");
+}
+
+Graph::~Graph() {
+  // The memory goes back to the device, which may not have done its last run.
+  if (parts_) synchronize(parts_->device);
+}
+
+void Graph::run() const {
+  cuda::check(cudaGraphLaunch(parts_->graph, cuda::stream(parts_->device)), "graph");
+}
+
+namespace cuda {
+namespace {
+
+int attribute(cudaDeviceAttr which) {
+  static std::mutex mutex;
+  static std::map<std::pair<int, int>, int> known;
+  int device = 0;
+  check(cudaGetDevice(&device), "device");
+  const std::lock_guard lock(mutex);
+  const auto [entry, is_new] = known.try_emplace({device, static_cast<int>(which)});
+  if (is_new) check(cudaDeviceGetAttribute(&entry->second, which, device), "device");
+  return entry->second;
+}
+
+}  // namespace
+
+bool launches_early() {
+  return attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
+}
+
+int multiprocessors() {
+  return attribute(cudaDevAttrMultiProcessorCount);
+}
+
+int most_shared_memory() {
+  return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+}
+
+}  // namespace cuda
+}  // namespace furious

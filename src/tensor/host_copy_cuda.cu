@@ -1,0 +1,57 @@
+#include <map>
+#include <mutex>
+#include <vector>
+
+#include "tensor/cuda.cuh"
+#include "tensor/host_copy.h"
+
+namespace furious::memory {
+namespace {
+
+// Pinning memory takes long: what is given back serves the next copy of its size.
+struct Pool {
+  std::mutex mutex;
+  std::multimap<size_t, void*> places;
+};
+Pool& pool() {
+  static Pool& only = *new Pool;  // never destroyed: tensors with static lifetime may come back late
+  return only;
+}
+
+}  // namespace
+
+std::shared_ptr<void> pinned_cuda(size_t bytes) {
+  void* place = nullptr;
+  {
+    const std::lock_guard lock(pool().mutex);
+    if (const auto found = pool().places.find(bytes); found != pool().places.end()) {
+      place = found->second;
+      pool().places.erase(found);
+    }
+  }
+  if (place == nullptr) cuda::check(cudaMallocHost(&place, std::max<size_t>(bytes, 1)), "memory for copies from a GPU");
+  return {place, [bytes](void* pointer) {
+            const std::lock_guard lock(pool().mutex);
+            pool().places.emplace(bytes, pointer);
+          }};
+}
+
+std::shared_ptr<void> copy_later_cuda(int index, void* to, const void* from, size_t bytes) {
+  const cudaStream_t stream = cuda::stream({DeviceKind::cuda, index});
+  cudaEvent_t event = nullptr;
+  cuda::check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "event");
+  const std::shared_ptr<void> done(event, [](void* pointer) {
+    // The memory it writes may be given to another copy now.
+    (void)cudaEventSynchronize(static_cast<cudaEvent_t>(pointer));
+    (void)cudaEventDestroy(static_cast<cudaEvent_t>(pointer));
+  });
+  cuda::check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream), "copy to the host");
+  cuda::check(cudaEventRecord(event, stream), "event");
+  return done;
+}
+
+void wait_cuda(void* copy) {
+  cuda::check(cudaEventSynchronize(static_cast<cudaEvent_t>(copy)), "copy to the host");
+}
+
+}  // namespace furious::memory

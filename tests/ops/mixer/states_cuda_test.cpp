@@ -1,0 +1,135 @@
+// The states of the chunked form on a GPU against sums over pairs of tokens in different chunks, in double.
+#ifdef FURIOUS_CUDA  // the kernels themselves, which a build without CUDA lacks
+#include "ops/mixer/states.h"
+
+#include "cuda.h"
+#include "support.h"
+
+namespace furious {
+namespace {
+
+using namespace furious::testing;
+
+struct StatesCase {
+  MixerSpec spec;
+  int64_t batch, length, heads, q_heads, k_heads, v_heads, chunk;
+  bool factors;
+};
+
+// A tensor in bf16 and its values in f32, [batch, length, heads, 64].
+struct Rounded {
+  Tensor there;
+  std::vector<double> values;
+  int64_t length, own, group;
+
+  Rounded(Random& random, const StatesCase& c, int64_t own_heads)
+      : length(c.length), own(own_heads), group(c.heads / own_heads) {
+    // A slice of something wider, as projections are.
+    const Tensor wide = to_dtype(random.normal_tensor({c.batch, c.length, own * 64 + 64}), DType::bf16);
+    values = to_doubles(wide.slice(2, 64, own * 64));
+    there = to_gpu(wide).slice(2, 64, own * 64).split_dim(2, own, 64);
+  }
+  const double* row(int64_t b, int64_t t, int64_t h) const {
+    return values.data() + ((b * length + t) * own + h / group) * 64;
+  }
+};
+
+double dot(const double* x, const double* y) {
+  double sum = 0;
+  for (int i = 0; i < 64; ++i) sum += x[i] * y[i];
+  return sum;
+}
+void add(std::vector<double>& to, int64_t at, double factor, const double* x) {
+  for (int i = 0; i < 64; ++i) to[at * 64 + i] += factor * x[i];
+}
+
+void check(Random& random, const StatesCase& c) {
+  SCOPED_TRACE(fmt::format("{}; batch {} length {} heads {} ({}, {}, {}) chunk {}{}", to_string(c.spec), c.batch,
+                           c.length, c.heads, c.q_heads, c.k_heads, c.v_heads, c.chunk, c.factors ? ", factors" : ""));
+  const bool squared = c.spec.score == Score::squared, sum = c.spec.norm == Norm::sum;
+  const int64_t chunks = (c.length + c.chunk - 1) / c.chunk, tokens = c.batch * c.heads * c.length;
+  const Rounded q(random, c, c.q_heads), k(random, c, c.k_heads), v(random, c, c.v_heads), g(random, c, c.heads);
+  const Tensor in = random.uniform_tensor({c.batch, c.heads, c.length}, 0, 1);
+  const Tensor out = random.uniform_tensor({c.batch, c.heads, c.length}, 0, 1);
+  const Tensor through = random.uniform_tensor({c.batch, c.heads, chunks}, 0, 1);
+  const Tensor delta = random.normal_tensor({c.batch, c.heads, c.length});
+
+  const MixerInputs inputs{q.there, k.there, v.there, {}, {}, {}};
+  MixerSpec spec = c.spec;
+  spec.decay = false;
+  const MixerShape shape = check_mixer("test", spec, inputs, Form::parallel);
+  const std::vector<Segment> segments;
+  MixerResult result;
+  result.final_state = Tensor::empty({c.batch, c.heads, shape.state_rows, shape.state_columns}, DType::f32, kGpu);
+  const cuda::MixerCall call{spec, shape, inputs, segments, c.chunk, result};
+  ASSERT_TRUE(cuda::states_take(call));
+  cuda::ChunkTables factors;
+  if (c.factors) {
+    factors.in = to_gpu(in);
+    factors.out = to_gpu(out);
+    factors.through = to_gpu(through);
+  }
+  factors.chunk = c.chunk;
+  factors.chunks = chunks;
+  const auto poisoned = [&](int64_t heads) {
+    const Tensor x = Tensor::empty({c.batch, c.length, heads, 64}, DType::bf16, kGpu);
+    fill(x, NAN);
+    return x;
+  };
+  const Tensor past = poisoned(c.heads);
+  const Tensor past_n = sum ? Tensor::empty({c.batch, c.heads, c.length}, DType::f32, kGpu) : Tensor();
+  const cuda::HeadGradients gradients{poisoned(c.heads), poisoned(c.heads), poisoned(c.heads), {}, {}};
+  const Tensor states = cuda::chunk_states(call, factors);
+  cuda::read_states(call, factors, states, past, past_n);
+  cuda::state_gradients(call, factors, states, {g.there, to_gpu(delta), {}}, gradients, {});
+
+  const double scale = squared ? static_cast<double>(shape.scale) * shape.scale : shape.scale;
+  std::vector<double> y(tokens * 64), n(tokens), dq(tokens * 64), dk(tokens * 64), dv(tokens * 64);
+  for (int64_t b = 0; b < c.batch; ++b)
+    for (int64_t h = 0; h < c.heads; ++h) {
+      const int64_t head = b * c.heads + h;
+      const auto at = [&](int64_t t) { return (b * c.length + t) * c.heads + h; };
+      for (int64_t i = 0; i < c.length; ++i) {
+        double reach = c.factors ? in.data<float>()[head * c.length + i] : 1.0;
+        const double shift = sum ? delta.data<float>()[head * c.length + i] : 0.0;
+        for (int64_t block = i / c.chunk - 1; block >= 0; --block) {
+          for (int64_t j = block * c.chunk; j < (block + 1) * c.chunk; ++j) {
+            const double decay = scale * reach * (c.factors ? out.data<float>()[head * c.length + j] : 1.0);
+            const double s = dot(q.row(b, i, h), k.row(b, j, h));
+            const double w = decay * (squared ? s * s : s);
+            const double d = decay * (squared ? 2 * s : 1.0) * (dot(g.row(b, i, h), v.row(b, j, h)) - shift);
+            n[head * c.length + i] += w;
+            add(y, at(i), w, v.row(b, j, h));
+            add(dv, at(j), w, g.row(b, i, h));
+            add(dq, at(i), d, k.row(b, j, h));
+            add(dk, at(j), d, q.row(b, i, h));
+          }
+          if (c.factors) reach *= through.data<float>()[head * chunks + block];
+        }
+        if (sum && n[head * c.length + i] > 0)
+          for (int e = 0; e < 64; ++e) y[at(i) * 64 + e] /= n[head * c.length + i];
+      }
+    }
+  EXPECT_LE(relative_error(to_cpu(past), y), 1e-2) << "past";
+  if (sum) {
+    EXPECT_LE(relative_error(to_cpu(past_n), n), 1e-2) << "normalizer";
+  }
+  EXPECT_LE(relative_error(to_cpu(gradients.q), dq), 1e-2) << "dq";
+  EXPECT_LE(relative_error(to_cpu(gradients.k), dk), 1e-2) << "dk";
+  EXPECT_LE(relative_error(to_cpu(gradients.v), dv), 1e-2) << "dv";
+}
+
+TEST(StatesCuda, AgainstPairsOfTokens) {
+  SKIP_WITHOUT_GPU();
+  Random random(1);
+  for (const MixerSpec& spec : {MixerSpec{Score::squared, true, Norm::sum}, MixerSpec{Score::squared, true, Norm::none},
+                                MixerSpec{Score::linear, true, Norm::none}}) {
+    check(random, {spec, 1, 512, 1, 1, 1, 1, 256, false});
+    check(random, {spec, 2, 512 + random.integer(1, 255), 4, 2, 1, 4, 256, true});
+    check(random, {spec, 1, 1024 + random.integer(1, 63), 2, 2, 2, 1, 512, true});
+  }
+}
+
+}  // namespace
+}  // namespace furious
+#endif

@@ -1,0 +1,57 @@
+#include "base/error.h"
+#include "cuda.h"
+#include "ops/elementwise.h"
+#include "support.h"
+#include "tensor/graph.h"
+#include "tensor/host_copy.h"
+
+namespace furious {
+namespace {
+
+using namespace furious::testing;
+
+TEST(GraphCuda, RunsAgainInItsOwnMemory) {
+  SKIP_WITHOUT_GPU();
+  const Tensor in = to_gpu(tensor_of({1, 2, 3}, {3}));
+  Tensor out;
+  const auto twice = [&] {
+    const Tensor between = add_forward(in, in);
+    out = add_forward(between, in);
+  };
+  twice();
+  const Graph graph(kGpu, twice);
+  // Nobody else is given the memory between.
+  const Tensor other = Tensor::empty({3}, DType::f32, kGpu), more = Tensor::empty({3}, DType::f32, kGpu);
+  fill(other, 7);
+  fill(more, 7);
+  for (float factor : {1.0f, 10.0f}) {
+    copy_between(in, tensor_of({factor, 2 * factor, 3 * factor}, {3}));
+    graph.run();
+    EXPECT_TRUE(same_bits(to_cpu(out), tensor_of({3 * factor, 6 * factor, 9 * factor}, {3})));
+    EXPECT_TRUE(same_bits(to_cpu(other), to_cpu(more)));
+  }
+  out = {};
+}
+
+TEST(GraphCuda, WorkThatFailsLeavesTheDeviceUsable) {
+  SKIP_WITHOUT_GPU();
+  expect_error([] { Graph(kGpu, [] { fail("not now"); }); }, {"not now"});
+  const Tensor x = Tensor::empty({2}, DType::f32, kGpu);
+  fill(x, 3);
+  EXPECT_TRUE(same_bits(to_cpu(x), tensor_of({3, 3}, {2})));
+}
+
+TEST(HostCopyCuda, HoldsWhatWasThereWhenItBegan) {
+  SKIP_WITHOUT_GPU();
+  const Tensor x = Tensor::empty({1000}, DType::f32, kGpu), expected = Tensor::empty({1000}, DType::f32);
+  fill(expected, 1);
+  for (int i = 0; i < 3; ++i) {
+    fill(x, 1);
+    const HostCopy copy(x);
+    fill(x, 2);
+    EXPECT_TRUE(same_bits(copy.wait(), expected));
+  }
+}
+
+}  // namespace
+}  // namespace furious
