@@ -269,6 +269,7 @@ std::string draw_run(const std::vector<Point>& run, size_t colour, std::string_v
 struct End {  // of a line
   std::string name;
   size_t colour;
+  std::string stroke;
   Point point;
 };
 
@@ -279,9 +280,9 @@ std::string draw_names(std::vector<End> ends, double height) {
   places = push_apart(places, kLabelHeight, 0, height);
   std::string svg;
   for (size_t i = 0; i < ends.size(); ++i) {
-    const auto& [name, colour, point] = ends[i];
+    const auto& [name, colour, stroke, point] = ends[i];
     const Point label{kPlotWidth + 22, places[i]};
-    svg += line_between({point.x + 4, point.y}, {label.x - 4, label.y}, fmt::format("leader s{}", colour));
+    svg += line_between({point.x + 4, point.y}, {label.x - 4, label.y}, fmt::format("leader s{}{}", colour, stroke));
     svg += text_at(label.x, label.y + 4.5, fmt::format(" class=\"name s{}\"", colour), name);
   }
   return svg;
@@ -347,7 +348,7 @@ std::string to_svg(const Chart& chart) {
     for (const auto& run : runs)
       (series.faint ? background : lines) += draw_run(run, colour, stroke + (series.faint ? " faint" : ""));
     if (series.name.empty()) continue;
-    ends.push_back({series.name, colour, runs.back().back()});
+    ends.push_back({series.name, colour, stroke, runs.back().back()});
     names += (names.empty() ? "" : ", ") + series.name;
     names_width = std::max(names_width, width_of(series.name));
   }

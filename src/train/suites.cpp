@@ -182,6 +182,7 @@ std::vector<AblationRow> ablation_rows(const std::vector<std::string>& words, co
     if (!names.insert(row.name).second) return;
     row.paper = paper_row(row, table);
     if (!table.empty() && row.paper) row.label = row.paper->label;
+    if (base.data.starts_with("synthetic:")) row.paper.reset();  // the paper's losses are of text
     rows.push_back(std::move(row));
   };
   Words known;

@@ -144,6 +144,15 @@ TEST(Suites, RowsOfOnesOwn) {
   EXPECT_EQ(base[1].options.switches, "conv_window=3,norm=none");
 }
 
+TEST(Suites, ASyntheticTaskHasNoFiguresInThePaper) {
+  TrainOptions options = base_options();
+  options.data = "synthetic:recall";
+  for (const AblationRow& row : ablation_rows({"conv"}, options)) {
+    EXPECT_FALSE(row.paper.has_value());
+    EXPECT_NE(row.label, row.name);
+  }
+}
+
 TEST(Suites, BadWords) {
   const auto refused = [](const Words& words, const Words& parts) {
     expect_error([&] { ablation_rows(words, base_options()); }, parts);
