@@ -12,8 +12,6 @@
 #include "base/error.h"
 #include "base/file.h"
 
-extern char** environ;
-
 namespace furious {
 namespace {
 
@@ -24,7 +22,7 @@ fs::path program(const std::string& name) {
   const char* path = std::getenv("PATH");
   std::istringstream folders(path == nullptr ? "" : path);
   for (std::string folder; std::getline(folders, folder, ':');)
-    if (const fs::path candidate = fs::path(folder) / name; ::access(candidate.c_str(), X_OK) == 0) return candidate;
+    if (fs::path candidate = fs::path(folder) / name; ::access(candidate.c_str(), X_OK) == 0) return candidate;
   return {};
 }
 
@@ -45,7 +43,7 @@ void run(std::vector<std::string> command) {
   for (std::string& word : command) arguments.push_back(word.data());
   arguments.push_back(nullptr);
   pid_t child = 0;
-  const int problem = ::posix_spawn(&child, arguments[0], nullptr, nullptr, arguments.data(), environ);
+  const int problem = ::posix_spawn(&child, arguments[0], nullptr, nullptr, arguments.data(), ::environ);
   require(problem == 0, "PNG: {} cannot be started: {}", command.front(), std::strerror(problem));
   int status = 0;
   ::waitpid(child, &status, 0);
