@@ -57,6 +57,9 @@ int main(int argc, char** argv) {
   furious::cli::add_train(app);
   furious::cli::add_eval(app);
   furious::cli::add_generate(app);
+  furious::cli::add_niah(app);
+  furious::cli::add_recall(app);
+  furious::cli::add_memory(app);
   furious::cli::add_bench(app);
   try {
     app.parse(argc, argv);

@@ -12,11 +12,18 @@ struct Series {
   std::vector<double> x, y;
 };
 
+// A place on the x axis that has a name: a line from top to bottom.
+struct Mark {
+  std::string name;
+  double x = 0;
+};
+
 struct Chart {
   std::string title, x_label, y_label;
   bool log_x = false;
   bool log_y = false;
   std::vector<Series> series;
+  std::vector<Mark> marks = {};
 };
 
 // Points that cannot be drawn (not finite, or not positive on a log axis) leave a gap in the line; a series without any

@@ -1,0 +1,4 @@
+#include "cli/commands.h"
+namespace furious::cli {
+void add_recall(CLI::App&) {}
+}

@@ -1,0 +1,74 @@
+#include "cli/small_models.h"
+
+#include <fmt/format.h>
+
+#include "cli/progress.h"
+#include "model/checkpoint.h"
+#include "tensor/device.h"
+
+namespace furious::cli {
+namespace {
+
+LanguageModel trained_model(const TrainOptions& options, const std::string& checkpoint) {
+  const TrainOptions exact = resolved(options);
+  const Device device = device_from_name(exact.device);
+  LanguageModel model = load_model(checkpoint, "", device);
+  model.set_compute(compute_in(exact.dtype == "bf16" ? DType::bf16 : DType::f32, device));
+  return model;
+}
+
+}  // namespace
+
+TrainOptions small_model_options() {
+  TrainOptions options;
+  options.data = "synthetic:lookup";
+  options.hidden = 64;
+  options.intermediate = 128;
+  options.heads = 4;
+  options.layers = 2;
+  options.batch = 32;
+  options.length = 128;
+  options.steps = 600;
+  options.lr = 3e-3;
+  options.warmup = 50;
+  options.beta2 = 0.95;
+  options.clip = 1;
+  options.eval_every = options.save_every = options.sample_every = 0;
+  return options;
+}
+
+std::vector<LanguageModel> train_small_models(const std::string& command, const std::string& out,
+                                              std::vector<SmallModel> models) {
+  int64_t all = 0, before = 0;  // steps of all models, and of those that are done
+  for (const SmallModel& model : models) all += model.options.steps;
+  ProgressLine line(command);
+  std::vector<LanguageModel> trained;
+  for (auto& [name, options] : models) {
+    options.out = out + "/" + name;
+    options.resume = true;
+    int64_t made = 0;
+    TrainObserver observer;
+    observer.stop = stop_requested;
+    observer.step = [&](const TrainStep& step) {
+      ++made;
+      if (!line.due()) return;
+      const auto done = static_cast<double>(before + step.step), left = static_cast<double>(all) - done;
+      line.show(fmt::format("{}  step {}/{}  loss {:.4f}  {:.0f} tokens/s  {} left", name, step.step, options.steps,
+                            step.loss, step.tokens_per_second, clock_text(line.seconds() * left / done)));
+    };
+    const double began = line.seconds();
+    const TrainResult result = train(options, observer);
+    if (result.stopped) {
+      line.print(fmt::format("stopped in {}; the same command goes on from there", name));
+      return {};
+    }
+    line.print(made == 0 ? fmt::format("{:<10} was trained before: {}", name, options.out)
+                         : fmt::format("{:<10} {} steps in {}, loss {:.4f}", name, result.steps,
+                                       clock_text(line.seconds() - began), result.last.loss));
+    trained.push_back(trained_model(options, result.checkpoint));
+    before += options.steps;
+  }
+  return trained;
+}
+
+}  // namespace furious::cli
