@@ -107,9 +107,9 @@ void MemoryCommand::run() const {
   fmt::print("break-even of 2mamba's state and keys and values: {} measured, {} by the formula\n",
              even > 0 ? fmt::format("from {} tokens on", even) : fmt::format("not within {} tokens", tokens),
              break_even_formula(dim));
-  const double worst = memory.worst_of_lazy();
-  fmt::print("with the lazy fold at most {:.1f} % {} softmax attention, at any of these lengths\n",
-             100 * std::abs(worst - 1), worst >= 1 ? "above" : "of what goes to");
+  fmt::print(
+      "with the lazy fold never more than {:.1f} % of what keys and values take (its decays and convolution count)\n",
+      100 * memory.worst_of_lazy());
   if (!svg.empty()) fmt::print("chart in {}\n", svg);
   file.write(to_json(memory));
 }

@@ -1,8 +1,6 @@
 // `furious niah`: the needle in a haystack.
 #include <fmt/format.h>
-#include <unistd.h>
 
-#include <cstdlib>
 #include <memory>
 #include <string>
 #include <vector>
@@ -62,10 +60,6 @@ HeatMap map_of(const std::string& name, const NeedleGrid& grid, const std::strin
   for (const double depth : grid.depths) map.rows.push_back(fmt::format("{}%", depth));
   for (const Accuracy& cell : grid.cells) map.cells.push_back({cell.right, cell.asked});
   return map;
-}
-
-bool shows_colours() {
-  return ::isatty(STDOUT_FILENO) != 0 && std::getenv("NO_COLOR") == nullptr;
 }
 
 std::vector<Needle> NiahCommand::needles(uint64_t seed) const {
@@ -132,7 +126,7 @@ std::vector<NiahCommand::Result> NiahCommand::ask_trained(const TrainOptions& ba
   std::vector<Result> results;
   for (size_t i = 0; i < trained.size(); ++i)
     results.push_back(
-        {archs[i], ask_small_model(trained[i], lengths.empty() ? std::vector<int64_t>{2, 4, 8, 16, 32} : lengths,
+        {archs[i], ask_small_model(trained[i], lengths.empty() ? std::vector<int64_t>{4, 8, 16, 32, 64} : lengths,
                                    depths, questions > 0 ? questions : 100, ~base.seed)});
   return results;
 }

@@ -54,7 +54,7 @@ struct LookupOptions {
   int64_t batch = 32;
   int64_t length = 64;
   int64_t pairs = 0;  // at most; 0: as many as there are keys
-  int32_t vocabulary_size = 66;
+  int32_t vocabulary_size = 258;
   uint64_t seed = 123;
 };
 
@@ -75,7 +75,7 @@ class LookupTask final : public SyntheticTask<LookupOptions> {
 struct NeedleOptions {
   int64_t batch = 32;
   int64_t pairs = 16;
-  int32_t vocabulary_size = 66;
+  int32_t vocabulary_size = 258;
   double depth = -1;  // of the pair that is asked for: 0 the first, 1 the last; below 0: any
   uint64_t seed = 123;
 };

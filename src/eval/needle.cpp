@@ -55,25 +55,39 @@ class Draw {
   uint64_t seed_, stream_, counter_ = 0;
 };
 
-// At least so many bytes.
+constexpr size_t kNear = 160;  // about a sentence or two
+
+bool starts_character(std::string_view text, size_t place) {
+  return place >= text.size() || (static_cast<unsigned char>(text[place]) & 0xC0) != 0x80;
+}
+
+// The beginning of a line, not longer than `most`: up to a space near its end, or a whole character.
+std::string_view beginning_of(std::string_view line, size_t most) {
+  const size_t space = line.rfind(' ', most);
+  if (space != line.npos && space + kNear > most) return line.substr(0, space);
+  while (!starts_character(line, most)) --most;
+  return line.substr(0, most);
+}
+
+// Whole lines, at most so many bytes and less than kNear fewer: where the next line is longer, part of it.
 template <class Line>
 std::string hay_of(std::span<const Line> lines, size_t bytes, Draw& draw) {
   std::string hay;
-  while (hay.size() < bytes) {
+  while (true) {
     const size_t first = draw.below(lines.size());  // and on from there: a text of one's own keeps its order
-    for (size_t i = 0; i < lines.size() && hay.size() < bytes; ++i)
-      hay += std::string(lines[(first + i) % lines.size()]) + " ";
+    for (size_t i = 0; i < lines.size(); ++i) {
+      const std::string_view line = lines[(first + i) % lines.size()];
+      const size_t room = bytes - hay.size();
+      const bool fits = line.size() + 1 <= room;
+      if (!fits && room < kNear) return hay;
+      hay += fits ? line : beginning_of(line, room - 1);
+      hay += ' ';
+    }
   }
-  return hay;
-}
-
-bool starts_character(const std::string& text, size_t place) {
-  return place >= text.size() || (static_cast<unsigned char>(text[place]) & 0xC0) != 0x80;
 }
 
 // The place nearest to this one where a needle can go: between two sentences, or if there are none near, two words.
 size_t place_for_needle(const std::string& text, size_t place) {
-  constexpr size_t kNear = 160;
   const auto between_words = [&](size_t i) { return i == 0 || i == text.size() || text[i - 1] == ' '; };
   const auto between_sentences = [&](size_t i) {
     const bool ended = i >= 2 && std::string_view(".!?").find(text[i - 2]) != std::string_view::npos;
@@ -101,9 +115,6 @@ Needle make_needle(const NeedleGridOptions& options, int64_t length, double dept
   const size_t wanted = static_cast<size_t>(length) - around;
   std::string hay = options.hay.empty() ? hay_of<std::string_view>(kOwnHay, wanted, draw)
                                         : hay_of<std::string>(options.hay, wanted, draw);
-  size_t end = wanted;
-  while (!starts_character(hay, end)) ++end;
-  hay.resize(end);
   const auto place = static_cast<size_t>(std::llround(depth / 100 * static_cast<double>(hay.size())));
   hay.insert(place_for_needle(hay, place), needle);
   return {std::string(kTask) + hay + std::string(kQuestion), key, length, depth};

@@ -20,7 +20,8 @@ struct Needle {
 };
 
 struct NeedleGridOptions {
-  std::vector<int64_t> lengths{1024, 2048, 4096, 8192, 16384};  // characters (bytes of UTF-8), as in the paper
+  // About so many characters (bytes of UTF-8), as in the paper: sentences stay whole.
+  std::vector<int64_t> lengths{1024, 2048, 4096, 8192, 16384};
   std::vector<double> depths{0, 25, 50, 75, 100};
   int64_t questions = 10;  // for each length and depth
   int64_t digits = 5;      // of a pass key

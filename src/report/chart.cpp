@@ -336,8 +336,7 @@ std::string to_svg(const Chart& chart) {
          text_at(kMargin, kMargin + 16, " class=\"title\"", chart.title) +
          fmt::format("<g transform=\"translate({:.1f} {:.1f})\">\n", left, top) +
          text_at(kMargin - left, -14, "", chart.y_label) + draw_axes(chart, x, y, height) +
-         draw_marks(chart.marks, x, height) + lines +
-         draw_names(std::move(ends), height) + "</g>\n</svg>\n";
+         draw_marks(chart.marks, x, height) + lines + draw_names(std::move(ends), height) + "</g>\n</svg>\n";
 }
 
 }  // namespace furious
