@@ -75,7 +75,8 @@ Chart chart_of(const CacheMemory& memory) {
     chart.series.push_back(std::move(series));
   }
   if (const int64_t even = memory.break_even(); even > 0)
-    chart.marks.push_back({fmt::format("break-even: {} tokens", even), static_cast<double>(even)});
+    chart.marks.push_back({fmt::format("break-even: {} tokens (formula: {})", even, break_even_formula(memory.dim)),
+                           static_cast<double>(even)});
   return chart;
 }
 
@@ -107,9 +108,8 @@ void MemoryCommand::run() const {
   fmt::print("break-even of 2mamba's state and keys and values: {} measured, {} by the formula\n",
              even > 0 ? fmt::format("from {} tokens on", even) : fmt::format("not within {} tokens", tokens),
              break_even_formula(dim));
-  fmt::print(
-      "with the lazy fold never more than {:.1f} % of what keys and values take (its decays and convolution count)\n",
-      100 * memory.worst_of_lazy());
+  fmt::print("with the lazy fold at most {:.3f} times what keys and values take, decays and convolution included\n",
+             memory.worst_of_lazy());
   if (!svg.empty()) fmt::print("chart in {}\n", svg);
   file.write(to_json(memory));
 }

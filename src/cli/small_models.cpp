@@ -39,22 +39,23 @@ TrainOptions small_model_options() {
 
 std::vector<LanguageModel> train_small_models(const std::string& command, const std::string& out,
                                               std::vector<SmallModel> models) {
-  int64_t all = 0, before = 0;  // steps of all models, and of those that are done
-  for (const SmallModel& model : models) all += model.options.steps;
+  int64_t left = 0, made = 0;  // steps of all models that are not done yet, and those that were done here
+  for (const SmallModel& model : models) left += model.options.steps;
   ProgressLine line(command);
   std::vector<LanguageModel> trained;
   for (auto& [name, options] : models) {
     options.out = out + "/" + name;
     options.resume = true;
-    int64_t made = 0;
+    const int64_t made_before = made;
     TrainObserver observer;
     observer.stop = stop_requested;
     observer.step = [&](const TrainStep& step) {
       ++made;
       if (!line.due()) return;
-      const auto done = static_cast<double>(before + step.step), left = static_cast<double>(all) - done;
+      const double per_step = line.seconds() / static_cast<double>(made);
       line.show(fmt::format("{}  step {}/{}  loss {:.4f}  {:.0f} tokens/s  {} left", name, step.step, options.steps,
-                            step.loss, step.tokens_per_second, clock_text(line.seconds() * left / done)));
+                            step.loss, step.tokens_per_second,
+                            clock_text(per_step * static_cast<double>(left - step.step))));
     };
     const double began = line.seconds();
     const TrainResult result = train(options, observer);
@@ -62,11 +63,11 @@ std::vector<LanguageModel> train_small_models(const std::string& command, const 
       line.print(fmt::format("stopped in {}; the same command goes on from there", name));
       return {};
     }
-    line.print(made == 0 ? fmt::format("{:<10} was trained before: {}", name, options.out)
-                         : fmt::format("{:<10} {} steps in {}, loss {:.4f}", name, result.steps,
-                                       clock_text(line.seconds() - began), result.last.loss));
+    line.print(made == made_before ? fmt::format("{:<10} was trained before: {}", name, options.out)
+                                   : fmt::format("{:<10} {} steps in {}, loss {:.4f}", name, result.steps,
+                                                 clock_text(line.seconds() - began), result.last.loss));
     trained.push_back(trained_model(options, result.checkpoint));
-    before += options.steps;
+    left -= options.steps;
   }
   return trained;
 }

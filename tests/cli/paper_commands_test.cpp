@@ -1,4 +1,8 @@
 // `furious niah`, `furious recall` and `furious memory`, by running the binary.
+#include <sys/wait.h>
+
+#include <algorithm>
+#include <csignal>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 
@@ -93,6 +97,31 @@ TEST(NiahTrain, TrainsOnceAndAsksAgain) {
   EXPECT_EQ(nlohmann::json::parse(first).at("models").size(), 2u);
   expect_run(command + " --layers 1", 1, {"--layers 2, not 1"});
   expect_run(command + " --lengths 400", 1, {"400 pairs"});
+}
+
+TEST(NiahTrain, GoesOnAfterASignal) {
+  const TemporaryFolder folder;
+  const std::string out = folder.path("t"), log = out + "/2mamba/log.jsonl";
+  const auto command = [&](int steps) {
+    return std::vector<std::string>{
+        "niah",        "--train", "--arch",    "2mamba", "--out",    out,  "--steps",  std::to_string(steps),
+        "--hidden",    "16",      "--batch",   "2",      "--length", "20", "--device", "cpu",
+        "--questions", "5",       "--lengths", "4"};
+  };
+  const auto logged = [&] {
+    if (!fs::exists(log)) return int64_t{0};
+    const std::string lines = read_file(log);
+    return static_cast<int64_t>(std::count(lines.begin(), lines.end(), '\n'));
+  };
+  const int status = testing::run_and_signal(command(1000000), SIGINT, [&] { return logged() >= 5; });
+  ASSERT_TRUE(WIFEXITED(status));
+  EXPECT_EQ(WEXITSTATUS(status), 0);
+  EXPECT_FALSE(fs::exists(out + "/niah.json"));
+  const int64_t before = logged();
+  std::string again;
+  for (const std::string& word : command(static_cast<int>(before) + 2)) again += word + " ";
+  expect_run(again, 0, {fmt::format("{} steps", before + 2), "of 25 found"});
+  EXPECT_EQ(logged(), before + 2);
 }
 
 TEST(RecallCommand, AMapPerArchitectureARowPerDimension) {
