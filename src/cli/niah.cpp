@@ -34,7 +34,7 @@ struct NiahCommand {
   std::string data, svg, json, out = "niah", tokenizer;
   int64_t questions = 0;
   bool train = false;
-  TrainFlags flags;
+  SmallModelFlags flags;
 
   void run() const;
 
@@ -153,8 +153,7 @@ void NiahCommand::report(const std::vector<Result>& results, const std::string& 
 }
 
 void NiahCommand::run() const {
-  TrainOptions options = small_model_options();
-  flags.apply(options);
+  const TrainOptions options = flags.options();
   if (train) {
     std::error_code ignored;
     fs::create_directories(out, ignored);
@@ -167,23 +166,22 @@ void NiahCommand::run() const {
   report(results, train ? "needles in the haystack" : "characters", file);
 }
 
-NiahCommand::NiahCommand(CLI::App& command) : flags(command, small_model_options(), kSmallModelFlags) {
+NiahCommand::NiahCommand(CLI::App& command) : flags(command) {
   command.add_option("models", models, "Checkpoint directories or training runs; several stand side by side");
   command.add_option("--data", data,
                      "Questions: .jsonl or .parquet with prompt, answer, context_length, depth_percent");
-  command.add_option("--lengths", lengths, "Of the haystacks, with commas: characters; with --train, needles")
-      ->delimiter(',')
+  with_commas(
+      command.add_option("--lengths", lengths, "Of the haystacks, with commas: characters; with --train, needles"))
       ->check(at_least(1));
-  command.add_option("--depths", depths, "Of the needle, in percent, with commas")
-      ->delimiter(',')
+  with_commas(command.add_option("--depths", depths, "Of the needle, in percent, with commas"))
       ->check(CLI::Range(0.0, 100.0))
       ->capture_default_str();
   command.add_option("--questions", questions, "For each length and depth; by default 10, with --train 100")
       ->check(CLI::Range(1, 1 << 20));
-  command.add_option("--haystack", hay, "Text that haystacks are made of; without, sentences of our own");
+  with_commas(command.add_option("--haystack", hay, "Text that haystacks are made of; without, sentences of our own"));
   command.add_option("--tokenizer", tokenizer, "\"byte\", a SentencePiece model, or a folder with one");
   command.add_flag("--train", train, "Train small models on the task first, and ask those");
-  command.add_option("--arch", archs, "Their architectures, with commas")->delimiter(',')->capture_default_str();
+  with_commas(command.add_option("--arch", archs, "Their architectures, with commas"))->capture_default_str();
   command.add_option("--out", out, "Their folder; a second run with it asks what is there")->capture_default_str();
   command.add_option("--svg", svg, "The heat maps; by default niah.svg, with --train in its folder");
   command.add_option("--json", json, "Write the counts to this file; with --train also without, to its folder");
@@ -195,7 +193,6 @@ void add_niah(CLI::App& app) {
   CLI::App* niah = app.add_subcommand("niah", "Ask for pass keys hidden in long texts, over lengths and depths");
   auto command = std::make_shared<NiahCommand>(*niah);
   niah->footer(
-      "The options from --steps to --threads are those of training; a model is asked with --device, --dtype, --seed.\n"
       "Example: furious niah runs/stories --lengths 1024,4096,16384\n"
       "         furious niah --train --arch softmax,2mamba,mamba2");
   niah->callback([command] { command->run(); });

@@ -25,12 +25,6 @@ namespace {
 namespace fs = std::filesystem;
 using Json = nlohmann::ordered_json;
 
-std::vector<std::string> own_flags() {
-  std::vector<std::string> names = kSmallModelFlags;
-  std::erase(names, "heads");  // a head's dimension is what the rows differ in
-  return names;
-}
-
 struct RecallCommand {
   explicit RecallCommand(CLI::App& command);
 
@@ -38,7 +32,7 @@ struct RecallCommand {
   std::vector<int64_t> dims{16, 32, 64}, pairs{4, 8, 16, 32};
   int64_t rows = 64;
   std::string out = "recall", svg, json;
-  TrainFlags flags;
+  SmallModelFlags flags;
 
   void run() const;
 
@@ -76,8 +70,7 @@ std::string memory_text(const ModelConfig& config, int64_t length) {
 }
 
 void RecallCommand::run() const {
-  TrainOptions base = small_model_options();
-  flags.apply(base);
+  const TrainOptions base = flags.options();
   std::error_code ignored;
   fs::create_directories(out, ignored);
   JsonFile file(!json.empty() ? json : out + "/recall.json");
@@ -115,14 +108,12 @@ void RecallCommand::run() const {
   file.write(Json{{"steps", base.steps}, {"cells", written}});
 }
 
-RecallCommand::RecallCommand(CLI::App& command) : flags(command, small_model_options(), own_flags()) {
-  command.add_option("--arch", archs, "Architectures, with commas")->delimiter(',')->capture_default_str();
-  command.add_option("--dims", dims, "Dimensions of a head, with commas: the size of the state")
-      ->delimiter(',')
+RecallCommand::RecallCommand(CLI::App& command) : flags(command, false) {
+  with_commas(command.add_option("--arch", archs, "Architectures, with commas"))->capture_default_str();
+  with_commas(command.add_option("--dims", dims, "Dimensions of a head, with commas: the size of the state"))
       ->check(CLI::Range(kSmallestDim, kLargestDim))
       ->capture_default_str();
-  command.add_option("--pairs", pairs, "Numbers of pairs to recall, with commas")
-      ->delimiter(',')
+  with_commas(command.add_option("--pairs", pairs, "Numbers of pairs to recall, with commas"))
       ->check(CLI::Range(1, 1 << 16))
       ->capture_default_str();
   command.add_option("--rows", rows, "Texts for each number of pairs, each asking for all of its pairs")

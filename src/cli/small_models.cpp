@@ -17,8 +17,6 @@ LanguageModel trained_model(const TrainOptions& options, const std::string& chec
   return model;
 }
 
-}  // namespace
-
 TrainOptions small_model_options() {
   TrainOptions options;
   options.data = "synthetic:lookup";
@@ -35,6 +33,29 @@ TrainOptions small_model_options() {
   options.clip = 1;
   options.eval_every = options.save_every = options.sample_every = 0;
   return options;
+}
+
+std::vector<std::string> model_flags(bool heads) {
+  std::vector<std::string> names{"steps", "lr", "warmup", "batch", "length", "hidden", "layers"};
+  if (heads) names.insert(names.end(), {"heads", "qk-heads"});
+  return names;
+}
+
+}  // namespace
+
+SmallModelFlags::SmallModelFlags(CLI::App& command, bool heads)
+    : any_(command, small_model_options(), {"seed", "device", "dtype", "threads"}),
+      of_models_(*command.add_option_group("Training of small models"), small_model_options(), model_flags(heads)) {}
+
+TrainOptions SmallModelFlags::options() const {
+  TrainOptions options = small_model_options();
+  any_.apply(options);
+  of_models_.apply(options);
+  return options;
+}
+
+CLI::Option* with_commas(CLI::Option* option) {
+  return option->delimiter(',')->allow_extra_args(false);
 }
 
 std::vector<LanguageModel> train_small_models(const std::string& command, const std::string& out,

@@ -18,13 +18,19 @@ struct SmallModel {
 // The architectures of the paper's comparison.
 inline const std::vector<std::string> kCompared{"softmax", "2mamba", "mamba2s", "mamba2"};
 
-// Of training on synthetic:lookup: small enough for minutes on a CPU.
-TrainOptions small_model_options();
+// The options of their training, on synthetic:lookup and small enough for minutes on a CPU, with flags for those that a
+// user may want to change.
+class SmallModelFlags {
+ public:
+  explicit SmallModelFlags(CLI::App& command, bool heads = true);
+  TrainOptions options() const;
 
-// The options of training that a command with small models has as flags.
-inline const std::vector<std::string> kSmallModelFlags{"steps",  "lr",    "warmup", "batch",    "length",
-                                                       "hidden", "heads", "layers", "qk-heads", "seed",
-                                                       "device", "dtype", "threads"};
+ private:
+  TrainFlags any_, of_models_;
+};
+
+// Lists of the command line: with commas, so that what follows a space is not part of them.
+CLI::Option* with_commas(CLI::Option* option);
 
 // Trains each in folder OUT/NAME, or goes on with what is there: what was trained before is not trained again. Nothing
 // where a signal ended it; the same command goes on then.

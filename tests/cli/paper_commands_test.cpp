@@ -43,6 +43,9 @@ class NiahCommand : public ::testing::Test {
 };
 
 TEST_F(NiahCommand, MadeQuestions) {
+  expect_run(
+      fmt::format("niah --lengths 300 {} --questions 1 --depths 0 --device cpu --svg {}", model, folder.path("n.svg")),
+      0, {"of 1 found"});
   expect_run(niah("--lengths 400,300 --depths 0,100 --questions 2"), 0,
              {"2mamba: ", " of 8 found", "300", "400", "100%", "characters", "heat map in", "n.svg"});
   const auto json = nlohmann::json::parse(read_file(folder.path("n.json")));
