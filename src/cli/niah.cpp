@@ -14,6 +14,7 @@
 #include "cli/progress.h"
 #include "cli/small_models.h"
 #include "data/corpus_lines.h"
+#include "data/synthetic.h"
 #include "eval/needle.h"
 #include "infer/model_parts.h"
 #include "report/heat_map.h"
@@ -117,6 +118,8 @@ std::vector<NiahCommand::Result> NiahCommand::ask_trained(const TrainOptions& ba
   require(models.empty() && data.empty() && hay.empty() && tokenizer.empty(),
           "niah: --train makes its own models and questions; models, --data, --haystack and --tokenizer do not go with "
           "it");
+  const std::vector<int64_t> needles_hidden = lengths.empty() ? std::vector<int64_t>{4, 8, 16, 32, 64} : lengths;
+  for (const int64_t count : needles_hidden) NeedleTask({.pairs = count});  // what cannot be asked is not trained for
   std::vector<SmallModel> small;
   for (const std::string& arch : archs) {
     small.push_back({arch, base});
@@ -126,8 +129,7 @@ std::vector<NiahCommand::Result> NiahCommand::ask_trained(const TrainOptions& ba
   std::vector<Result> results;
   for (size_t i = 0; i < trained.size(); ++i)
     results.push_back(
-        {archs[i], ask_small_model(trained[i], lengths.empty() ? std::vector<int64_t>{4, 8, 16, 32, 64} : lengths,
-                                   depths, questions > 0 ? questions : 100, ~base.seed)});
+        {archs[i], ask_small_model(trained[i], needles_hidden, depths, questions > 0 ? questions : 100, ~base.seed)});
   return results;
 }
 

@@ -38,7 +38,7 @@ struct RecallCommand {
 
  private:
   std::vector<SmallModel> models(const TrainOptions& base) const;
-  Accuracy ask(const LanguageModel& model, int64_t count, uint64_t seed) const;
+  RecallTask task(int64_t count, uint64_t seed) const;
 };
 
 std::vector<SmallModel> RecallCommand::models(const TrainOptions& base) const {
@@ -53,14 +53,14 @@ std::vector<SmallModel> RecallCommand::models(const TrainOptions& base) const {
   return models;
 }
 
-Accuracy RecallCommand::ask(const LanguageModel& model, int64_t count, uint64_t seed) const {
+RecallTask RecallCommand::task(int64_t count, uint64_t seed) const {
   RecallOptions options;
   options.batch = rows;
   options.pairs = count;
   options.length = 4 * count;  // no filler: the pairs, then each key once more
-  options.vocabulary_size = static_cast<int32_t>(model.config().vocabulary);
+  options.vocabulary_size = LookupOptions().vocabulary_size;
   options.seed = seed;
-  return accuracy(model, RecallTask(options), 1);
+  return RecallTask(options);
 }
 
 // What a sequence takes in memory when the longest of these texts has been read.
@@ -76,8 +76,8 @@ void RecallCommand::run() const {
   JsonFile file(!json.empty() ? json : out + "/recall.json");
   if (base.threads > 0) set_threads(static_cast<int>(base.threads));
   stop_on_signals();
-  const std::vector<SmallModel> asked_for = models(base);
-  const std::vector<LanguageModel> trained = train_small_models("recall", out, asked_for);
+  for (const int64_t count : pairs) task(count, 0);  // what cannot be asked is not trained for
+  const std::vector<LanguageModel> trained = train_small_models("recall", out, models(base));
   if (trained.empty()) return;
 
   const int64_t longest = 4 * *std::max_element(pairs.begin(), pairs.end());
@@ -91,7 +91,7 @@ void RecallCommand::run() const {
     }
     maps.back().rows.push_back(memory_text(config, longest));
     for (const int64_t count : pairs) {
-      const Accuracy found = ask(trained[i], count, ~base.seed);
+      const Accuracy found = accuracy(trained[i], task(count, ~base.seed), 1);
       maps.back().cells.push_back({found.right, found.asked});
       written.push_back({{"arch", config.arch},
                          {"head_dim", config.head_dim},

@@ -140,6 +140,8 @@ TEST(RecallCommand, AMapPerArchitectureARowPerDimension) {
   expect_run(command, 0, {"was trained before"});
   expect_run("recall --arch sofmax --out " + folder.path("x"), 1, {"sofmax", "did you mean \"softmax\""});
   expect_run("recall --dims 24 --out " + folder.path("x"), 1, {"width of 64", "24"});
+  expect_run("recall --pairs 4,500 --out " + folder.path("x"), 1, {"500 pairs", "vocabulary"});
+  EXPECT_FALSE(fs::exists(folder.path("x/softmax-16")));
   expect_run("recall --dims 4", 2, {"--dims"});
 }
 
