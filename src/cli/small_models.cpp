@@ -22,7 +22,7 @@ TrainOptions small_model_options() {
   options.data = "synthetic:lookup";
   options.hidden = 64;
   options.intermediate = 128;
-  options.heads = 1;  // rotary positions tell neighbours apart only in a large head
+  options.heads = 1;  // softmax attention learns this soon in one large head only
   options.layers = 2;
   options.batch = 32;
   options.length = 132;
