@@ -34,7 +34,7 @@ struct TrainOptions {
   std::string init;      // begin with the weights of this model instead of new ones
 
   // The data.
-  std::string data;                // a folder of `furious tokenize`, or synthetic:recall or synthetic:passkey
+  std::string data;                // a folder of `furious tokenize`, or synthetic:recall, :passkey or :lookup
   std::string packing = "packed";  // packed, isolated or rows
   int64_t batch = 8, length = 512;
   int64_t accumulate = 1;  // parts that a batch is computed in, one after the other

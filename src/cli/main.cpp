@@ -23,7 +23,8 @@ void check_commands(const CLI::App& app, int argc, char** argv) {
   const CLI::App* command = &app;
   for (int i = 1; i < argc && argv[i][0] != '-'; ++i) {
     std::vector<std::string> known;
-    for (const CLI::App* candidate : command->get_subcommands({})) known.push_back(candidate->get_name());
+    for (const CLI::App* candidate : command->get_subcommands({}))
+      if (!candidate->get_name().empty()) known.push_back(candidate->get_name());  // a group of options has none
     if (known.empty()) return;
     if (std::find(known.begin(), known.end(), argv[i]) == known.end()) furious::unknown_name("command", argv[i], known);
     command = command->get_subcommand(argv[i]);
@@ -59,6 +60,9 @@ int main(int argc, char** argv) {
   furious::cli::add_generate(app);
   furious::cli::add_ablate(app);
   furious::cli::add_plot(app);
+  furious::cli::add_niah(app);
+  furious::cli::add_recall(app);
+  furious::cli::add_memory(app);
   furious::cli::add_bench(app);
   try {
     app.parse(argc, argv);

@@ -31,6 +31,8 @@ class ProgressLine {
 
 std::string clock_text(double seconds);  // "1:02:03", "2:03"
 
+bool shows_colours();  // what is printed goes to a terminal, and nobody set NO_COLOR
+
 // The first SIGINT or SIGTERM asks for a clean end; a second one ends at once.
 void stop_on_signals();
 bool stop_requested();

@@ -11,6 +11,8 @@
 #include <parquet/metadata.h>
 #include <parquet/schema.h>
 
+#include <iterator>
+
 namespace furious {
 namespace {
 
@@ -28,17 +30,47 @@ void append_strings(const Array& array, std::string& bytes, std::vector<size_t>&
   }
 }
 
+template <class Array>
+void append_numbers(const arrow::Array& any, std::string& bytes, std::vector<size_t>& ends) {
+  const auto& array = static_cast<const Array&>(any);
+  for (int64_t row = 0; row < array.length(); ++row) {
+    if (!array.IsNull(row)) fmt::format_to(std::back_inserter(bytes), "{}", array.Value(row));
+    ends.push_back(bytes.size());
+  }
+}
+
+// False where the column holds something else.
+bool append_any_numbers(const arrow::Array& array, std::string& bytes, std::vector<size_t>& ends) {
+  switch (array.type_id()) {
+    case arrow::Type::INT32:
+      append_numbers<arrow::Int32Array>(array, bytes, ends);
+      return true;
+    case arrow::Type::INT64:
+      append_numbers<arrow::Int64Array>(array, bytes, ends);
+      return true;
+    case arrow::Type::FLOAT:
+      append_numbers<arrow::FloatArray>(array, bytes, ends);
+      return true;
+    case arrow::Type::DOUBLE:
+      append_numbers<arrow::DoubleArray>(array, bytes, ends);
+      return true;
+    default:
+      return false;
+  }
+}
+
 }  // namespace
 
 struct ParquetColumn::State {
   std::string path;
   std::string column;
+  Numbers numbers;
   std::unique_ptr<parquet::arrow::FileReader> file;
   std::shared_ptr<arrow::RecordBatchReader> rows;
 };
 
-ParquetColumn::ParquetColumn(const std::string& path, const std::string& column)
-    : state_(std::make_unique<State>(State{path, column, nullptr, nullptr})) {
+ParquetColumn::ParquetColumn(const std::string& path, const std::string& column, Numbers numbers)
+    : state_(std::make_unique<State>(State{path, column, numbers, nullptr, nullptr})) {
   auto input = arrow::io::ReadableFile::Open(path);
   check(input.status(), path);
   parquet::arrow::FileReaderBuilder builder;
@@ -69,7 +101,7 @@ bool ParquetColumn::next(std::string& bytes, std::vector<size_t>& ends) {
     append_strings(static_cast<const arrow::StringArray&>(array), bytes, ends);
   else if (array.type_id() == arrow::Type::LARGE_STRING)
     append_strings(static_cast<const arrow::LargeStringArray&>(array), bytes, ends);
-  else
+  else if (state_->numbers == Numbers::refused || !append_any_numbers(array, bytes, ends))
     fail("\"{}\": column \"{}\" has type {}, expected string", state_->path, state_->column, array.type()->ToString());
   return true;
 }
@@ -81,7 +113,7 @@ namespace furious {
 
 struct ParquetColumn::State {};
 
-ParquetColumn::ParquetColumn(const std::string& path, const std::string&) {
+ParquetColumn::ParquetColumn(const std::string& path, const std::string&, Numbers) {
   fail(
       "cannot read \"{}\": this build has no Parquet; install Apache Arrow (libarrow-dev and libparquet-dev, "
       "https://arrow.apache.org/install), run cmake again and rebuild",

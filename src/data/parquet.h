@@ -1,5 +1,5 @@
-// The strings of one column of a Parquet file, some rows at a time. Without Apache Arrow, opening one is an error that
-// says how to get it.
+// The strings of one column of a Parquet file, some rows at a time; its numbers too, where they are asked for as text.
+// Without Apache Arrow, opening one is an error that says how to get it.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,8 @@ namespace furious {
 
 class ParquetColumn {
  public:
-  ParquetColumn(const std::string& path, const std::string& column);
+  enum class Numbers : uint8_t { refused, as_text };
+  ParquetColumn(const std::string& path, const std::string& column, Numbers numbers = Numbers::refused);
   ~ParquetColumn();
 
   // Appends the next rows to `bytes` and the end of each to `ends`; null becomes an empty string. False at the end.

@@ -41,6 +41,57 @@ class RecallTask final : public SyntheticTask<RecallOptions> {
   Batch at(int64_t step, RowRange rows = {}) const override;
 };
 
+class RowRandom;
+
+// Keys that keep their values: a document is one key-value pair after another, drawn from a dictionary of its own, and
+// wherever a key comes again its value is expected. What associative recall and the retrieval of needles test can be
+// learned here soon: all the time something is asked for, easy (short documents, few keys) as often as hard. A row is
+// documents of 2 pairs to all that fit, with 2 to `pairs` different keys, each even on a logarithmic scale.
+//
+//   ids: as for recall
+//   k3 v9 k1 v5 k3 v9 k3 v9 | k7 v5 k1 v2 k7 v5 | k3 v8 k1 v6 …
+struct LookupOptions {
+  int64_t batch = 32;
+  int64_t length = 64;
+  int64_t pairs = 0;  // at most; 0: as many as there are keys
+  int32_t vocabulary_size = 258;
+  uint64_t seed = 123;
+};
+
+class LookupTask final : public SyntheticTask<LookupOptions> {
+ public:
+  explicit LookupTask(const LookupOptions& options);
+  Batch at(int64_t step, RowRange rows = {}) const override;
+
+ private:
+  void fill(int64_t slots, RowRandom& random, int32_t* inputs, int32_t* targets) const;
+};
+
+// A needle in a haystack of needles: pairs of different keys and their values, and one of the keys again, which asks
+// for its value. The length is 2·pairs + 1.
+//
+//   ids: as for recall
+//   k3 v9 k1 v5 k7 v5 k2 v8 k1          the target, at the last key: v5
+struct NeedleOptions {
+  int64_t batch = 32;
+  int64_t pairs = 16;
+  int32_t vocabulary_size = 258;
+  double depth = -1;  // of the pair that is asked for: 0 the first, 1 the last; below 0: any
+  uint64_t seed = 123;
+};
+
+class NeedleTask final : public BatchSource {
+ public:
+  explicit NeedleTask(const NeedleOptions& options);
+  int64_t batch() const override { return options_.batch; }
+  int64_t length() const override { return 2 * options_.pairs + 1; }
+  int32_t vocabulary_size() const override { return options_.vocabulary_size; }
+  Batch at(int64_t step, RowRange rows = {}) const override;
+
+ private:
+  NeedleOptions options_;
+};
+
 // Pass-key retrieval (Mohtashami and Jaggi, 2023). Somewhere in random filler a marked key of decimal digits stands;
 // at the end of the row it is asked for.
 //

@@ -40,6 +40,7 @@ std::string style() {
          ".chart .ground{fill:#fff}\n"
          ".chart .grid{stroke:#ddd}\n"
          ".chart .axis{stroke:#777}\n"
+         ".chart .mark{stroke:#777;stroke-dasharray:2 3}\n"
          ".chart .line{fill:none;stroke:currentColor;stroke-width:1.8;stroke-linejoin:round;stroke-linecap:round}\n"
          ".chart .dashed{stroke-dasharray:6 4}\n"
          ".chart .dotted{stroke-dasharray:1 4}\n"
@@ -306,6 +307,19 @@ std::string draw_axes(const Chart& chart, const Frame& frame) {
   return svg;
 }
 
+// Names stand beside their lines, at the top, on the side that has more room.
+std::string draw_marks(const std::vector<Mark>& marks, const Axis& x, double height) {
+  std::string svg;
+  for (const Mark& mark : marks) {
+    const double at = drawable(mark.x, x.log) ? kPlotWidth * x.place(mark.x) : -1;
+    if (at < 0 || at > kPlotWidth) continue;
+    const bool left = at > kPlotWidth / 2;
+    svg += line_between({at, 0}, {at, height}, "mark");
+    svg += text_at(at + (left ? -6 : 6), 12, left ? " text-anchor=\"end\"" : "", mark.name);
+  }
+  return svg;
+}
+
 }  // namespace
 
 std::vector<double> smooth(const std::vector<double>& values, int64_t reach) {
@@ -368,8 +382,9 @@ std::string to_svg(const Chart& chart) {
          style() + "<rect class=\"ground\" width=\"100%\" height=\"100%\"/>\n" +
          text_at(kMargin, kMargin + 16, " class=\"title\"", chart.title) +
          fmt::format("<g transform=\"translate({:.1f} {:.1f})\">\n", left, top) +
-         text_at(kMargin - left, -14, "", chart.y_label) + draw_axes(chart, frame) + background + lines +
-         draw_names(std::move(ends), height) + "</g>\n</svg>\n";
+         text_at(kMargin - left, -14, "", chart.y_label) + draw_axes(chart, frame) +
+         draw_marks(chart.marks, frame.x, height) + background + lines + draw_names(std::move(ends), height) +
+         "</g>\n</svg>\n";
 }
 
 }  // namespace furious

@@ -16,11 +16,18 @@ struct Series {
   bool faint = false;                       // in the background of the others
 };
 
+// A place on the x axis that has a name: a line from top to bottom.
+struct Mark {
+  std::string name;
+  double x = 0;
+};
+
 struct Chart {
   std::string title, x_label, y_label;
   bool log_x = false;
   bool log_y = false;
   std::vector<Series> series;
+  std::vector<Mark> marks = {};
 };
 
 // The mean of the values around each place, up to `reach` to either side, and as far to both.

@@ -91,7 +91,7 @@ std::vector<TrainOption> make_table() {
   t.number("length", &O::length, 1, 1 << 26, "Tokens in a sequence");
   t.number("seed", &O::seed, 0, std::numeric_limits<uint64_t>::max(), "Of weights and order of the data");
   t.fixed = false;
-  t.text("data", &O::data, "Folder of `furious tokenize`, or synthetic:recall, synthetic:passkey");
+  t.text("data", &O::data, "Folder of `furious tokenize`, or synthetic:recall, synthetic:passkey, synthetic:lookup");
   t.text("init", &O::init, "Begin with the weights of this model");
   t.number("accumulate", &O::accumulate, 1, 1 << 24, "Compute a batch in so many parts");
   t.number("steps", &O::steps, 1, kAny, "Steps of the optimizer in all");

@@ -157,8 +157,10 @@ SavedTraining saved_training(const SafetensorsReader& file) {
 TrainData TrainData::open(const TrainOptions& options) {
   if (options.data == "synthetic:recall") return open_task<RecallTask>(options, RecallOptions{});
   if (options.data == "synthetic:passkey") return open_task<PasskeyTask>(options, PasskeyOptions{});
+  if (options.data == "synthetic:lookup") return open_task<LookupTask>(options, LookupOptions{});
   require(!options.data.starts_with("synthetic:"),
-          "train: unknown task \"{}\"; there are synthetic:recall and synthetic:passkey", options.data);
+          "train: unknown task \"{}\"; there are synthetic:recall, synthetic:passkey and synthetic:lookup",
+          options.data);
   return open_dataset(options);
 }
 

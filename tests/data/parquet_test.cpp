@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "data/corpus.h"
+#include "data/records.h"
 
 namespace furious {
 namespace {
@@ -112,6 +113,20 @@ TEST(Parquet, ErrorsNameFileAndColumn) {
   expect_error([&] { read_all({path}, options); }, {"a.parquet", "txt", "did you mean \"text\"", "id"});
   options.field = "id";
   expect_error([&] { read_all({path}, options); }, {"a.parquet", "column \"id\" has type int64", "expected string"});
+}
+
+TEST(Parquet, RecordsWithTextAndNumbers) {
+  Random random(45);
+  const TemporaryFolder folder;
+  const std::vector<std::string> documents = random_documents(random, 300);
+  const std::string path = write_documents(folder.path("a.parquet"), documents, 70);
+  const auto records = read_records(path, {"text", "id"});
+  ASSERT_EQ(records.size(), documents.size());
+  for (size_t i = 0; i < records.size(); ++i)
+    EXPECT_EQ(records[i], (std::vector<std::string>{documents[i], std::to_string(i)}));
+  expect_error([&] { read_records(path, {"txt"}); }, {"a.parquet", "did you mean \"text\""});
+  expect_error([&] { read_records(folder.write("cut.parquet", testing::read_file(path).substr(0, 999)), {"id"}); },
+               {"cannot read", "cut.parquet"});
 }
 
 TEST(Parquet, TruncatedAndDamagedFilesAreNamed) {

@@ -253,6 +253,19 @@ TEST(Chart, Smooth) {
   EXPECT_TRUE(smooth({}, 3).empty());
 }
 
+TEST(Chart, MarksStandAtTheirPlaces) {
+  Chart chart = chart_of({{"a", {1, 100}, {1, 2}}});
+  chart.log_x = true;
+  chart.marks = {{"early", 10}, {"late", 50}, {"outside", 1000}, {"nowhere", -1}};
+  const auto elements = drawn(chart);
+  const auto marks = of_class(elements, "mark");
+  ASSERT_EQ(marks.size(), 2u);
+  EXPECT_EQ(marks[0].number("x1"), 320);
+  EXPECT_EQ(marks[0].number("x2"), 320);
+  const auto ends = texts(elements, "end");
+  EXPECT_EQ(std::count(ends.begin(), ends.end(), "late"), 1);  // on its left, where there is room
+}
+
 TEST(Chart, NamesAreEscaped) {
   Chart chart = chart_of({{"a<b> & \"c\"\x01\xFF", {0, 1}, {0, 1}}});
   chart.title = "</title>";

@@ -84,7 +84,7 @@ TEST_F(TrainerTest, ClippingBoundsTheGradientNotItsReport) {
 }
 
 TEST_F(TrainerTest, SyntheticTasksNeedNoFiles) {
-  for (const char* task : {"synthetic:recall", "synthetic:passkey"}) {
+  for (const char* task : {"synthetic:recall", "synthetic:passkey", "synthetic:lookup"}) {
     options.data = task;
     options.length = 64;
     Trainer trainer(options);

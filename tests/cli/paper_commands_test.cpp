@@ -1,0 +1,173 @@
+// `furious niah`, `furious recall` and `furious memory`, by running the binary.
+#include <sys/wait.h>
+
+#include <algorithm>
+#include <csignal>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+
+#include "cli/run.h"
+#include "data/corpus.h"
+#include "data/tokenizer.h"
+#include "eval/cache_memory.h"
+#include "model/checkpoint.h"
+
+namespace furious {
+namespace {
+
+namespace fs = std::filesystem;
+using testing::expect_run;
+using testing::read_file;
+using testing::run;
+using testing::TemporaryFolder;
+
+class NiahCommand : public ::testing::Test {
+ protected:
+  NiahCommand() {
+    fs::create_directories(model);
+    save_model(model, LanguageModel(model_config("2mamba", "tiny", 258), 3));
+    save_tokenizer(model, *load_tokenizer("byte"));
+  }
+  std::string niah(const std::string& more) const {
+    return fmt::format("niah {} --device cpu --svg {} --json {} {}", model, folder.path("n.svg"), folder.path("n.json"),
+                       more);
+  }
+  std::string question(const std::string& answer) const {
+    return nlohmann::json{{"prompt", "The key is"}, {"answer", answer}, {"context_length", 10}, {"depth_percent", 50}}
+               .dump() +
+           "\n";
+  }
+
+  TemporaryFolder folder;
+  std::string model = folder.path("model");
+};
+
+TEST_F(NiahCommand, MadeQuestions) {
+  expect_run(
+      fmt::format("niah --lengths 300 {} --questions 1 --depths 0 --device cpu --svg {}", model, folder.path("n.svg")),
+      0, {"of 1 found"});
+  expect_run(niah("--lengths 400,300 --depths 0,100 --questions 2"), 0,
+             {"2mamba: ", " of 8 found", "300", "400", "100%", "characters", "heat map in", "n.svg"});
+  const auto json = nlohmann::json::parse(read_file(folder.path("n.json")));
+  EXPECT_EQ(json.at("unit"), "characters");
+  ASSERT_EQ(json.at("models").at(0).at("cells").size(), 4u);
+  EXPECT_EQ(json.at("models").at(0).at("cells").at(1).at("length"), 400);
+  EXPECT_EQ(json.at("models").at(0).at("cells").at(1).at("asked"), 2);
+  EXPECT_EQ(json.at("models").at(0).at("asked"), 8);
+  EXPECT_NE(read_file(folder.path("n.svg")).find("class=\"heat\""), std::string::npos);
+}
+
+TEST_F(NiahCommand, QuestionsFromAFileAndSeveralModels) {
+  const std::string data = folder.write("q.jsonl", question("12") + question("34") + question("56"));
+  expect_run(niah("--data " + data), 0, {"2mamba", "of 3 found", "50%"});
+  fs::copy(model, folder.path("other"), fs::copy_options::recursive);
+  expect_run(fmt::format("niah {} {} --data {} --device cpu --svg {}", model, folder.path("other"), data,
+                         folder.path("n.svg")),
+             0, {"model: ", "other: ", "heat maps in"});
+  expect_run(niah("--lengths 300 --depths 50 --questions 1 --haystack " + folder.write("h.txt", "Hay is hay.\n")), 0,
+             {"of 1 found"});
+}
+
+TEST_F(NiahCommand, Failures) {
+  expect_run("niah", 1, {"no model", "--train"});
+  expect_run(fmt::format("niah {}", folder.path("none")), 1, {"none"});
+  expect_run(niah("--lengths 20"), 1, {"length of 20"});
+  expect_run(niah("--data " + folder.path("none.jsonl")), 1, {"none.jsonl"});
+  expect_run(niah("--data " + folder.write("bad.jsonl", question("1") + "{\"prom")), 1,
+             {"bad.jsonl", "line 2", "damaged"});
+  expect_run(niah("--lengths 300 --data " + folder.write("q.jsonl", question("1"))), 1, {"--data", "--lengths"});
+  expect_run(niah("--haystack " + folder.write("empty.txt", "\n")), 1, {"no text"});
+  expect_run(niah("--train"), 1, {"--train makes its own"});
+  expect_run("niah --train --arch 2mamba,mambo2 --out " + folder.path("t"), 1, {"mambo2", "did you mean \"mamba2\""});
+  expect_run(niah("--device cuda:99"), 1, {"cuda:99"});
+  fs::remove(model + "/tokenizer_config.json");
+  expect_run(niah(""), 1, {"tokenizer"});
+  for (const char* bad : {"--depths 101", "--lengths 0", "--questions 0"})
+    expect_run(niah(bad), 2, {std::string(bad).substr(0, std::string(bad).find(' '))});
+  expect_run("niah --help", 0, {"Example: furious niah", "--haystack", "context_length"});
+}
+
+const std::string kTiny = " --steps 3 --hidden 16 --batch 2 --length 20 --device cpu";
+
+TEST(NiahTrain, TrainsOnceAndAsksAgain) {
+  const TemporaryFolder folder;
+  const std::string command =
+      "niah --train --arch softmax,2mamba --lengths 2,8 --depths 0,100 --questions 5 --out " + folder.path("t") + kTiny;
+  expect_run(command, 0, {"softmax", "2mamba", "3 steps", "of 20 found", "needles in the haystack", "niah.svg"});
+  const std::string first = read_file(folder.path("t/niah.json"));
+  expect_run(command, 0, {"softmax    was trained before", "2mamba     was trained before", "of 20 found"});
+  EXPECT_EQ(read_file(folder.path("t/niah.json")), first);
+  EXPECT_EQ(nlohmann::json::parse(first).at("models").size(), 2u);
+  expect_run(command + " --layers 1", 1, {"--layers 2, not 1"});
+  expect_run(command + " --lengths 400", 1, {"400 pairs"});
+}
+
+TEST(NiahTrain, GoesOnAfterASignal) {
+  const TemporaryFolder folder;
+  const std::string out = folder.path("t"), log = out + "/2mamba/log.jsonl";
+  const auto command = [&](int steps) {
+    return std::vector<std::string>{
+        "niah",        "--train", "--arch",    "2mamba", "--out",    out,  "--steps",  std::to_string(steps),
+        "--hidden",    "16",      "--batch",   "2",      "--length", "20", "--device", "cpu",
+        "--questions", "5",       "--lengths", "4"};
+  };
+  const auto logged = [&] {
+    if (!fs::exists(log)) return int64_t{0};
+    const std::string lines = read_file(log);
+    return static_cast<int64_t>(std::count(lines.begin(), lines.end(), '\n'));
+  };
+  const int status = testing::run_and_signal(command(1000000), SIGINT, [&] { return logged() >= 5; });
+  ASSERT_TRUE(WIFEXITED(status));
+  EXPECT_EQ(WEXITSTATUS(status), 0);
+  EXPECT_FALSE(fs::exists(out + "/niah.json"));
+  const int64_t before = logged();
+  std::string again;
+  for (const std::string& word : command(static_cast<int>(before) + 2)) again += word + " ";
+  expect_run(again, 0, {fmt::format("{} steps", before + 2), "of 25 found"});
+  EXPECT_EQ(logged(), before + 2);
+}
+
+TEST(RecallCommand, AMapPerArchitectureARowPerDimension) {
+  const TemporaryFolder folder;
+  const std::string command =
+      "recall --arch 2mamba,linear --dims 8,16 --pairs 2,4 --rows 3 --out " + folder.path("r") + kTiny;
+  expect_run(command, 0, {"2mamba-8", "linear-16", "d 8 (", "d 16 (", "pairs", "/6", "/12", "recall.svg"});
+  const auto json = nlohmann::json::parse(read_file(folder.path("r/recall.json")));
+  ASSERT_EQ(json.at("cells").size(), 8u);
+  EXPECT_EQ(json.at("cells").at(1).at("asked"), 12);
+  EXPECT_EQ(json.at("cells").at(1).at("head_dim"), 8);
+  EXPECT_EQ(json.at("cells").at(7).at("arch"), "linear");
+  expect_run(command, 0, {"was trained before"});
+  expect_run("recall --arch sofmax --out " + folder.path("x"), 1, {"sofmax", "did you mean \"softmax\""});
+  expect_run("recall --dims 24 --out " + folder.path("x"), 1, {"width of 64", "24"});
+  expect_run("recall --pairs 4,500 --out " + folder.path("x"), 1, {"500 pairs", "vocabulary"});
+  EXPECT_FALSE(fs::exists(folder.path("x/softmax-16")));
+  expect_run("recall --dims 4", 2, {"--dims"});
+}
+
+TEST(MemoryCommand, TableChartAndJson) {
+  const TemporaryFolder folder;
+  const std::string svg = folder.path("m.svg"), json = folder.path("m.json");
+  expect_run(fmt::format("memory --dim 16 --tokens 300 --device cpu --svg {} --json {}", svg, json), 0,
+             {"softmax", "linear", "2mamba, lazy fold", "(formula)", "break-even", "74 by the formula", "chart in"});
+  const CacheMemory memory = measure_cache_memory(16, 300);
+  const auto written = nlohmann::json::parse(read_file(json));
+  EXPECT_EQ(written.at("break_even_formula"), 74);
+  EXPECT_EQ(written.at("break_even_measured"), memory.break_even());
+  for (size_t i = 0; i < memory.curves.size(); ++i) {
+    EXPECT_EQ(written.at("curves").at(i).at("name"), memory.curves[i].name);
+    for (const auto& point : written.at("curves").at(i).at("points")) {
+      const int64_t tokens = point.at("tokens");
+      EXPECT_EQ(point.at("measured_bytes"), memory.curves[i].measured[tokens - 1]);
+      EXPECT_EQ(point.at("formula_bytes"), memory.curves[i].formula[tokens - 1]);
+    }
+  }
+  EXPECT_NE(read_file(svg).find(fmt::format("break-even: {} tokens", memory.break_even())), std::string::npos);
+  expect_run("memory --dim 16 --tokens 2 --device cpu --svg \"\"", 0, {"not within 2 tokens"});
+  expect_run("memory --dim 4", 2, {"--dim"});
+  expect_run("memory --tokens 0", 2, {"--tokens"});
+  expect_run("memory --tokens 2 --json " + folder.path("no/m.json"), 1, {"no/m.json"});
+}
+
+}  // namespace
+}  // namespace furious
