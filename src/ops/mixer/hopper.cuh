@@ -16,8 +16,13 @@
 
 namespace furious::cuda {
 
-// Operands in shared memory: `rows` rows of a piece of 64 columns take 128 · rows bytes.
-constexpr int kPieceColumns = 64;
+constexpr int kPieceRows = 64;
+constexpr int kPieceBytes = kPieceRows * 128;  // 64 rows of 64 columns
+
+// A piece that the copy engine wrote, seen by ldmatrix.
+__device__ inline Tile<64> piece_of(unsigned char* piece) {
+  return Tile<64>{reinterpret_cast<__nv_bfloat16*>(piece)};
+}
 
 // Of the rows from `piece` on, columns [16·step, +16) are summed over.
 __device__ inline uint64_t operand(const void* piece, int step) {
@@ -42,20 +47,6 @@ __device__ inline void wgmma(float (&d)[8][4], const uint32_t (&a)[4], uint64_t 
       "{%32,%33,%34,%35}, %36, p, 1, 1, %38;}\n"
       : FURIOUS_FOUR(d[0]), FURIOUS_FOUR(d[1]), FURIOUS_FOUR(d[2]), FURIOUS_FOUR(d[3]), FURIOUS_FOUR(d[4]),
         FURIOUS_FOUR(d[5]), FURIOUS_FOUR(d[6]), FURIOUS_FOUR(d[7])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(kTransB));
-}
-
-template <int kTransB>
-__device__ inline void wgmma(float (&d)[9][4], const uint32_t (&a)[4], uint64_t b, int add) {
-  asm volatile(
-      "{.reg .pred p; setp.ne.b32 p, %41, 0;"
-      "wgmma.mma_async.sync.aligned.m64n72k16.f32.bf16.bf16 "
-      "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-      "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
-      "%32,%33,%34,%35}, "
-      "{%36,%37,%38,%39}, %40, p, 1, 1, %42;}\n"
-      : FURIOUS_FOUR(d[0]), FURIOUS_FOUR(d[1]), FURIOUS_FOUR(d[2]), FURIOUS_FOUR(d[3]), FURIOUS_FOUR(d[4]),
-        FURIOUS_FOUR(d[5]), FURIOUS_FOUR(d[6]), FURIOUS_FOUR(d[7]), FURIOUS_FOUR(d[8])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(kTransB));
 }
 
@@ -89,22 +80,6 @@ __device__ inline void wgmma(float (&d)[8][4], uint64_t a, uint64_t b, int add) 
       : "l"(a), "l"(b), "r"(add), "n"(kTransA), "n"(kTransB));
 }
 
-template <int kTransA, int kTransB>
-__device__ inline void wgmma(float (&d)[16][4], uint64_t a, uint64_t b, int add) {
-  asm volatile(
-      "{.reg .pred p; setp.ne.b32 p, %66, 0;"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-      "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-      "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
-      "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
-      "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, "
-      "%64, %65, p, 1, 1, %67, %68;}\n"
-      : FURIOUS_FOUR(d[0]), FURIOUS_FOUR(d[1]), FURIOUS_FOUR(d[2]), FURIOUS_FOUR(d[3]), FURIOUS_FOUR(d[4]),
-        FURIOUS_FOUR(d[5]), FURIOUS_FOUR(d[6]), FURIOUS_FOUR(d[7]), FURIOUS_FOUR(d[8]), FURIOUS_FOUR(d[9]),
-        FURIOUS_FOUR(d[10]), FURIOUS_FOUR(d[11]), FURIOUS_FOUR(d[12]), FURIOUS_FOUR(d[13]), FURIOUS_FOUR(d[14]),
-        FURIOUS_FOUR(d[15])
-      : "l"(a), "l"(b), "r"(add), "n"(kTransA), "n"(kTransB));
-}
 #undef FURIOUS_FOUR
 
 __device__ inline void fence_products() {

@@ -7,13 +7,6 @@
 
 namespace furious::cuda {
 
-constexpr int kPieceBytes = kTile * 128;  // 64 rows of 64 columns
-
-// 64 rows of 64 columns that the copy engine wrote, seen by ldmatrix.
-__device__ inline Tile<64> piece_of(unsigned char* piece) {
-  return Tile<64>{reinterpret_cast<bf16*>(piece)};
-}
-
 // The warp's 16 rows of 64 as operand A. Kernels load them anew for every tile: the assembler of CUDA 13.0 takes the
 // registers of an operand that stays the same through a loop for other things (seen: wrong results from the second turn
 // on).

@@ -84,15 +84,6 @@ __device__ int count_erased(int tiles, Erased&& erased) {
   return total;
 }
 
-__device__ inline float quad_sum(float x) {
-  x += __shfl_xor_sync(0xFFFFFFFFu, x, 1);
-  return x + __shfl_xor_sync(0xFFFFFFFFu, x, 2);
-}
-__device__ inline float quad_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, 1));
-  return fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, 2));
-}
-
 // acc[rows][dim] *= one factor per row of a lane.
 template <int kN>
 __device__ void scale_rows(float (&acc)[kN][4], float upper, float lower) {

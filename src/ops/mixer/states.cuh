@@ -15,9 +15,7 @@ namespace furious::cuda {
 
 using bf16 = __nv_bfloat16;
 
-constexpr int kTileRows = 64;
-constexpr int kTileBytes = kTileRows * 128;
-constexpr int kTileElements = kTileRows * 64;
+constexpr int kTileElements = kPieceRows * 64;
 constexpr int kSquaredTiles = 41;
 
 // Of the tiles of a squared score, the first with block A.
@@ -42,15 +40,6 @@ __device__ inline float low_of(uint32_t x) {
 }
 __device__ inline float high_of(uint32_t x) {
   return __uint_as_float(x & 0xFFFF0000u);
-}
-
-__device__ inline float sum_of_quad(float x) {
-  x += __shfl_xor_sync(0xFFFFFFFFu, x, 1);
-  return x + __shfl_xor_sync(0xFFFFFFFFu, x, 2);
-}
-
-__device__ inline Tile<64> tile_at(unsigned char* piece) {
-  return Tile<64>{reinterpret_cast<bf16*>(piece)};
 }
 
 // Bytes that follow each other, in multiples of 16, to and from shared memory.
@@ -99,7 +88,7 @@ struct Chunks {
   bool reverse;
 
   __device__ int at(int i) const { return reverse ? chunks - 1 - i : i; }
-  __device__ int tiles(int c) const { return (min(chunk, length - c * chunk) + kTileRows - 1) / kTileRows; }
+  __device__ int tiles(int c) const { return (min(chunk, length - c * chunk) + kPieceRows - 1) / kPieceRows; }
 };
 
 // The row of a state (symmetric_square.h) that holds the pair (a, b).

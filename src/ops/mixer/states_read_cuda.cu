@@ -26,15 +26,15 @@ struct Reading {
 };
 
 constexpr int kGroups = 4;  // warpgroups that multiply
-constexpr int kRows = kGroups * kTileRows;
+constexpr int kRows = kGroups * kPieceRows;
 constexpr int kThreads = 128 * (kGroups + 1);
 
 // What a block has in shared memory: tiles of a state, and its rows of kInputs tensors.
 template <int kInputCount, int kStageCount>
 struct Stream {
   static constexpr int kInputs = kInputCount, kStages = kStageCount;
-  unsigned char tiles[kStages][kTileBytes];
-  unsigned char x[2][kInputs][kGroups][kTileBytes];
+  unsigned char tiles[kStages][kPieceBytes];
+  unsigned char x[2][kInputs][kGroups][kPieceBytes];
   Barrier full[kStages], empty[kStages], x_full[2], x_empty[2];
 };
 using ReadShared = Stream<1, 16>;
@@ -85,9 +85,9 @@ __device__ void copy_all(Shared& shared, const CUtensorMap& x, const CUtensorMap
     if (c == m.empty) return;
     const int b = head / m.heads, h = head % m.heads, place = pass % 2;
     if (pass >= 2) shared.x_empty[place].wait(pass / 2 - 1);
-    shared.x_full[place].arrive_and_expect(kInputs * kGroups * kTileBytes);
+    shared.x_full[place].arrive_and_expect(kInputs * kGroups * kPieceBytes);
     for (int i = 0; i < kGroups; ++i) {
-      const int t = token + i * kTileRows;
+      const int t = token + i * kPieceRows;
       copy_tile(shared.x[place][0][i], x, shared.x_full[place], 0, t, h / m.x_group, b);
       if constexpr (kInputs == 2) copy_tile(shared.x[place][1][i], u, shared.x_full[place], 0, t, h / m.u_group, b);
     }
@@ -96,8 +96,8 @@ __device__ void copy_all(Shared& shared, const CUtensorMap& x, const CUtensorMap
     for (int tile = first_tile; tile < m.tiles; ++tile, ++turn) {
       const int stage = turn % kStages;
       if (turn >= kStages) shared.empty[stage].wait(turn / kStages - 1);
-      shared.full[stage].arrive_and_expect(kTileBytes);
-      copy_bytes(shared.tiles[stage], state + static_cast<int64_t>(tile) * kTileElements, kTileBytes,
+      shared.full[stage].arrive_and_expect(kPieceBytes);
+      copy_bytes(shared.tiles[stage], state + static_cast<int64_t>(tile) * kTileElements, kPieceBytes,
                  shared.full[stage]);
     }
   });
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kThreads, 1) read_kernel(const __grid_constant
   take_registers<112>();
   int turn = 0, pass = 0;
   each_item(m, [&](int head, int c, int token) {
-    const int first = token + group * kTileRows + warp * 16, row = first + lane / 4;
+    const int first = token + group * kPieceRows + warp * 16, row = first + lane / 4;
     if (c == m.empty) {
       write_zeros(m, head, first);
       if (sums && lane % 4 == 0)
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(kThreads, 1) read_kernel(const __grid_constant
     const int place = pass % 2;
     shared.x_full[place].wait(pass / 2);
     ++pass;
-    const Tile<64> x = tile_at(shared.x[place][0][group]);
+    const Tile<64> x = piece_of(shared.x[place][0][group]);
     uint32_t own[4][4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) x.a_fragment(own[i], warp * 16, i);
@@ -195,8 +195,8 @@ __global__ void __launch_bounds__(kThreads, 1) read_kernel(const __grid_constant
           const uint32_t pair = own[j / 2][j % 2 * 2 + e / 2];
           n[e / 2] += acc[j][e] * (e % 2 == 0 ? low_of(pair) : high_of(pair));
         }
-      n[0] = sum_of_quad(n[0]);
-      n[1] = sum_of_quad(n[1]);
+      n[0] = quad_sum(n[0]);
+      n[1] = quad_sum(n[1]);
     }
 #pragma unroll
     for (int block = 0; block < 4; ++block)
@@ -267,13 +267,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   take_registers<112>();
   int turn = 0, pass = 0;
   each_item(m, [&](int head, int c, int token) {
-    const int first = token + group * kTileRows + warp * 16, row = first + lane / 4;
+    const int first = token + group * kPieceRows + warp * 16, row = first + lane / 4;
     float dx[8][4] = {};
     if (c == m.empty) return write_zeros(m, head, first);
     const int place = pass % 2;
     shared.x_full[place].wait(pass / 2);
     ++pass;
-    const Tile<64> x = tile_at(shared.x[place][0][group]);
+    const Tile<64> x = piece_of(shared.x[place][0][group]);
     uint32_t own[4][4];
     float t[8][4];
     // t = own · the rows of the next tile.
@@ -302,7 +302,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
         for (int i = 0; i < 4; ++i) dx[j][i] = t[j][i] * e[i / 2];
     }
-    const Tile<64> u = tile_at(shared.x[place][1][group]);
+    const Tile<64> u = piece_of(shared.x[place][1][group]);
 #pragma unroll
     for (int i = 0; i < 4; ++i) u.a_fragment(own[i], warp * 16, i);
 #pragma unroll
@@ -348,7 +348,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         for (int a = 0; a < 4; ++a)
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            float sum = sum_of_quad(sums[a][i]);
+            float sum = quad_sum(sums[a][i]);
             if (lane % 4 != four % 2 * 2 + a / 2) sum = 0;
             dx[2 * block][2 * i + a % 2] += four < 2 ? sum : 0.0f;
             dx[2 * block + 1][2 * i + a % 2] += four < 2 ? 0.0f : sum;
@@ -369,10 +369,10 @@ __global__ void __launch_bounds__(kThreads, 1)
 template <bool kTransposed>
 __global__ void __launch_bounds__(128) linear_kernel(const __grid_constant__ CUtensorMap map, const Reading m) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  __shared__ __align__(1024) unsigned char shared_x[kTileBytes];
-  __shared__ __align__(1024) unsigned char state[kTileBytes];
+  __shared__ __align__(1024) unsigned char shared_x[kPieceBytes];
+  __shared__ __align__(1024) unsigned char state[kPieceBytes];
   __shared__ Barrier full;
-  const int token = static_cast<int>(blockIdx.x) * kTileRows, h = static_cast<int>(blockIdx.y);
+  const int token = static_cast<int>(blockIdx.x) * kPieceRows, h = static_cast<int>(blockIdx.y);
   const int b = static_cast<int>(blockIdx.z), c = token / m.chunk;
   const int head = b * m.heads + h;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
@@ -382,9 +382,9 @@ __global__ void __launch_bounds__(128) linear_kernel(const __grid_constant__ CUt
   if (threadIdx.x == 0) {
     full.init(1);
     fence_barriers();
-    full.arrive_and_expect(2 * kTileBytes);
+    full.arrive_and_expect(2 * kPieceBytes);
     copy_tile(shared_x, map, full, 0, token, h / m.x_group, b);
-    copy_bytes(state, m.states + static_cast<int64_t>(head * m.chunks + c) * kTileElements, kTileBytes, full);
+    copy_bytes(state, m.states + static_cast<int64_t>(head * m.chunks + c) * kTileElements, kPieceBytes, full);
   }
 #pragma unroll
   for (int i = 0; i < 2; ++i) factor[i] = row + 8 * i < m.length ? factor_of(m, head, row + 8 * i) : 0.0f;
@@ -392,7 +392,7 @@ __global__ void __launch_bounds__(128) linear_kernel(const __grid_constant__ CUt
   full.wait(0);
   uint32_t own[4][4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) tile_at(shared_x).a_fragment(own[i], warp * 16, i);
+  for (int i = 0; i < 4; ++i) piece_of(shared_x).a_fragment(own[i], warp * 16, i);
   fence_products();
 #pragma unroll
   for (int i = 0; i < 4; ++i)
@@ -403,7 +403,7 @@ __global__ void __launch_bounds__(128) linear_kernel(const __grid_constant__ CUt
   commit_products();
   wait_for_products<0>();
   settle(acc);
-  write_rows(m, head, first, acc, factor, tile_at(shared_x));
+  write_rows(m, head, first, acc, factor, piece_of(shared_x));
 #endif
 }
 
@@ -462,7 +462,7 @@ void contract(const Reading& m, const CUtensorMap& x, const CUtensorMap& u, cuda
 
 template <bool kTransposed>
 void linear(const Reading& m, const CUtensorMap& x, cudaStream_t here) {
-  const dim3 grid(blocks_for(m.length, kTileRows), static_cast<unsigned>(m.heads), static_cast<unsigned>(m.batch));
+  const dim3 grid(blocks_for(m.length, kPieceRows), static_cast<unsigned>(m.heads), static_cast<unsigned>(m.batch));
   linear_kernel<kTransposed><<<grid, 128, 0, here>>>(x, m);
   check_launch("mixer: reading states");
 }

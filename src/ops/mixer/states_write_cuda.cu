@@ -30,10 +30,10 @@ constexpr float kSqrt2 = 1.41421356237f;
 
 struct UpdateShared {
   static constexpr int kStages = 8;
-  unsigned char x[kStages][kTileBytes], u[kStages][kTileBytes];
-  unsigned char out[5][kTileBytes];
+  unsigned char x[kStages][kPieceBytes], u[kStages][kPieceBytes];
+  unsigned char out[5][kPieceBytes];
   uint4 scaled[kStages][8 * kHelpers][12];  // w·x_a of 64 tokens for 8 a per helper; rows of 128 bytes, 192 apart
-  float factors[kStages][kTileRows];
+  float factors[kStages][kPieceRows];
   Barrier full[kStages], ready[kStages], empty[kStages];
 };
 
@@ -77,12 +77,12 @@ __device__ void accumulate(UpdateShared& shared, const Walk& m, int block, int f
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         const float factor = (first_a + 4 * tile) / 16 < block ? 2.0f : 1.0f;
-        unsigned char* const to = out + tile * kTileBytes;
+        unsigned char* const to = out + tile * kPieceBytes;
 #pragma unroll
         for (int u = 0; u < 2; ++u)
 #pragma unroll
           for (int j = 0; j < 8; ++j)
-            *reinterpret_cast<uint32_t*>(tile_at(to).at(16 * warp + lane / 4 + 8 * u, j) + lane % 4 * 2) =
+            *reinterpret_cast<uint32_t*>(piece_of(to).at(16 * warp + lane / 4 + 8 * u, j) + lane % 4 * 2) =
                 pack(acc[tile][j][2 * u] * factor, acc[tile][j][2 * u + 1] * factor);
       }
       fence_shared_writes();
@@ -93,7 +93,7 @@ __device__ void accumulate(UpdateShared& shared, const Walk& m, int block, int f
         for (int tile = 0; tile < kTiles; ++tile) {
           const int a = first_a + 4 * tile, own = a / 16;
           const int index = first_tile_of(own) + a % 16 / 4 * (4 - own) + block - own;
-          store_bytes(state + static_cast<int64_t>(index) * kTileElements, out + tile * kTileBytes, kTileBytes);
+          store_bytes(state + static_cast<int64_t>(index) * kTileElements, out + tile * kPieceBytes, kPieceBytes);
         }
         commit_stores();
       }
@@ -104,7 +104,7 @@ __device__ void accumulate(UpdateShared& shared, const Walk& m, int block, int f
     const int tiles = chunks.tiles(c);
     for (int tile = 0; tile < tiles; ++tile, ++turn) {
       const int stage = turn % UpdateShared::kStages, phase = turn / UpdateShared::kStages;
-      const Tile<64> x = tile_at(shared.x[stage]);
+      const Tile<64> x = piece_of(shared.x[stage]);
       shared.full[stage].wait(phase);
       shared.ready[stage].wait(phase);
       uint32_t f[4][kTiles][4];
@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(kUpdateThreads, 1)
     int turn = 0;
     for (int i = 0; i < walked; ++i) {
       const int c = m.chunks.at(i), tiles = m.chunks.tiles(c);
-      for (int tile = 0; tile < tiles; ++tile, ++turn) f(turn, c * m.chunks.chunk + tile * kTileRows);
+      for (int tile = 0; tile < tiles; ++tile, ++turn) f(turn, c * m.chunks.chunk + tile * kPieceRows);
     }
   };
   if (warp < 4) {
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(kUpdateThreads, 1)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           uint32_t r[4];
-          load_matrices_transposed(r, tile_at(shared.x[stage]).at(32 * half + lane, octet));
+          load_matrices_transposed(r, piece_of(shared.x[stage]).at(32 * half + lane, octet));
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             float2 w = make_float2(1, 1);
@@ -213,12 +213,12 @@ __global__ void __launch_bounds__(kUpdateThreads, 1)
         const int stage = turn % kStages;
         if (turn >= kStages) shared.empty[stage].wait(turn / kStages - 1);
         if (lane == 0) {
-          shared.full[stage].arrive_and_expect(2 * kTileBytes);
+          shared.full[stage].arrive_and_expect(2 * kPieceBytes);
           copy_tile(shared.x[stage], x, shared.full[stage], 0, token, h / m.x_group, b);
           copy_tile(shared.u[stage], u, shared.full[stage], 0, token, h / m.u_group, b);
         }
         if (!factors) return;
-        for (int i = lane; i < kTileRows; i += 32)
+        for (int i = lane; i < kPieceRows; i += 32)
           copy_float(&shared.factors[stage][i], factors, token + i, m.chunks.length);
         arrive_after_copies(shared.full[stage]);
       });
@@ -230,8 +230,8 @@ __global__ void __launch_bounds__(kUpdateThreads, 1)
 // Σ_j w_j x_j u_jᵀ of a single chunk, 64 × 64. With `same`, u is x.
 constexpr int kOuterStages = 4;
 struct OuterShared {
-  unsigned char x[kOuterStages][kTileBytes], u[kOuterStages][kTileBytes];
-  float weights[kOuterStages][kTileRows];
+  unsigned char x[kOuterStages][kPieceBytes], u[kOuterStages][kPieceBytes];
+  float weights[kOuterStages][kPieceRows];
   Barrier full[kOuterStages];
 };
 __global__ void __launch_bounds__(128)
@@ -250,11 +250,11 @@ __global__ void __launch_bounds__(128)
   }
   __syncthreads();
   const auto load = [&](int tile) {
-    const int stage = tile % kOuterStages, token = begin + tile * kTileRows;
-    if (threadIdx.x < kTileRows)
+    const int stage = tile % kOuterStages, token = begin + tile * kPieceRows;
+    if (threadIdx.x < kPieceRows)
       shared.weights[stage][threadIdx.x] = weight_of(m, head * m.chunks.length, token + static_cast<int>(threadIdx.x));
     if (threadIdx.x != 0) return;
-    shared.full[stage].arrive_and_expect((same ? 1 : 2) * kTileBytes);
+    shared.full[stage].arrive_and_expect((same ? 1 : 2) * kPieceBytes);
     copy_tile(shared.x[stage], x, shared.full[stage], 0, token, h / m.x_group, b);
     if (!same) copy_tile(shared.u[stage], u, shared.full[stage], 0, token, h / m.u_group, b);
   };
@@ -269,7 +269,7 @@ __global__ void __launch_bounds__(128)
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
       load_matrices_transposed(
-          f[step], tile_at(shared.x[stage]).at(16 * step + lane % 8 + lane / 16 * 8, 2 * warp + lane / 8 % 2));
+          f[step], piece_of(shared.x[stage]).at(16 * step + lane % 8 + lane / 16 * 8, 2 * warp + lane / 8 % 2));
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float2 w = *reinterpret_cast<const float2*>(shared.weights[stage] + 16 * step + i / 2 * 8 + lane % 4 * 2);
