@@ -94,7 +94,7 @@ TEST_F(TrainerCuda, OutOfMemoryInAStepSaysWhatWouldFit) {
   SKIP_WITHOUT_GPU();
   TrainOptions options = options_for("run");
   options.length = 512;
-  options.batch = 64;
+  options.batch = 1024;
   Trainer trainer(options);
   Arena& arena = Arena::of(kGpu);
   arena.trim();
