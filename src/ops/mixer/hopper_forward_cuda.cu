@@ -1,5 +1,4 @@
-// The parallel form on Hopper, forward. A block owns queries of one head: two warpgroups multiply, a warp of its own
-// has tiles of keys and values copied ahead and works out their decay factors.
+// The parallel form on Hopper, forward.
 #include "ops/mixer/hopper_parallel.cuh"
 
 namespace furious::cuda {
@@ -7,20 +6,20 @@ namespace {
 
 template <int kDim>
 struct Layout {
-  static constexpr int kGroups = 2;                     // warpgroups that multiply
-  static constexpr int kThreads = 128 * kGroups + 128;  // and one whose first warp copies
-  static constexpr int kM = kDim == 64 ? 2 : 1;         // of 64 queries, per warpgroup: as many as registers hold
-  static constexpr int kGroupRows = 64 * kM;
-  static constexpr int kRows = kGroups * kGroupRows;
+  static constexpr int kGroups = kDim == 64 ? 4 : 2;  // warpgroups that multiply: as many as registers hold
+  static constexpr int kRegisters = kDim == 64 ? 112 : 232, kCopyRegisters = kDim == 64 ? 32 : 40;
+  static constexpr int kThreads = 128 * (kGroups + 1);
+  static constexpr int kRows = 64 * kGroups;
   static constexpr int kPieces = kDim / 64;
-  static constexpr int kStages = 4;
+  static constexpr int kStages = kDim == 64 ? 4 : 3;
 
-  unsigned char queries[kGroups * kM][kPieces][kPieceBytes];
+  unsigned char queries[kGroups][kPieces][kPieceBytes];
   unsigned char keys[kStages][kPieces][kPieceBytes];
   unsigned char values[kStages][kPieces][kPieceBytes];
-  float columns[kStages][kTile];
-  float locals[kStages][kTile];
+  float columns[kStages][kTile];  // factor of a key, or what it adds to the exponent
+  float locals[kStages][kTile];   // A_j less that of the block's first query, times log2(e)
   Barrier full[kStages], empty[kStages], ready;
+  int first_tile;
 };
 
 struct Maps {
@@ -33,218 +32,190 @@ __global__ void __launch_bounds__(Layout<kDim>::kThreads, 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using L = Layout<kDim>;
   constexpr bool kExponential = kScore == Score::exponential;
-  constexpr int kSteps = kDim / 16, kM = L::kM, kN = kTile / 8;
+  constexpr int kSteps = kDim / 16, kN = kTile / 8;
   extern __shared__ __align__(1024) unsigned char memory[];
   L& shared = *reinterpret_cast<L*>(memory);
-
   const int b = static_cast<int>(blockIdx.z), h = static_cast<int>(blockIdx.y);
-  const int row0 = static_cast<int>(gridDim.x - 1 - blockIdx.x) * L::kRows;  // the longest work first
-  const int length = static_cast<int>(m.length);
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  const double* const a = m.decay_of(b, h);
-  const int* const starts = m.starts ? m.starts + b * m.length : nullptr;
-  const double reference = a ? a[row0] : 0.0;
-  const float scale = score_scale<kScore>(m.scale);
-  const int first_tile = first_key_tile<L::kThreads>(m, a, starts, row0);
-  const int last_tile = (min(row0 + L::kRows, length) - 1) / kTile;
+  const RowBlock rows = row_block<L::kRows, true>(m);
+  if (rows.row0 >= rows.end) return;
 
   init_barriers(shared, L::kGroups);
   if (warp >= 4 * L::kGroups) {
-    give_registers<40>();
+    give_registers<L::kCopyRegisters>();
     if (warp > 4 * L::kGroups) return;
     if (lane == 0) {
-      shared.ready.arrive_and_expect(L::kGroups * kM * L::kPieces * kPieceBytes);
-      for (int i = 0; i < L::kGroups * kM; ++i)
+      shared.ready.arrive_and_expect(L::kGroups * L::kPieces * kPieceBytes);
+      for (int i = 0; i < L::kGroups; ++i)
         for (int piece = 0; piece < L::kPieces; ++piece)
-          copy_tile(shared.queries[i][piece], maps.q, shared.ready, piece * 64, row0 + i * 64, h / m.q.group, b);
+          copy_tile(shared.queries[i][piece], maps.q, shared.ready, piece * 64, rows.row0 + i * 64, h / m.q.group, b);
     }
-    copy_keys<kScore>(shared, maps.k, maps.v, m, a, first_tile, last_tile, row0, reference, scale);
+    copy_keys<kScore>(shared, maps.k, maps.v, m, rows);
     return;
   }
-  take_registers<232>();
+  take_registers<L::kRegisters>();
 
   const int group = warp / 4;
-  const int w0 = row0 + group * L::kGroupRows;  // the warpgroup's first query; a lane's are 16·(warp % 4) further on
-  const int lane_row = warp % 4 * 16 + lane / 4;
-  float acc[kM][kDim / 8][4];
-  float n[kM][2] = {}, largest[kM][2], own[kM][2];
-  int start[kM][2];
-  shared.ready.wait(0);
+  const int w0 = rows.row0 + group * 64;  // the warpgroup's first query
+  const int lane_row = warp % 4 * 16 + lane / 4, lane_column = lane % 4 * 2;
+  const double* const a = m.decay_of(b, h);
+  const float scale = score_scale<kScore>(m.scale);
+  float acc[kDim / 8][4];
+  float n[2] = {}, largest[2] = {-INFINITY, -INFINITY}, own[2] = {};  // own: A_i less that of the first, times log2(e)
+  int start[2] = {}, latest_start = 0;
+  clear(acc);
 #pragma unroll
-  for (int mt = 0; mt < kM; ++mt) {
-#pragma unroll
-    for (int d = 0; d < kDim / 8; ++d)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) acc[mt][d][e] = 0;
-#pragma unroll
-    for (int u = 0; u < 2; ++u) {
-      const int row = min(w0 + mt * 64 + lane_row + u * 8, length - 1);
-      own[mt][u] = a ? static_cast<float>(a[row] - reference) : 0.0f;
-      start[mt][u] = starts ? starts[row] : 0;
-      largest[mt][u] = -INFINITY;
-    }
+  for (int u = 0; u < 2; ++u) {
+    const int row = min(w0 + lane_row + u * 8, rows.end - 1);
+    if (a) own[u] = static_cast<float>(a[row] - a[rows.row0]) * kLog2e;
+    if (m.starts) start[u] = m.starts[b * m.length + row];
   }
-  const int latest_start = starts ? starts[min(w0 + L::kGroupRows, length) - 1] : 0;
-  const int own_last_tile = min((w0 + L::kGroupRows - 1) / kTile, last_tile);
+  if (m.starts) latest_start = m.starts[b * m.length + min(w0 + 64, rows.end) - 1];
+  const int last_tile = (rows.end - 1) / kTile, own_last_tile = w0 < rows.end ? w0 / kTile : -1;
   bool true_sums = false;
+  Pipe<L::kStages> pipe;
+  shared.ready.wait(0);
+  int tile = shared.first_tile;
 
-  for (int tile = first_tile; tile <= own_last_tile; ++tile) {
-    const int turn = tile - first_tile, stage = turn % L::kStages;
+  for (; tile <= own_last_tile; ++tile, pipe.next()) {
+    const int stage = pipe.stage;
     const int key0 = tile * kTile;
-    const bool near = key0 >= row0;  // columns are relative to the tile's last key, not to the block's first query
-    const float* const column = shared.columns[stage];
+    const bool near = key0 >= rows.row0;
+    const float* const column = shared.columns[stage] + lane_column;
     const float* const local = shared.locals[stage];
-    uint32_t q[kM][kSteps][4];
-    float s[kM][kN][4];
-#pragma unroll
-    for (int mt = 0; mt < kM; ++mt) load_rows(q[mt], shared.queries[group * kM + mt]);
-    shared.full[stage].wait(turn / L::kStages);
+    uint32_t q[kSteps][4];
+    float s[kN][4];
+    load_rows(q, shared.queries[group]);
+    shared.full[stage].wait(pipe.phase);
+    const uint64_t keys = operand(shared.keys[stage][0], 0);
     fence_products();
 #pragma unroll
-    for (int mt = 0; mt < kM; ++mt) {
+    for (int step = 0; step < kSteps; ++step) wgmma<0>(s, q[step], columns_at(keys, step), step > 0);
+    commit_products();
+    wait_for_products<0>();
+    settle(s);
+
+    if constexpr (kExponential) {
+      float top[2] = {-INFINITY, -INFINITY};
+      with_place(tile == own_last_tile, latest_start > key0, false, [&](auto place) {
+        constexpr Place kPlace = decltype(place)::value;
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step)
-        wgmma<0>(s[mt], q[mt][step], operand(shared.keys[stage][step / 4], step % 4), step > 0);
-      commit_products();
-    }
+        for (int nn = 0; nn < kN; ++nn) {
+          const float2 pair = *reinterpret_cast<const float2*>(column + nn * 8);
 #pragma unroll
-    for (int mt = 0; mt < kM; ++mt) {
-      wait_for_products<kM - 1>();  // all but the latest are there
-      settle(s[mt]);
-      const int m0 = w0 + mt * 64;
-      const bool diagonal = key0 + kTile - 1 > m0;
-      const bool masked = diagonal || latest_start > key0;
-      if constexpr (kExponential) {
-        float top[2] = {-INFINITY, -INFINITY};
-        const auto add_exponents = [&](auto is_masked) {
-#pragma unroll
-          for (int nn = 0; nn < kN; ++nn) {
-            const float2 pair = *reinterpret_cast<const float2*>(column + nn * 8 + lane % 4 * 2);
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-              const int u = e / 2;
-              float x = fmaf(s[mt][nn][e], scale, e % 2 == 0 ? pair.x : pair.y);
-              if constexpr (decltype(is_masked)::value) {
-                const int row = m0 + lane_row + u * 8, key = key0 + nn * 8 + lane % 4 * 2 + e % 2;
-                if (key > row || key < start[mt][u]) x = -INFINITY;
-              }
-              s[mt][nn][e] = x;
-              top[u] = fmaxf(top[u], x);
-            }
+          for (int e = 0; e < 4; ++e) {
+            const int u = e / 2;
+            float x = fmaf(s[nn][e], scale, e % 2 == 0 ? pair.x : pair.y);
+            if (kPlace == Place::diagonal && column_of(nn, e) > lane_row + u * 8 - lane_column) x = -INFINITY;
+            if ((kPlace == Place::diagonal || kPlace == Place::near_documents) &&
+                key0 + lane_column + column_of(nn, e) < start[u])
+              x = -INFINITY;
+            s[nn][e] = x;
+            top[u] = fmaxf(top[u], x);
           }
-        };
-        masked ? add_exponents(std::true_type()) : add_exponents(std::false_type());
-        float shrink[2];
-#pragma unroll
-        for (int u = 0; u < 2; ++u) {
-          const float now = fmaxf(largest[mt][u], quad_max(top[u]));
-          const float base = now == -INFINITY ? 0.0f : now;
-          shrink[u] = fast_exp2(largest[mt][u] - base);
-          largest[mt][u] = now;
-          n[mt][u] *= shrink[u];
-#pragma unroll
-          for (int nn = 0; nn < kN; ++nn)
-#pragma unroll
-            for (int e = 2 * u; e < 2 * u + 2; ++e) {
-              s[mt][nn][e] = fast_exp2(s[mt][nn][e] - base);
-              n[mt][u] += s[mt][nn][e];
-            }
         }
-        scale_rows(acc[mt], shrink[0], shrink[1]);
-      } else {
-        if (a && near && !true_sums) {
-          const float upper = __expf(own[mt][0]), lower = __expf(own[mt][1]);
-          scale_rows(acc[mt], upper, lower);
-          n[mt][0] *= upper;
-          n[mt][1] *= lower;
-        }
-        float row[2] = {1, 1};
-        if (a && near) {
-          row[0] = __expf(fminf(own[mt][0] - local[kTile - 1], 0.0f));
-          row[1] = __expf(fminf(own[mt][1] - local[kTile - 1], 0.0f));
-        }
-        const auto weigh = [&](auto is_masked, auto is_near) {
-          constexpr bool kMasked = decltype(is_masked)::value, kNear = decltype(is_near)::value;
+      });
+      float shrink[2];
 #pragma unroll
-          for (int nn = 0; nn < kN; ++nn) {
-            const int c = nn * 8 + lane % 4 * 2;
-            const float2 factors = *reinterpret_cast<const float2*>(column + c);
-            const float2 places = kMasked ? *reinterpret_cast<const float2*>(local + c) : float2{};
+      for (int u = 0; u < 2; ++u) {
+        const float now = fmaxf(largest[u], quad_max(top[u]));
+        const float base = now == -INFINITY ? 0.0f : now;
+        shrink[u] = fast_exp2(largest[u] - base);
+        largest[u] = now;
+        n[u] *= shrink[u];
 #pragma unroll
-            for (int e = 0; e < 4; ++e) {
-              const int u = e / 2;
-              float& x = s[mt][nn][e];
-              float d = e % 2 == 0 ? factors.x : factors.y;
-              if constexpr (kNear) d *= row[u];
-              if constexpr (kMasked) {
-                const int query = m0 + lane_row + u * 8, key = key0 + c + e % 2;
-                if (diagonal && a) d = scale * __expf(fminf(own[mt][u] - (e % 2 == 0 ? places.x : places.y), 0.0f));
-                if (key > query || key < start[mt][u]) d = 0.0f;
-              }
-              x = kScore == Score::squared ? x * x * d : x * d;
-              n[mt][u] += x;
-            }
+        for (int nn = 0; nn < kN; ++nn)
+#pragma unroll
+          for (int e = 2 * u; e < 2 * u + 2; ++e) {
+            s[nn][e] = fast_exp2(s[nn][e] - base);
+            n[u] += s[nn][e];
           }
-        };
-        if (masked)
-          weigh(std::true_type(), std::true_type());
-        else if (near)
-          weigh(std::false_type(), std::true_type());
-        else
-          weigh(std::false_type(), std::false_type());
       }
-      uint32_t p[kTile / 16][4];
-      pack_rows(p, s[mt]);
-      fence_products();
+      scale_rows(acc, shrink[0], shrink[1]);
+    } else {
+      if (a && near && !true_sums) {
+        true_sums = true;
+        const float upper = fast_exp2(own[0]), lower = fast_exp2(own[1]);
+        scale_rows(acc, upper, lower);
+        n[0] *= upper;
+        n[1] *= lower;
+      }
+      float row[2] = {1, 1};
+      if (a && near) {
+        row[0] = fast_exp2(fminf(own[0] - local[kTile - 1], 0.0f));
+        row[1] = fast_exp2(fminf(own[1] - local[kTile - 1], 0.0f));
+      }
+      with_place(tile == own_last_tile, latest_start > key0, near, [&](auto place) {
+        constexpr Place kPlace = decltype(place)::value;
 #pragma unroll
-      for (int kk = 0; kk < kTile / 16; ++kk)
-        wgmma<1>(acc[mt], p[kk], operand_transposed(shared.values[stage][0], kk, kPieceBytes), 1);
-      commit_products();
+        for (int nn = 0; nn < kN; ++nn) {
+          const float2 pair =
+              *reinterpret_cast<const float2*>((kPlace == Place::diagonal ? local + lane_column : column) + nn * 8);
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const int u = e / 2;
+            float& x = s[nn][e];
+            float d = e % 2 == 0 ? pair.x : pair.y;
+            if constexpr (kPlace == Place::diagonal) {
+              d = scale * fast_exp2(fminf(own[u] - d, 0.0f));
+              if (column_of(nn, e) > lane_row + u * 8 - lane_column) d = 0.0f;
+            } else if constexpr (kPlace != Place::far) {
+              d *= row[u];
+            }
+            if constexpr (kPlace == Place::diagonal || kPlace == Place::near_documents)
+              if (key0 + lane_column + column_of(nn, e) < start[u]) d = 0.0f;
+            x = kScore == Score::squared ? x * x * d : x * d;
+            n[u] += x;
+          }
+        }
+      });
     }
+    uint32_t p[kTile / 16][4];
+    pack_rows(p, s);
+    const uint64_t values = operand_transposed(shared.values[stage][0], 0, kPieceBytes);
+    fence_products();
+#pragma unroll
+    for (int step = 0; step < kTile / 16; ++step) wgmma<1>(acc, p[step], rows_at(values, step), 1);
+    commit_products();
     // Products left running into the next turn of a loop would be serialized by the assembler.
     wait_for_products<0>();
-#pragma unroll
-    for (int mt = 0; mt < kM; ++mt) settle(acc[mt]);
+    settle(acc);
+    __syncwarp();
     if (lane == 0) shared.empty[stage].arrive();
-    if (near) true_sums = true;
   }
-  // The other warpgroup may have tiles to come; the warp that copies waits for both.
-  for (int tile = own_last_tile + 1; tile <= last_tile; ++tile) {
-    const int turn = tile - first_tile, stage = turn % L::kStages;
-    shared.full[stage].wait(turn / L::kStages);
-    if (lane == 0) shared.empty[stage].arrive();
+  // Other warpgroups may have tiles to come; the warp that copies waits for all.
+  for (; tile <= last_tile; ++tile, pipe.next()) {
+    shared.full[pipe.stage].wait(pipe.phase);
+    if (lane == 0) shared.empty[pipe.stage].arrive();
   }
 
   const int64_t head_row = (static_cast<int64_t>(b) * m.heads + h) * m.length;
 #pragma unroll
-  for (int mt = 0; mt < kM; ++mt) {
-#pragma unroll
-    for (int u = 0; u < 2; ++u) {
-      const int row = w0 + mt * 64 + lane_row + u * 8;
-      float sum = quad_sum(n[mt][u]);
-      if (row >= length) continue;
-      float past = 1;  // what the past is to be multiplied by
-      if (m.past.data && m.sum_norm) {
-        past = m.past_n[head_row + row];
-        sum += past;
-      }
-      const float inverse = !m.sum_norm ? 1.0f : fabsf(sum) < kSmallestNormalizer ? 0.0f : 1 / sum;
-      uint32_t* const to = reinterpret_cast<uint32_t*>(m.out.row(b, row, h));
-      const uint32_t* const from = m.past.data ? reinterpret_cast<uint32_t*>(m.past.row(b, row, h)) : nullptr;
-#pragma unroll
-      for (int d = 0; d < kDim / 8; ++d) {
-        float2 y = {acc[mt][d][u * 2], acc[mt][d][u * 2 + 1]};
-        if (from) {
-          const float2 before = unpack(from[d * 4 + lane % 4]);
-          y.x += past * before.x;
-          y.y += past * before.y;
-        }
-        to[d * 4 + lane % 4] = pack(y.x * inverse, y.y * inverse);
-      }
-      if (lane % 4 != 0) continue;
-      if (m.normalizer) m.normalizer[head_row + row] = sum;
-      if (m.maximum) m.maximum[head_row + row] = largest[mt][u] / kLog2e + own[mt][u];
+  for (int u = 0; u < 2; ++u) {
+    const int row = w0 + lane_row + u * 8;
+    float sum = quad_sum(n[u]);
+    if (row >= rows.end) continue;
+    float past = 1;  // what the past is to be multiplied by
+    if (m.past.data && m.sum_norm) {
+      past = m.past_n[head_row + row];
+      sum += past;
     }
+    const float inverse = !m.sum_norm ? 1.0f : fabsf(sum) < kSmallestNormalizer ? 0.0f : 1 / sum;
+    uint32_t* const to = reinterpret_cast<uint32_t*>(m.out.row(b, row, h)) + lane % 4;
+    const uint32_t* const from = m.past.data ? reinterpret_cast<uint32_t*>(m.past.row(b, row, h)) + lane % 4 : nullptr;
+#pragma unroll
+    for (int d = 0; d < kDim / 8; ++d) {
+      float2 y = {acc[d][u * 2], acc[d][u * 2 + 1]};
+      if (from) {
+        const float2 before = unpack(from[d * 4]);
+        y.x += past * before.x;
+        y.y += past * before.y;
+      }
+      to[d * 4] = pack(y.x * inverse, y.y * inverse);
+    }
+    if (lane % 4 != 0) continue;
+    if (m.normalizer) m.normalizer[head_row + row] = sum;
+    if (m.maximum) m.maximum[head_row + row] = (largest[u] + own[u]) / kLog2e;
   }
 #endif
 }
@@ -255,9 +226,8 @@ void launch(const MixerCall& call, const Parallel& m) {
   const auto kernel = forward_kernel<kScore, kDim>;
   allow_shared_memory(kernel, sizeof(L));
   const Maps maps{tile_map(call.inputs.q), tile_map(call.inputs.k), tile_map(call.inputs.v)};
-  const dim3 grid(blocks_for(call.shape.length, L::kRows), static_cast<unsigned>(call.shape.heads),
-                  static_cast<unsigned>(call.shape.batch));
-  kernel<<<grid, L::kThreads, sizeof(L), stream(call.inputs.q.device())>>>(maps, m);
+  kernel<<<row_blocks<L::kRows>(call.shape, m.chunk), L::kThreads, sizeof(L), stream(call.inputs.q.device())>>>(maps,
+                                                                                                                m);
   check_launch("mixer_forward");
 }
 

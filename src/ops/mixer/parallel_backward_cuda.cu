@@ -10,28 +10,43 @@
 namespace furious::cuda {
 namespace {
 
-// g', δ' and the logarithm of the normalizer, a warp per token and head.
+constexpr int kPrepareThreads = 256;
+
+// g', δ' and the logarithm of the normalizer: 8 columns per lane, as many lanes as a token and head have eighths.
 template <int kDim, bool kExponential>
-__global__ void prepare_kernel(const Parallel m, bf16* scaled, Heads<bf16> g) {
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
-  const int64_t b = blockIdx.z, h = blockIdx.y, t = index;
-  if (t >= m.length) return;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const bf16* const from = g.row(b, t, h);
-  const bf16* const out = m.out.row(b, t, h);
-  float x[kDim / 32], sum = 0;
-#pragma unroll
-  for (int i = 0; i < kDim / 32; ++i) {
-    x[i] = to_float(from[i * 32 + lane]);
-    sum += x[i] * to_float(out[i * 32 + lane]);
-  }
-  sum = m.sum_norm ? warp_sum(sum) : 0.0f;
+__global__ void prepare_kernel(const Parallel m, bf16* scaled, Heads<bf16> g, bool wide) {
+  constexpr int kLanes = kDim / 8;
+  const int64_t t = static_cast<int64_t>(blockIdx.x) * (kPrepareThreads / kLanes) + threadIdx.x / kLanes;
+  const int64_t b = blockIdx.z, h = blockIdx.y;
+  const int lane = static_cast<int>(threadIdx.x) % kLanes;
+  const bool there = t < m.length;  // all lanes of a warp take part in the sum
   const int64_t row = (b * m.heads + h) * m.length + t;
+  union Eight {
+    uint4 all;
+    bf16 each[8];
+  } x = {}, o = {};
+  float sum = 0;
+  if (there) {
+    const bf16* const from = g.row(b, t, h) + lane * 8;
+    const bf16* const out = m.out.row(b, t, h) + lane * 8;
+    if (wide) {
+      x.all = *reinterpret_cast<const uint4*>(from);
+      if (m.sum_norm) o.all = *reinterpret_cast<const uint4*>(out);
+    } else {
+      for (int i = 0; i < 8; ++i) x.each[i] = from[i];
+      for (int i = 0; m.sum_norm && i < 8; ++i) o.each[i] = out[i];
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum += to_float(x.each[i]) * to_float(o.each[i]);
+  }
+#pragma unroll
+  for (int offset = kLanes / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, offset);
+  if (!there) return;
   const float n = m.sum_norm ? m.normalizer[row] : 1.0f;
   const float inverse = kExponential || !m.sum_norm ? 1.0f : fabsf(n) < kSmallestNormalizer ? 0.0f : 1 / n;
 #pragma unroll
-  for (int i = 0; i < kDim / 32; ++i)
-    scaled[((b * m.length + t) * m.heads + h) * kDim + i * 32 + lane] = from_float<bf16>(x[i] * inverse);
+  for (int i = 0; i < 8; ++i) x.each[i] = from_float<bf16>(to_float(x.each[i]) * inverse);
+  *reinterpret_cast<uint4*>(scaled + ((b * m.length + t) * m.heads + h) * kDim + lane * 8) = x.all;
   if (lane != 0) return;
   m.delta[row] = sum * inverse;
   if (kExponential) m.log_sum[row] = m.maximum[row] * kLog2e + log2f(n);
@@ -533,11 +548,13 @@ ScaledGradient scale_gradient(const MixerCall& call, const Tensor& out_gradient)
   Parallel m = parallel_of(call, {});
   m.delta = floats(scaled.delta);
   m.log_sum = floats(scaled.log_sum);
-  const dim3 grid(blocks_for(shape.length, 4), static_cast<unsigned>(shape.heads), static_cast<unsigned>(shape.batch));
   with_score_and_dim(call, [&](auto score, auto dim) {
-    prepare_kernel<decltype(dim)::value, decltype(score)::value == Score::exponential>
-        <<<grid, 128, 0, stream(device)>>>(m, pointer<bfloat16>(scaled.g),
-                                           heads_of<bfloat16>(out_gradient, shape.heads));
+    constexpr int kDim = decltype(dim)::value;
+    const dim3 grid(blocks_for(shape.length, kPrepareThreads / (kDim / 8)), static_cast<unsigned>(shape.heads),
+                    static_cast<unsigned>(shape.batch));
+    prepare_kernel<kDim, decltype(score)::value == Score::exponential><<<grid, kPrepareThreads, 0, stream(device)>>>(
+        m, pointer<bfloat16>(scaled.g), heads_of<bfloat16>(out_gradient, shape.heads),
+        rows_are_wide(out_gradient) && rows_are_wide(call.result.out));
   });
   check_launch("mixer_backward");
   return scaled;

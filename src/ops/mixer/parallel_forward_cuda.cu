@@ -269,16 +269,17 @@ void launch(const MixerCall& call, const Parallel& m) {
 
 }  // namespace
 
+bool rows_are_wide(const Tensor& x) {
+  const auto eighths = [](int64_t stride) { return stride % 8 == 0; };
+  return eighths(x.stride(0)) && eighths(x.stride(1)) && eighths(x.stride(2)) &&
+         reinterpret_cast<uintptr_t>(x.raw()) % 16 == 0;
+}
+
 bool parallel_takes(const MixerCall& call) {
   const MixerShape& shape = call.shape;
-  const auto wide = [](const Tensor& x) {  // every row can be read 16 bytes at a time
-    const auto eighths = [](int64_t stride) { return stride % 8 == 0; };
-    return eighths(x.stride(0)) && eighths(x.stride(1)) && eighths(x.stride(2)) &&
-           reinterpret_cast<uintptr_t>(x.raw()) % 16 == 0;
-  };
   return call.inputs.q.dtype() == DType::bf16 && shape.qk_dim == shape.v_dim &&
-         (shape.qk_dim == 64 || shape.qk_dim == 128) && wide(call.inputs.q) && wide(call.inputs.k) &&
-         wide(call.inputs.v) && (call.spec.score != Score::exponential || call.spec.norm == Norm::sum) &&
+         (shape.qk_dim == 64 || shape.qk_dim == 128) && rows_are_wide(call.inputs.q) && rows_are_wide(call.inputs.k) &&
+         rows_are_wide(call.inputs.v) && (call.spec.score != Score::exponential || call.spec.norm == Norm::sum) &&
          shape.length <= (int64_t{1} << 30);
 }
 
