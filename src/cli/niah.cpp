@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -32,7 +33,7 @@ struct NiahCommand {
   std::vector<std::string> models, archs{kCompared}, hay;
   std::vector<int64_t> lengths;
   std::vector<double> depths{0, 25, 50, 75, 100};
-  std::string data, svg, json, out = "niah", tokenizer;
+  std::string data, svg, json, out = "niah", tokenizer, from;
   int64_t questions = 0;
   bool train = false;
   SmallModelFlags flags;
@@ -49,6 +50,7 @@ struct NiahCommand {
   std::vector<Result> ask_models(const TrainOptions& options) const;
   std::vector<Result> ask_trained(const TrainOptions& options) const;
   void report(const std::vector<Result>& results, const std::string& unit, JsonFile& file) const;
+  void report_again() const;
 };
 
 HeatMap map_of(const std::string& name, const NeedleGrid& grid, const std::string& unit) {
@@ -154,7 +156,35 @@ void NiahCommand::report(const std::vector<Result>& results, const std::string& 
   file.write(Json{{"unit", unit}, {"models", written}});
 }
 
+void NiahCommand::report_again() const {
+  require(!train && models.empty() && data.empty(),
+          "niah: --from asks no model; models, --data and --train do not go with it");
+  std::vector<Result> results;
+  std::string unit;
+  try {
+    const Json written = Json::parse(read_text(from));
+    unit = written.at("unit");
+    for (const Json& model : written.at("models")) {
+      std::set<int64_t> of_lengths;
+      std::set<double> of_depths;
+      for (const Json& cell : model.at("cells")) {
+        of_lengths.insert(cell.at("length").get<int64_t>());
+        of_depths.insert(cell.at("depth_percent").get<double>());
+      }
+      NeedleGrid grid({of_lengths.begin(), of_lengths.end()}, {of_depths.begin(), of_depths.end()});
+      for (const Json& cell : model.at("cells"))
+        grid.at(cell.at("depth_percent"), cell.at("length")) = {cell.at("right"), cell.at("asked")};
+      results.push_back({model.at("model"), grid});
+    }
+  } catch (const Json::exception& error) {
+    fail("niah: {} is not what --json writes: {}", from, error.what());
+  }
+  JsonFile file(json);
+  report(results, unit, file);
+}
+
 void NiahCommand::run() const {
+  if (!from.empty()) return report_again();
   const TrainOptions options = flags.options();
   if (train) {
     std::error_code ignored;
@@ -186,6 +216,7 @@ NiahCommand::NiahCommand(CLI::App& command) : flags(command) {
   with_commas(command.add_option("--arch", archs, "Their architectures, with commas"))->capture_default_str();
   command.add_option("--out", out, "Their folder; a second run with it asks what is there")->capture_default_str();
   command.add_option("--svg", svg, "The heat maps; by default niah.svg, with --train in its folder");
+  command.add_option("--from", from, "Ask nothing: draw the heat maps again from this file of --json");
   command.add_option("--json", json, "Write the counts to this file; with --train also without, to its folder");
 }
 

@@ -329,9 +329,23 @@ Variable LanguageModel::project(Tape& tape, const Variable& x, const Variable& w
 std::vector<Variable> LanguageModel::project(Tape& tape, const Variable& x,
                                              const std::vector<Variable>& weights) const {
   if (weights.size() == 1) return {project(tape, x, weights.front())};
+  std::vector<Variable> all = weights;
   std::vector<int64_t> sizes;
-  for (const Variable& weight : weights) sizes.push_back(weight.value().size(0));
-  return split(tape, joined_linear(tape, x, weights, compute_.precision), sizes);
+  int64_t width = 0;
+  for (const Variable& weight : weights) {
+    sizes.push_back(weight.value().size(0));
+    width += sizes.back();
+  }
+  // On a GPU, matrix products and mixers are slow where rows do not begin at a multiple of 16 bytes.
+  constexpr int64_t kAligned = 8;
+  if (width % kAligned != 0 && !device_.is_cpu() && x.value().dtype() == DType::bf16) {
+    const Tensor& first = weights.front().value();
+    sizes.push_back(kAligned - width % kAligned);
+    all.emplace_back(Tensor::zeros({sizes.back(), first.size(1)}, first.dtype(), device_));
+  }
+  std::vector<Variable> parts = split(tape, joined_linear(tape, x, all, compute_.precision), sizes);
+  parts.resize(weights.size());
+  return parts;
 }
 
 Variable LanguageModel::mlp(Tape& tape, const Layer& layer, const Variable& x) const {

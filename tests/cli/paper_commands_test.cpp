@@ -80,6 +80,9 @@ TEST_F(NiahCommand, Failures) {
   expect_run(niah("--train"), 1, {"--train makes its own"});
   expect_run("niah --train --arch 2mamba,mambo2 --out " + folder.path("t"), 1, {"mambo2", "did you mean \"mamba2\""});
   expect_run(niah("--device cuda:99"), 1, {"cuda:99"});
+  expect_run(niah("--from nowhere.json"), 1, {"--from asks no model"});
+  expect_run("niah --from nowhere.json", 1, {"nowhere.json"});
+  expect_run("niah --from " + folder.write("bad.json", "{\"unit\": \"needles\"}"), 1, {"bad.json", "models"});
   fs::remove(model + "/tokenizer_config.json");
   expect_run(niah(""), 1, {"tokenizer"});
   for (const char* bad : {"--depths 101", "--lengths 0", "--questions 0"})
@@ -97,6 +100,10 @@ TEST(NiahTrain, TrainsOnceAndAsksAgain) {
   const std::string first = read_file(folder.path("t/niah.json"));
   expect_run(command, 0, {"softmax    was trained before", "2mamba     was trained before", "of 20 found"});
   EXPECT_EQ(read_file(folder.path("t/niah.json")), first);
+  expect_run(fmt::format("niah --from {0}/t/niah.json --svg {0}/again.svg --json {0}/again.json", folder.path("")), 0,
+             {"softmax", "of 20 found"});
+  EXPECT_EQ(read_file(folder.path("again.json")), first);
+  EXPECT_EQ(read_file(folder.path("again.svg")), read_file(folder.path("t/niah.svg")));
   EXPECT_EQ(nlohmann::json::parse(first).at("models").size(), 2u);
   expect_run(command + " --layers 1", 1, {"--layers 2, not 1"});
   expect_run(command + " --lengths 400", 1, {"400 pairs"});
