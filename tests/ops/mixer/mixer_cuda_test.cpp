@@ -16,8 +16,7 @@ MixerCase on_gpu(const MixerCase& c) {
   return there;
 }
 
-MixerRun run_on_gpu(const MixerCase& c, const MixerOptions& options = {}) {
-  const MixerCase there = on_gpu(c);
+MixerRun run_there(const MixerCase& there, const MixerOptions& options) {
   MixerOptions with_state = options;
   with_state.final_state = there.final_state_gradient.defined();
   MixerRun run;
@@ -28,6 +27,10 @@ MixerRun run_on_gpu(const MixerCase& c, const MixerOptions& options = {}) {
                     &run.gradients.log_decay, &run.gradients.initial_state})
     if (*x) *x = to_cpu(*x);
   return run;
+}
+
+MixerRun run_on_gpu(const MixerCase& c, const MixerOptions& options = {}) {
+  return run_there(on_gpu(c), options);
 }
 
 MixerCase without_states(const MixerCase& c) {
@@ -149,6 +152,34 @@ TEST(MixerCuda, TensorCores) {
       }
     }
   }
+}
+
+// The same numbers within rows that hold others too, as a joined projection leaves them.
+Tensor within_rows(const Tensor& x, int64_t before) {
+  const int64_t width = x.size(2) * x.size(3);
+  const Tensor rows = Tensor::empty({x.size(0), x.size(1), before + width + before}, x.dtype(), x.device());
+  const Tensor there = rows.slice(-1, before, width).split_dim(-1, x.size(2), x.size(3));
+  copy(there, x);
+  return there;
+}
+
+TEST(MixerCuda, InputsWithinRows) {
+  SKIP_WITHOUT_GPU();
+  Random random(11);
+  for (const MixerSpec& spec : all_specs())
+    for (const int64_t before : {8, 3}) {  // 3: where the fast kernels cannot read
+      CaseLimits limits;
+      limits.dim = random.pick<int64_t>({64, 128});
+      limits.longest = 300;
+      limits.states = false;
+      const MixerCase c = cast(random_case(random, spec, limits), DType::bf16);
+      SCOPED_TRACE(describe(c));
+      MixerCase within = on_gpu(c);
+      for (Tensor* x : {&within.inputs.q, &within.inputs.k, &within.inputs.v}) *x = within_rows(*x, before);
+      for (const Form form : {Form::parallel, Form::chunked})
+        if (form == Form::parallel || spec.has_state())
+          expect_near(c, run_there(within, {.form = form}), run_on_gpu(c, {.form = form}), DType::bf16);
+    }
 }
 
 TEST(MixerCuda, LongerThanManyTiles) {
