@@ -1,5 +1,5 @@
 # For people; CMake does the work. `make test` on a fresh Debian machine installs what is missing, builds and tests.
-.PHONY: help setup build demo test install asan cuda bench format tidy clean
+.PHONY: help setup build demo test install asan cuda bench findings format tidy clean
 JOBS ?= $(shell nproc)
 PREFIX ?= /usr/local
 
@@ -12,6 +12,7 @@ help:
 	@echo "make asan    the fast tests under the address and undefined-behaviour sanitizers"
 	@echo "make cuda    build the CUDA preset (needs nvcc)"
 	@echo "make bench   mixer speed on this machine, beside its floor"
+	@echo "make findings   tables and figures of docs/findings.md, from the results beside it"
 	@echo "make format  clang-format over the sources;   make tidy  clang-tidy"
 
 setup:
@@ -44,6 +45,9 @@ cuda: setup
 
 bench: build
 	build/release/furious bench mixer --preset 2mamba --length 512,2048 --backward
+
+findings: build
+	scripts/findings.sh build/release/furious
 
 format:
 	@scripts/setup.sh clang-format
