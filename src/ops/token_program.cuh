@@ -1,0 +1,37 @@
+// Operations of a TokenProgram: what the kernels' launchers hand over while one is made, instead of launching.
+#pragma once
+
+#include "ops/mixer/recurrent.cuh"
+#include "ops/token_linear.cuh"
+#include "ops/token_program.h"
+
+namespace furious::cuda {
+
+struct EmbeddingCall {
+  const int32_t* ids;
+  const float* table;
+  __nv_bfloat16* out;  // [batch, dim]
+  int batch, dim;
+};
+
+// A step of a mixer's cache that has a state. The blocks of a head (of one sequence) each take some rows of its state
+// and some tokens of its window, and write what they come to: [batch, heads, blocks, v_dim + 2], y and then n. Who
+// reads the output adds them up.
+struct StepCall {
+  Cache cache;
+  Token<__nv_bfloat16> q, k, v;
+  const float* log_decay;  // [batch, heads]
+  int* counters;
+  const float* state;
+  int64_t state_numbers;
+  int heads;  // of all sequences
+  int blocks, rows, tokens;  // of a head, and of the state and the window for each
+  float* partials;
+};
+
+bool recording_program();
+void record(const EmbeddingCall& call);
+void record(const LinearCall& call);
+void record(StepCall call, const Tensor& out);
+
+}  // namespace furious::cuda

@@ -1,0 +1,833 @@
+#include <cstring>
+#include <vector>
+
+#include "ops/mixer/hopper.cuh"
+#include "ops/token_program.cuh"
+#include "tensor/arena.h"
+#include "tensor/launch.cuh"
+
+// Every multiprocessor has one block, and all blocks walk the same list of operations, each with its own share of the
+// rows of a weight or a state. Between two operations they meet. What waits for nobody are the weights, the states and
+// the windows: a warp of its own fetches them, piece by piece, into a ring of shared memory, as far ahead as there is
+// room. So memory is busy while the blocks meet, and when they have met only activations come from far, a few thousand
+// bytes from the L2 cache.
+//
+// A piece is some tiles of eight rows of a product, or some rows of a state (with the first of them the window's
+// tokens), and says everything that is to be done with it. Where it lies in the ring, and which piece must have been
+// used up before, is known when the program is made.
+//
+// Sums are always taken in the same order.
+
+namespace furious {
+namespace cuda {
+namespace {
+
+constexpr int kWarps = 16, kThreads = 32 * kWarps;  // that compute; one more warp fetches
+constexpr int kSlots = 8;                           // pieces that are known at once
+constexpr int kMostGroups = 4;                      // of eight rows of weights, in a piece
+constexpr int kPieceBytes = 512;
+constexpr int kMostTokens = static_cast<int>(kStepTokens);  // of a window, for a block
+constexpr int kFewestRows = 64;                             // of a state, in a piece
+static_assert(kThreads / 8 == kMostTokens && 8 * kMostGroups == 32 && kMostSequences <= kWarps);
+static_assert(2 * kLargestDim <= kThreads);
+
+struct Piece {
+  enum class Kind : uint8_t { embedding, linear, step };
+  int needs;  // pieces that must have been used before this one is fetched; the fetching warp looks here
+  Kind kind;
+  bool first, last;  // of its operation
+  bool final;        // of the last operation
+  int at;            // byte of the ring
+  int begin, count;  // tiles or rows: of each block's share, from which one and how many
+  int share;         // tiles of a block
+  // The input of a product that is a mixer's output: what the blocks of its heads have written.
+  bool sum;
+  Score score;
+  int blocks, v_dim;
+  const float* partials;
+  union {
+    EmbeddingCall embedding;
+    LinearCall linear;
+    StepCall step;
+  };
+};
+static_assert(sizeof(Piece) <= kPieceBytes && alignof(Piece) <= 16);
+
+// What a step needs besides the numbers of its piece, and no operation since the last token has written.
+struct Window {
+  Page page;  // for the new token
+  double before;
+  double totals[kMostTokens];
+  int pending;
+};
+
+struct Memory {
+  alignas(16) char pieces[kSlots][kPieceBytes];
+  Window windows[kSlots];
+  Barrier fetched[kSlots], used[kSlots];
+  float q[kLargestDim], k[kLargestDim], v[kLargestDim], log_decay;  // of the new token
+  float phi[kThreads];
+  float weights[kMostTokens];
+  float squares[kWarps][kMostSequences];
+  float warps[kWarps];
+};
+
+struct Program {
+  const uint4* pieces;  // each of kPieceBytes
+  int count;
+  unsigned* sync;        // arrivals at all meetings so far, and how many there had been when this token began
+  int* const* counters;  // of the mixers' caches
+  int caches;
+  int activations, sums;  // bytes of shared memory; the ring follows
+};
+
+// The threads that compute.
+__device__ void meet() {
+  asm volatile("bar.sync 1, %0;\n" ::"n"(kThreads) : "memory");
+}
+
+__device__ void add_release(unsigned* to, unsigned count) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;\n" ::"l"(to), "r"(count) : "memory");
+}
+
+__device__ unsigned load_acquire(const unsigned* from) {
+  unsigned x;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];\n" : "=r"(x) : "l"(from) : "memory");
+  return x;
+}
+
+// Where all blocks meet. Arrivals are counted on from token to token, so that nothing has to be cleared.
+struct Meeting {
+  unsigned* arrivals;
+  unsigned expected;
+
+  // What the block has written before is seen by all who have waited.
+  __device__ void arrive() {
+    meet();
+    if (threadIdx.x == 0) add_release(arrivals, 1);
+    expected += gridDim.x;
+  }
+  __device__ void wait() const {
+    if (threadIdx.x == 0)
+      while (static_cast<int>(load_acquire(arrivals) - expected) < 0) {
+      }
+    meet();
+  }
+};
+
+// The tiles of a piece that this block has: [first, end).
+struct Tiles {
+  int first, end;
+
+  __device__ explicit Tiles(const Piece& piece) {
+    const int share = static_cast<int>(blockIdx.x) * piece.share;
+    first = share + piece.begin;
+    end = min(min(first + piece.count, share + piece.share), piece.linear.tiles);
+  }
+};
+
+// The rows of a state and the tokens of a window that this block has.
+struct StepShare {
+  int sequence_head, block;
+  bool there;
+  int first, rows;        // of the piece
+  int first_token, kept;  // tokens before the new one
+  bool has_new;
+
+  __device__ StepShare(const Piece& piece, int pending) {
+    const StepCall& step = piece.step;
+    sequence_head = static_cast<int>(blockIdx.x) / step.blocks;
+    block = static_cast<int>(blockIdx.x) % step.blocks;
+    there = sequence_head < step.heads;
+    first = block * step.rows + piece.begin;
+    rows = max(0, min(min(piece.count, step.rows - piece.begin), step.cache.state_rows - first));
+    first_token = block * step.tokens;
+    kept = max(0, min(step.tokens, pending - first_token));
+    has_new = first_token <= pending && pending < first_token + step.tokens;
+  }
+};
+
+// Where the parts of a step's piece lie.
+struct StepArea {
+  char *values, *normalizers, *k, *v;
+
+  __device__ StepArea(const Piece& piece, char* area) : values(area) {
+    const Cache& cache = piece.step.cache;
+    normalizers = values + piece.count * padded(cache.v_dim) * 4;
+    k = normalizers + piece.count * 4;
+    v = k + piece.step.tokens * cache.qk_dim * 2;
+  }
+};
+
+__device__ void fetch_linear(const Piece& piece, Barrier& fetched, char* area) {
+  const LinearCall& call = piece.linear;
+  const int lane = static_cast<int>(threadIdx.x) % 32, group = lane / 8;  // a lane for a row
+  const Tiles tiles(piece);
+  const bool pairs = call.pairs(), second = pairs && group % 2 == 1;
+  const int tile = tiles.first + (pairs ? group / 2 : group);
+  bool there = tile < tiles.end;
+  const LinearPart& part = call.part_of(there ? tile : 0);
+  const int row = (tile - part.first_tile) * 8 + lane % 8;
+  there = there && row < part.rows;
+  const int bytes = call.k * 2;
+  const int rows = __popc(__ballot_sync(0xFFFFFFFFu, there));
+  if (lane == 0) fetched.arrive_and_expect(rows * bytes);
+  __syncwarp();
+  if (there)
+    copy_bytes(area + lane * row_units(call.k) * 16,
+               (second ? part.second : part.weight) + static_cast<int64_t>(row) * call.k, bytes, fetched);
+}
+
+__device__ void fetch_step(const Piece& piece, Barrier& fetched, char* area, Window& window) {
+  const StepCall& step = piece.step;
+  const Cache& cache = step.cache;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int pending = piece.first ? __ldcg(step.counters + kPending) : 0;
+  const StepShare own(piece, pending);
+  const StepArea to(piece, area);
+  const int ld = padded(cache.v_dim);
+  if (own.there && own.rows > 0 && lane == 0) {
+    const float* state = step.state + own.sequence_head * step.state_numbers;
+    const int values = own.rows * ld * 4, normalizers = cache.sum ? padded(own.rows) * 4 : 0;
+    fetched.expect(values + normalizers);
+    copy_bytes(to.values, state + static_cast<int64_t>(own.first) * ld, values, fetched);
+    if (normalizers > 0)
+      copy_bytes(to.normalizers, state + static_cast<int64_t>(cache.state_rows) * ld + own.first, normalizers, fetched);
+  }
+  if (!piece.first || !own.there) {
+    if (lane == 0) fetched.arrive();
+    return;
+  }
+  if (cache.decay)
+    for (int j = lane; j < own.kept; j += 32) window.totals[j] = cache.total(own.sequence_head, own.first_token + j);
+  if (lane == 0) {
+    window.pending = pending;
+    window.page = cache.pages[pending / kPageTokens];
+    window.before = cache.decay && pending > 0 ? cache.total(own.sequence_head, pending - 1) : 0;
+  }
+  __syncwarp();
+  const int k_bytes = cache.qk_dim * 2, v_bytes = cache.v_dim * 2;
+  if (lane == 0) fetched.arrive_and_expect(own.kept * (k_bytes + v_bytes));
+  __syncwarp();
+  const int batch = own.sequence_head / cache.heads, head = own.sequence_head % cache.heads;
+  for (int j = lane; j < own.kept; j += 32) {
+    const int token = own.first_token + j;
+    const Page page = cache.pages[token / kPageTokens];
+    copy_bytes(to.k + j * k_bytes, cache.k_row<__nv_bfloat16>(page, batch, head, token), k_bytes, fetched);
+    copy_bytes(to.v + j * v_bytes, cache.v_row<__nv_bfloat16>(page, batch, head, token), v_bytes, fetched);
+  }
+}
+
+// One warp. The descriptions of two further pieces are on their way meanwhile.
+__device__ void fetch(const Program& program, Memory& memory, char* ring) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const auto description = [&](int p) {
+    return p < program.count ? __ldcg(program.pieces + p * (kPieceBytes / 16) + lane) : uint4{};
+  };
+  uint4 next = description(0), after = description(1);
+  for (int p = 0; p < program.count; ++p) {
+    const uint4 own = next;
+    next = after;
+    after = description(p + 2);
+    const int slot = p % kSlots, last = __shfl_sync(0xFFFFFFFFu, static_cast<int>(own.x), 0) - 1;
+    if (last >= 0) memory.used[last % kSlots].wait(last / kSlots);
+    reinterpret_cast<uint4*>(memory.pieces[slot])[lane] = own;
+    __syncwarp();
+    const Piece& piece = *reinterpret_cast<const Piece*>(memory.pieces[slot]);
+    if (piece.kind == Piece::Kind::linear)
+      fetch_linear(piece, memory.fetched[slot], ring + piece.at);
+    else if (piece.kind == Piece::Kind::step)
+      fetch_step(piece, memory.fetched[slot], ring + piece.at, memory.windows[slot]);
+    else if (lane == 0)
+      memory.fetched[slot].arrive();
+    __syncwarp();
+  }
+}
+
+// When a warp has read all it needs of a piece.
+__device__ void release(Barrier& used) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) used.arrive();
+}
+
+__device__ void embed(const EmbeddingCall& call) {
+  const int all = call.batch * call.dim;
+  for (int i = static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x); i < all;
+       i += static_cast<int>(gridDim.x) * kThreads) {
+    const int64_t id = __ldcg(call.ids + i / call.dim);
+    call.out[i] = __float2bfloat16_rn(call.table[id * call.dim + i % call.dim]);
+  }
+}
+
+// The input of a product, with the norm's weight multiplied in; its square sums go to memory.squares.
+__device__ void load_input(const LinearCall& call, const float (&first_norm)[8], uint4* activations, Memory& memory) {
+  const int thread = static_cast<int>(threadIdx.x), units = call.k / 8, stride = row_units(call.k);
+  for (int b = 0; b < call.batch; ++b) {
+    const uint4* x = reinterpret_cast<const uint4*>(call.x + b * call.x_stride);
+    const uint4* gate = call.gate ? reinterpret_cast<const uint4*>(call.gate + b * call.gate_stride) : nullptr;
+    float norm[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) norm[i] = first_norm[i];
+    float squares = 0;
+    for (int unit = thread; unit < units; unit += kThreads) {
+      uint4 eight = __ldcg(x + unit);
+      if (call.norm != nullptr && unit >= kThreads) load_norm(norm, call.norm, unit);
+      if (call.norm != nullptr || gate != nullptr) eight = normed(eight, gate ? gate + unit : gate, norm, squares);
+      activations[b * stride + unit] = eight;
+    }
+    if (call.norm == nullptr) continue;
+    squares = warp_sum(squares);
+    if (thread % 32 == 0) memory.squares[thread / 32][b] = squares;
+  }
+}
+
+// The same where the input is a mixer's output; a thread makes two neighbours.
+__device__ void load_mixed(const Piece& piece, uint4* activations, Memory& memory) {
+  constexpr int kAtOnce = 8;
+  const LinearCall& call = piece.linear;
+  const int thread = static_cast<int>(threadIdx.x), stride = row_units(call.k);
+  const int heads = call.k / piece.v_dim, ld = piece.v_dim + 2;
+  for (int b = 0; b < call.batch; ++b) {
+    float squares = 0;
+    for (int i = thread; i < call.k / 2; i += kThreads) {
+      const int head = 2 * i / piece.v_dim, column = 2 * i % piece.v_dim;
+      const float* from = piece.partials + static_cast<int64_t>(b * heads + head) * piece.blocks * ld;
+      float low = 0, high = 0, n = 0;
+      for (int first = 0; first < piece.blocks; first += kAtOnce) {
+        float2 part[kAtOnce];  // all on their way before the first is there
+        float part_n[kAtOnce];
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+          const float* block = from + (first + j) * ld;
+          const bool there = first + j < piece.blocks;
+          part[j] = there ? __ldcg(reinterpret_cast<const float2*>(block + column)) : float2{0, 0};
+          part_n[j] = there && piece.sum ? __ldcg(block + piece.v_dim) : 0.0f;
+        }
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+          low += part[j].x;
+          high += part[j].y;
+          n += part_n[j];
+        }
+      }
+      if (piece.sum) {
+        low = normalized(piece.score, low, n);
+        high = normalized(piece.score, high, n);
+      }
+      uint32_t both = pack(low, high);
+      if (call.gate != nullptr || call.norm != nullptr) {
+        float u[2] = {__uint_as_float(both << 16), __uint_as_float(both & 0xFFFF0000u)};
+        if (call.gate != nullptr) {
+          const uint32_t z = __ldcg(reinterpret_cast<const uint32_t*>(call.gate + b * call.gate_stride) + i);
+          u[0] *= silu(__uint_as_float(z << 16));
+          u[1] *= silu(__uint_as_float(z & 0xFFFF0000u));
+        }
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          squares = fmaf(u[j], u[j], squares);
+          if (call.norm != nullptr) u[j] *= call.norm[2 * i + j];
+        }
+        both = pack(u[0], u[1]);
+      }
+      reinterpret_cast<uint32_t*>(activations + b * stride)[i] = both;
+    }
+    if (call.norm == nullptr) continue;
+    squares = warp_sum(squares);
+    if (thread % 32 == 0) memory.squares[thread / 32][b] = squares;
+  }
+}
+
+// A warp's share of the columns: products of kGroups times eight rows, to `sums` [warps, batch, 32]. As in
+// token_linear_cuda.cu, a lane takes eight neighbours of a row. Rows that are not there come to something that nobody
+// reads.
+template <int kGroups>
+__device__ void multiply(const LinearCall& call, const uint4* activations, const uint4* weights, Barrier& used,
+                         float* sums) {
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
+  const int g = lane / 4, t = lane % 4;
+  const int units = call.k / 8, stride = row_units(call.k);
+  const uint4* const x_row = activations + g * stride + t;
+  const uint4* const w_row = weights + g * stride + t;
+  const uint4 none = make_uint4(0, 0, 0, 0);
+  float products[kGroups][2][4] = {};
+#pragma unroll 2
+  for (int first = warp * 4; first < units; first += 4 * kWarps) {
+    const bool there = first + t < units;
+    const uint4 x = there && g < call.batch ? x_row[first] : none;
+    const uint32_t low[4] = {x.x, 0, x.y, 0}, high[4] = {x.z, 0, x.w, 0};
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      const uint4 w = there ? w_row[group * 8 * stride + first] : none;
+      mma(products[group][0], low, w.x, w.y);
+      mma(products[group][1], high, w.z, w.w);
+    }
+  }
+  release(used);
+  if (g >= call.batch) return;
+#pragma unroll
+  for (int group = 0; group < kGroups; ++group)
+    *reinterpret_cast<float2*>(sums + (warp * call.batch + g) * 32 + group * 8 + 2 * t) =
+        make_float2(products[group][0][0] + products[group][1][0], products[group][0][1] + products[group][1][1]);
+}
+
+__device__ void run_linear(const Piece& piece, Barrier& used, const char* area, uint4* activations, float* sums,
+                           const Meeting& meeting, Memory& memory) {
+  const LinearCall& call = piece.linear;
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
+  const Tiles tiles(piece);
+  if (tiles.first >= tiles.end) {
+    if (piece.first) meeting.wait();
+    return release(used);
+  }
+  // A thread finishes one element: warps are sequences, lanes results.
+  const bool pairs = call.pairs();
+  const int tile = tiles.first + lane / 8;
+  const LinearPart& part = call.part_of(min(tile, tiles.end - 1));
+  const int row = (tile - part.first_tile) * 8 + lane % 8;
+  const bool finishes = warp < call.batch && tile < tiles.end && row < part.rows;
+  Before before;
+  if (finishes) before = load_before(part, warp, row);
+  if (piece.first) {
+    float norm[8] = {1, 1, 1, 1, 1, 1, 1, 1};
+    if (call.norm != nullptr && piece.partials == nullptr && thread < call.k / 8) load_norm(norm, call.norm, thread);
+    meeting.wait();
+    if (piece.partials != nullptr)
+      load_mixed(piece, activations, memory);
+    else
+      load_input(call, norm, activations, memory);
+  }
+  const float old = finishes ? load_old(part, warp, row) : 0.0f;
+  meet();
+  const uint4* const weights = reinterpret_cast<const uint4*>(area);
+  switch ((tiles.end - tiles.first) * (pairs ? 2 : 1)) {
+    case 1:
+      multiply<1>(call, activations, weights, used, sums);
+      break;
+    case 2:
+      multiply<2>(call, activations, weights, used, sums);
+      break;
+    case 3:
+      multiply<3>(call, activations, weights, used, sums);
+      break;
+    default:
+      multiply<4>(call, activations, weights, used, sums);
+  }
+  meet();
+  if (!finishes) return;
+  // The rows of a pair's tile lie one behind the other: eight of the gate, eight of the other factor.
+  const float* const own = sums + warp * 32 + (pairs ? lane / 8 * 16 + lane % 8 : lane);
+  float sum = 0, other = 0, square = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    sum += own[w * call.batch * 32];
+    if (pairs) other += own[w * call.batch * 32 + 8];
+    if (call.norm != nullptr) square += memory.squares[w][warp];
+  }
+  if (call.norm != nullptr) {
+    const float scale = 1.0f / sqrtf(square / static_cast<float>(call.k) + call.eps);
+    sum *= scale;
+    other *= scale;
+  }
+  finish(part, warp, row, sum, other, old, before);
+}
+
+// What a thread has come to over the pieces of a step.
+struct Sums {
+  float4 y;
+  float n;
+  float left;  // of the state, by the decay since it was folded
+};
+
+// The weights of this block's tokens, the new one among them, which is also kept: eight threads for a token.
+__device__ void weigh_tokens(const Piece& piece, const StepShare& own, const uint4* k, const Window& window, double now,
+                             Sums& sums, Memory& memory) {
+  const Cache& cache = piece.step.cache;
+  const int j = static_cast<int>(threadIdx.x) / 8, lane = static_cast<int>(threadIdx.x) % 8;
+  const bool is_new = own.has_new && j == own.kept, there = j < own.kept || is_new;
+  float score = 0;
+  if (there)
+    for (int c = lane * 8; c < cache.qk_dim; c += 64) {
+      float x[8];
+      if (!is_new) unpack(k[(j * cache.qk_dim + c) / 8], x);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) score = fmaf(is_new ? memory.k[c + i] : x[i], memory.q[c + i], score);
+    }
+  for (int offset = 4; offset > 0; offset /= 2) score += __shfl_xor_sync(0xFFFFFFFFu, score, offset);
+  if (lane != 0 || !there) return;
+  const float weight = cache.weight(score, cache.decay && !is_new ? now - window.totals[j] : 0);
+  memory.weights[j] = weight;
+  sums.n += weight;
+}
+
+// Heads that share a k or v leave it to the first of them.
+__device__ void keep_token(const Cache& cache, const StepShare& own, const Window& window, double now,
+                           const Memory& memory) {
+  const int thread = static_cast<int>(threadIdx.x);
+  const int batch = own.sequence_head / cache.heads, head = own.sequence_head % cache.heads;
+  if (head % (cache.heads / cache.k_heads) == 0 && thread < cache.qk_dim)
+    cache.k_row<__nv_bfloat16>(window.page, batch, head, window.pending)[thread] =
+        __float2bfloat16_rn(memory.k[thread]);
+  if (head % (cache.heads / cache.v_heads) == 0 && thread < cache.v_dim)
+    cache.v_row<__nv_bfloat16>(window.page, batch, head, window.pending)[thread] =
+        __float2bfloat16_rn(memory.v[thread]);
+  if (cache.decay && thread == 0) {
+    const int64_t at = cache.decay_at(own.sequence_head, window.pending);
+    window.page.log_decay[at] = memory.log_decay;
+    window.page.total[at] = now;
+  }
+}
+
+__device__ void run_step(const Piece& piece, Barrier& used, char* area, const Window& window, float4* scratch,
+                         const Meeting& meeting, Sums& sums, Memory& memory) {
+  const StepCall& step = piece.step;
+  const Cache& cache = step.cache;
+  const int thread = static_cast<int>(threadIdx.x);
+  const StepShare own(piece, piece.first ? window.pending : 0);
+  if (!own.there) {
+    if (piece.first) meeting.wait();
+    return release(used);
+  }
+  const StepArea from(piece, area);
+  const Feature feature(cache.score, thread < own.rows ? own.first + thread : 0, cache.qk_dim);
+  if (piece.first) {
+    const int batch = own.sequence_head / cache.heads, head = own.sequence_head % cache.heads;
+    const int column = thread % kLargestDim;
+    meeting.wait();
+    __nv_bfloat16 one{}, other{};  // both on their way before the first is there
+    const bool half = thread < kLargestDim;
+    if (column < cache.qk_dim) one = __ldcg((half ? step.q : step.k).row(batch, head, cache.heads) + column);
+    if (half && column < cache.v_dim) other = __ldcg(step.v.row(batch, head, cache.heads) + column);
+    if (cache.decay && thread == kThreads - 1) memory.log_decay = __ldcg(step.log_decay + own.sequence_head);
+    (half ? memory.q : memory.k)[column] = half ? to_float(one) * cache.scale : to_float(one);
+    if (half) memory.v[column] = to_float(other);
+    sums = {{0, 0, 0, 0}, 0, 1};
+  }
+  meet();
+  if (piece.first) {
+    const double now = cache.decay ? window.before + static_cast<double>(memory.log_decay) : 0;
+    if (cache.decay) sums.left = decay_factor(now);
+    weigh_tokens(piece, own, reinterpret_cast<const uint4*>(from.k), window, now, sums, memory);
+    if (own.has_new) keep_token(cache, own, window, now, memory);
+  }
+  if (thread < own.rows) {
+    const float phi = sums.left * feature.of(memory.q);
+    memory.phi[thread] = phi;
+    if (cache.sum) sums.n = fmaf(phi, reinterpret_cast<const float*>(from.normalizers)[thread], sums.n);
+  }
+  meet();
+  const int vectors = cache.v_dim / 4, groups = kThreads / vectors;
+  const int column = thread % vectors, group = thread / vectors;
+  if (group < groups) {
+    const float4* const values = reinterpret_cast<const float4*>(from.values) + column;
+#pragma unroll 4
+    for (int r = group; r < own.rows; r += groups) add_row(sums.y, memory.phi[r], values[r * vectors]);
+    if (piece.first) {
+      const uint2* const v = reinterpret_cast<const uint2*>(from.v) + column;
+      const int count = own.kept + (own.has_new ? 1 : 0);
+      for (int j = group; j < count; j += groups) {
+        float4 x = reinterpret_cast<const float4*>(memory.v)[column];
+        if (j < own.kept) {
+          const uint2 raw = v[j * vectors];
+          x = {__uint_as_float(raw.x << 16), __uint_as_float(raw.x & 0xFFFF0000u), __uint_as_float(raw.y << 16),
+               __uint_as_float(raw.y & 0xFFFF0000u)};
+        }
+        add_row(sums.y, memory.weights[j], x);
+      }
+    }
+  }
+  release(used);
+  if (!piece.last) return;
+
+  int parts = groups;
+  if (32 % vectors == 0) {  // first within a warp, where that leaves whole rows
+    for (int offset = vectors; offset < 32; offset *= 2) {
+      sums.y.x += __shfl_xor_sync(0xFFFFFFFFu, sums.y.x, offset);
+      sums.y.y += __shfl_xor_sync(0xFFFFFFFFu, sums.y.y, offset);
+      sums.y.z += __shfl_xor_sync(0xFFFFFFFFu, sums.y.z, offset);
+      sums.y.w += __shfl_xor_sync(0xFFFFFFFFu, sums.y.w, offset);
+    }
+    if (thread % 32 < vectors) scratch[thread / 32 * vectors + column] = sums.y;
+    parts = kWarps;
+  } else if (group < groups) {
+    scratch[thread] = sums.y;
+  }
+  const float n = warp_sum(sums.n);
+  if (thread % 32 == 0) memory.warps[thread / 32] = n;
+  meet();
+  float* const partial =
+      step.partials + (static_cast<int64_t>(own.sequence_head) * step.blocks + own.block) * (cache.v_dim + 2);
+  if (thread < cache.v_dim) {
+    float y = 0;
+#pragma unroll 8
+    for (int part = 0; part < parts; ++part) y += reinterpret_cast<const float*>(scratch)[part * cache.v_dim + thread];
+    partial[thread] = y;
+  } else if (thread == kThreads - 1) {
+    float all = 0;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) all += memory.warps[w];
+    partial[cache.v_dim] = all;
+  }
+}
+
+__global__ void __launch_bounds__(kThreads + 32, 1) token_kernel(const __grid_constant__ Program program) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  extern __shared__ uint4 shared[];
+  __shared__ Memory memory;
+  const int thread = static_cast<int>(threadIdx.x);
+  uint4* const activations = shared;
+  char* const sums = reinterpret_cast<char*>(shared) + program.activations;
+  char* const ring = sums + program.sums;
+  if (thread < kSlots) {
+    memory.fetched[thread].init(1);
+    memory.used[thread].init(kWarps);
+  }
+  if (thread < kSlots) fence_barriers();
+  __syncthreads();
+  if (thread >= kThreads) return fetch(program, memory, ring);
+
+  Meeting meeting{program.sync, __ldcg(program.sync + 1)};
+  Sums step_sums{};
+  for (int p = 0; p < program.count; ++p) {
+    const int slot = p % kSlots;
+    Barrier& used = memory.used[slot];
+    memory.fetched[slot].wait(p / kSlots);
+    const Piece& piece = *reinterpret_cast<const Piece*>(memory.pieces[slot]);
+    if (piece.kind == Piece::Kind::linear) {
+      run_linear(piece, used, ring + piece.at, activations, reinterpret_cast<float*>(sums), meeting, memory);
+    } else if (piece.kind == Piece::Kind::step) {
+      run_step(piece, used, ring + piece.at, memory.windows[slot], reinterpret_cast<float4*>(sums), meeting, step_sums,
+               memory);
+    } else {
+      meeting.wait();
+      embed(piece.embedding);
+      release(used);
+    }
+    if (piece.last && !piece.final) meeting.arrive();
+    // Everyone has come to the last operation: all have read what counts the tokens, and nobody waits any more.
+    if (piece.first && piece.final && blockIdx.x == 0) {
+      if (thread == 0) program.sync[1] = meeting.expected;
+      for (int i = thread; i < program.caches; i += kThreads) {
+        program.counters[i][kPending] += 1;
+        program.counters[i][kTokens] += 1;
+      }
+    }
+  }
+#endif
+}
+
+// Bytes of shared memory.
+struct Room {
+  int activations, sums, ring;
+
+  Room(int64_t batch, int64_t widest) {
+    constexpr int64_t kSpare = 512;  // where parts begin at round addresses
+    activations = static_cast<int>(batch) * row_units(static_cast<int>(widest)) * 16;
+    sums = std::max(kThreads * 16, kWarps * static_cast<int>(batch) * 32 * 4);
+    const int64_t left = most_shared_memory() - static_cast<int64_t>(sizeof(Memory)) - kSpare - activations - sums;
+    ring = static_cast<int>(std::max<int64_t>(left, 0) / 128 * 128);
+  }
+  int largest() const { return ring / 2; }  // piece: while one is used another is fetched
+};
+
+int window_bytes(int tokens, int qk_dim, int v_dim) {
+  return tokens * (qk_dim + v_dim) * 2;
+}
+int row_bytes(int v_dim) {  // of a state
+  return padded(v_dim) * 4 + 4;
+}
+
+thread_local std::vector<Piece>* recorded = nullptr;
+thread_local const void* mixed_at = nullptr;  // where the last mixer's output would lie
+thread_local std::vector<Tensor>* held = nullptr;
+
+// Cuts an operation into pieces. Returns the bytes that each needs.
+std::vector<int> cut(const Piece& operation, const Room& room, int blocks, std::vector<Piece>& pieces) {
+  std::vector<int> bytes;
+  int share = 1, most = 1;
+  if (operation.kind == Piece::Kind::linear) {
+    const int groups = operation.linear.pairs() ? 2 : 1, tile = groups * 8 * row_units(operation.linear.k) * 16;
+    share = divide_up(operation.linear.tiles, blocks);
+    most = std::clamp(room.largest() / tile, 1, kMostGroups / groups);
+    for (int begin = 0; begin < share; begin += most) bytes.push_back(std::min(most, share - begin) * tile);
+  } else if (operation.kind == Piece::Kind::step) {
+    const StepCall& step = operation.step;
+    const int window = window_bytes(step.tokens, step.cache.qk_dim, step.cache.v_dim), row = row_bytes(step.cache.v_dim);
+    share = step.rows;
+    most = std::min((room.largest() - window) / row, kThreads) / 4 * 4;
+    most = divide_up(divide_up(share, divide_up(share, most)), 4) * 4;
+    for (int begin = 0; begin < share; begin += most) bytes.push_back(most * row + (begin == 0 ? window : 0));
+  } else {
+    bytes.push_back(0);
+  }
+  for (size_t i = 0; i < bytes.size(); ++i) {
+    Piece piece = operation;
+    piece.begin = static_cast<int>(i) * most;
+    piece.count = operation.kind == Piece::Kind::step ? most : std::min(most, share - piece.begin);
+    piece.share = share;
+    piece.first = i == 0;
+    piece.last = i + 1 == bytes.size();
+    pieces.push_back(piece);
+  }
+  return bytes;
+}
+
+// Gives every piece its place in the ring, one behind the other, and the piece that must have been used before.
+void place(std::vector<Piece>& pieces, const std::vector<int>& bytes, int ring) {
+  int at = 0;
+  for (size_t p = 0; p < pieces.size(); ++p) {
+    const int size = divide_up(bytes[p], 128) * 128;
+    if (at + size > ring) at = 0;
+    pieces[p].at = at;
+    // A slot is written anew when all warps are done with its last piece: when they have used the one after it.
+    int needs = static_cast<int>(p) - kSlots + 2;
+    for (size_t q = 0; q < p; ++q)
+      if (pieces[q].at < at + size && at < pieces[q].at + bytes[q]) needs = std::max(needs, static_cast<int>(q) + 1);
+    pieces[p].needs = std::max(needs, 0);
+    at += size;
+  }
+}
+
+}  // namespace
+
+bool recording_program() {
+  return recorded != nullptr;
+}
+
+void record(const EmbeddingCall& call) {
+  Piece& piece = recorded->emplace_back();
+  piece.kind = Piece::Kind::embedding;
+  piece.embedding = call;
+}
+
+void record(const LinearCall& call) {
+  Piece piece{};
+  if (call.x == mixed_at) {
+    const Piece& mixer = recorded->back();
+    piece.sum = mixer.step.cache.sum;
+    piece.score = mixer.step.cache.score;
+    piece.blocks = mixer.step.blocks;
+    piece.v_dim = mixer.step.cache.v_dim;
+    piece.partials = mixer.step.partials;
+  }
+  mixed_at = nullptr;
+  piece.kind = Piece::Kind::linear;
+  piece.linear = call;
+  recorded->push_back(piece);
+}
+
+void record(StepCall call, const Tensor& out) {
+  call.blocks = std::max(1, multiprocessors() / call.heads);
+  call.rows = divide_up(divide_up(call.cache.state_rows, call.blocks), 4) * 4;
+  call.tokens = divide_up(kStepTokens, call.blocks);
+  const Tensor partials =
+      Tensor::empty({int64_t{call.heads} * call.blocks, int64_t{call.cache.v_dim} + 2}, DType::f32, out.device());
+  held->push_back(partials);
+  call.partials = partials.data<float>();
+  mixed_at = out.raw();
+  Piece piece{};
+  piece.kind = Piece::Kind::step;
+  piece.step = call;
+  recorded->push_back(piece);
+}
+
+}  // namespace cuda
+
+struct TokenProgram::Parts {
+  Device device;
+  Arena arena{device};
+  std::vector<Tensor> held = {};
+  cuda::Program program = {};
+  int bytes = 0;
+};
+
+bool TokenProgram::fits(Device device, const Sizes& sizes) {
+  using namespace cuda;
+  (void)stream(device);  // makes it current
+  if (!launches_early() || sizes.batch > kMostSequences || sizes.head_dim % 8 != 0 || sizes.widest % 8 != 0 ||
+      sizes.widest_pair % 8 != 0 || sizes.batch * sizes.heads > multiprocessors())
+    return false;
+  const Room room(sizes.batch, sizes.widest);
+  const auto dim = static_cast<int>(sizes.head_dim);
+  const auto rows_fit = [&](int64_t rows, int64_t k) { return rows * (k / 8 + 4) * 16 <= room.largest(); };
+  return rows_fit(8, sizes.widest) && rows_fit(16, sizes.widest_pair) &&
+         window_bytes(kMostTokens, dim, dim) + kFewestRows * row_bytes(dim) <= room.largest();
+}
+
+TokenProgram::TokenProgram(Device device, const std::function<void()>& work) : parts_(new Parts{device}) {
+  using namespace cuda;
+  (void)stream(device);
+  std::vector<Piece> operations;
+  {
+    const Arena::Scope scope(parts_->arena);
+    recorded = &operations;
+    held = &parts_->held;
+    try {
+      work();
+    } catch (...) {
+      recorded = nullptr;
+      throw;
+    }
+    recorded = nullptr;
+  }
+
+  int64_t batch = 1, widest = 8;
+  std::vector<int*> counters;
+  for (const Piece& operation : operations) {
+    if (operation.kind == Piece::Kind::step) counters.push_back(operation.step.counters);
+    if (operation.kind != Piece::Kind::linear) continue;
+    batch = std::max<int64_t>(batch, operation.linear.batch);
+    widest = std::max<int64_t>(widest, operation.linear.k);
+  }
+  const Room room(batch, widest);
+  std::vector<Piece> pieces;
+  std::vector<int> bytes;
+  for (Piece& operation : operations) {
+    operation.final = &operation == &operations.back();
+    for (int of_piece : cut(operation, room, multiprocessors(), pieces)) bytes.push_back(of_piece);
+  }
+  place(pieces, bytes, room.ring);
+
+  const auto on_device = [&](const void* from, size_t size) {
+    const Tensor there = Tensor::empty({static_cast<int64_t>(size / 4)}, DType::i32, device);
+    memory::copy(device, there.raw(), {}, from, size);
+    parts_->held.push_back(there);
+    return there.raw();
+  };
+  std::vector<char> descriptions(pieces.size() * kPieceBytes);
+  for (size_t p = 0; p < pieces.size(); ++p)
+    std::memcpy(descriptions.data() + p * kPieceBytes, static_cast<const void*>(&pieces[p]), sizeof(Piece));
+  Program& program = parts_->program;
+  program.pieces = static_cast<const uint4*>(on_device(descriptions.data(), descriptions.size()));
+  program.count = static_cast<int>(pieces.size());
+  const unsigned nobody[2] = {0, 0};
+  program.sync = static_cast<unsigned*>(on_device(nobody, sizeof nobody));
+  program.counters = static_cast<int* const*>(on_device(counters.data(), counters.size() * sizeof(int*)));
+  program.caches = static_cast<int>(counters.size());
+  program.activations = room.activations;
+  program.sums = room.sums;
+  parts_->bytes = room.activations + room.sums + room.ring;
+  check(cudaFuncSetAttribute(token_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, parts_->bytes),
+        "token_program");
+}
+
+TokenProgram::~TokenProgram() {
+  // The memory goes back to the device, which may not have done its last run.
+  if (parts_) synchronize(parts_->device);
+}
+
+void TokenProgram::run() const {
+  using namespace cuda;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeCooperative;  // all blocks are there at once, or none
+  attribute.val.cooperative = 1;
+  cudaLaunchConfig_t config{};
+  config.stream = stream(parts_->device);
+  config.gridDim = static_cast<unsigned>(multiprocessors());
+  config.blockDim = kThreads + 32;
+  config.dynamicSmemBytes = static_cast<size_t>(parts_->bytes);
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  check(cudaLaunchKernelEx(&config, token_kernel, parts_->program), "token_program");
+}
+
+}  // namespace furious
