@@ -439,8 +439,9 @@ Tensor LanguageModel::token_pass(ModelCache& cache, const Tensor& tokens) const 
 // Whether token_pass() can be one kernel.
 bool LanguageModel::fits_program(const ModelCache& cache) const {
   const BlockConfig& block = config_.block;
-  if (!compute_.token_program || compute_.activations != DType::bf16 || output_weight().value().dtype() != DType::bf16 ||
-      block.rope || block.discretize || block.d_residual || !cache.layers_.front().mixer.has_folded())
+  if (!compute_.token_program || compute_.activations != DType::bf16 ||
+      output_weight().value().dtype() != DType::bf16 || block.rope || block.discretize || block.d_residual ||
+      !cache.layers_.front().mixer.has_folded())
     return false;
   const int64_t out_width = config_.heads() * config_.head_dim;
   return TokenProgram::fits(device_, {cache.batch(), config_.heads(), config_.head_dim,

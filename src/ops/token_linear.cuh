@@ -1,5 +1,5 @@
-// What the kernels that multiply a token's activations by weights share: how such a product is described, what goes into
-// it and what becomes of its rows (ops/token_linear.h).
+// What the kernels that multiply a token's activations by weights share: how such a product is described, what goes
+// into it and what becomes of its rows (ops/token_linear.h).
 #pragma once
 
 #include "ops/activation.cuh"
@@ -80,7 +80,7 @@ __device__ inline float softplus(float x) {
 
 // `other` is the second factor's sum under TokenPart::Kind::swiglu.
 __device__ inline void finish(const LinearPart& part, int sequence, int row, float sum, float other, float old,
-                       const Before& before) {
+                              const Before& before) {
   const int64_t at = static_cast<int64_t>(sequence) * part.rows + row;
   if (part.kind == TokenPart::Kind::softplus) {
     const float y = part.sign * softplus(sum + before.bias);

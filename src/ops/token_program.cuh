@@ -24,7 +24,7 @@ struct StepCall {
   int* counters;
   const float* state;
   int64_t state_numbers;
-  int heads;  // of all sequences
+  int heads;                 // of all sequences
   int blocks, rows, tokens;  // of a head, and of the state and the window for each
   float* partials;
 };

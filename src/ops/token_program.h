@@ -3,7 +3,8 @@
 //
 // The program is made once, from work that calls embedding_forward, the functions of ops/token_linear.h and
 // MixerCache::step: on this device they then run nothing, but each becomes an operation of the program. Like a graph
-// (tensor/graph.h) it keeps the memory that the work takes, and what it reads and writes besides must stay where it was.
+// (tensor/graph.h) it keeps the memory that the work takes, and what it reads and writes besides must stay where it
+// was.
 #pragma once
 
 #include <functional>

@@ -81,6 +81,10 @@ struct Program {
   int activations, sums;  // bytes of shared memory; the ring follows
 };
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+__global__ void token_kernel(const Program) {}  // never launched: there are no bulk copies
+#else
+
 // The threads that compute.
 __device__ void meet() {
   asm volatile("bar.sync 1, %0;\n" ::"n"(kThreads) : "memory");
@@ -174,8 +178,8 @@ __device__ void fetch_linear(const Piece& piece, Barrier& fetched, char* area) {
   if (lane == 0) fetched.arrive_and_expect(rows * bytes);
   __syncwarp();
   if (there)
-    copy_bytes(area + lane * row_units(call.k) * 16,
-               (second ? part.second : part.weight) + static_cast<int64_t>(row) * call.k, bytes, fetched);
+    stream_bytes(area + lane * row_units(call.k) * 16,
+                 (second ? part.second : part.weight) + static_cast<int64_t>(row) * call.k, bytes, fetched);
 }
 
 __device__ void fetch_step(const Piece& piece, Barrier& fetched, char* area, Window& window) {
@@ -190,9 +194,10 @@ __device__ void fetch_step(const Piece& piece, Barrier& fetched, char* area, Win
     const float* state = step.state + own.sequence_head * step.state_numbers;
     const int values = own.rows * ld * 4, normalizers = cache.sum ? padded(own.rows) * 4 : 0;
     fetched.expect(values + normalizers);
-    copy_bytes(to.values, state + static_cast<int64_t>(own.first) * ld, values, fetched);
+    stream_bytes(to.values, state + static_cast<int64_t>(own.first) * ld, values, fetched);
     if (normalizers > 0)
-      copy_bytes(to.normalizers, state + static_cast<int64_t>(cache.state_rows) * ld + own.first, normalizers, fetched);
+      stream_bytes(to.normalizers, state + static_cast<int64_t>(cache.state_rows) * ld + own.first, normalizers,
+                   fetched);
   }
   if (!piece.first || !own.there) {
     if (lane == 0) fetched.arrive();
@@ -213,8 +218,8 @@ __device__ void fetch_step(const Piece& piece, Barrier& fetched, char* area, Win
   for (int j = lane; j < own.kept; j += 32) {
     const int token = own.first_token + j;
     const Page page = cache.pages[token / kPageTokens];
-    copy_bytes(to.k + j * k_bytes, cache.k_row<__nv_bfloat16>(page, batch, head, token), k_bytes, fetched);
-    copy_bytes(to.v + j * v_bytes, cache.v_row<__nv_bfloat16>(page, batch, head, token), v_bytes, fetched);
+    stream_bytes(to.k + j * k_bytes, cache.k_row<__nv_bfloat16>(page, batch, head, token), k_bytes, fetched);
+    stream_bytes(to.v + j * v_bytes, cache.v_row<__nv_bfloat16>(page, batch, head, token), v_bytes, fetched);
   }
 }
 
@@ -424,7 +429,7 @@ __device__ void run_linear(const Piece& piece, Barrier& used, const char* area, 
     if (call.norm != nullptr) square += memory.squares[w][warp];
   }
   if (call.norm != nullptr) {
-    const float scale = 1.0f / sqrtf(square / static_cast<float>(call.k) + call.eps);
+    const float scale = rsqrtf(__fdividef(square, static_cast<float>(call.k)) + call.eps);
     sum *= scale;
     other *= scale;
   }
@@ -570,7 +575,6 @@ __device__ void run_step(const Piece& piece, Barrier& used, char* area, const Wi
 }
 
 __global__ void __launch_bounds__(kThreads + 32, 1) token_kernel(const __grid_constant__ Program program) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   extern __shared__ uint4 shared[];
   __shared__ Memory memory;
   const int thread = static_cast<int>(threadIdx.x);
@@ -612,8 +616,9 @@ __global__ void __launch_bounds__(kThreads + 32, 1) token_kernel(const __grid_co
       }
     }
   }
-#endif
 }
+
+#endif
 
 // Bytes of shared memory.
 struct Room {
@@ -651,7 +656,8 @@ std::vector<int> cut(const Piece& operation, const Room& room, int blocks, std::
     for (int begin = 0; begin < share; begin += most) bytes.push_back(std::min(most, share - begin) * tile);
   } else if (operation.kind == Piece::Kind::step) {
     const StepCall& step = operation.step;
-    const int window = window_bytes(step.tokens, step.cache.qk_dim, step.cache.v_dim), row = row_bytes(step.cache.v_dim);
+    const int window = window_bytes(step.tokens, step.cache.qk_dim, step.cache.v_dim),
+              row = row_bytes(step.cache.v_dim);
     share = step.rows;
     most = std::min((room.largest() - window) / row, kThreads) / 4 * 4;
     most = divide_up(divide_up(share, divide_up(share, most)), 4) * 4;

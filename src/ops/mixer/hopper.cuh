@@ -136,7 +136,7 @@ struct Barrier {
   }
 };
 // Brings bytes, a multiple of 16 from and to addresses that are, which need not stay in the L2 cache.
-__device__ inline void copy_bytes(void* to, const void* from, int bytes, Barrier& barrier) {
+__device__ inline void stream_bytes(void* to, const void* from, int bytes, Barrier& barrier) {
   asm volatile(
       "{\n"
       ".reg .b64 once;\n"
