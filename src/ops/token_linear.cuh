@@ -78,15 +78,24 @@ __device__ inline float softplus(float x) {
   return fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x)));
 }
 
+// Where finished numbers go: activations and log-decays.
+struct Store {
+  __device__ void activation(void* out, int64_t at, float x) const {
+    static_cast<__nv_bfloat16*>(out)[at] = __float2bfloat16_rn(x);
+  }
+  __device__ void log_decay(void* out, int64_t at, float x) const { static_cast<float*>(out)[at] = x; }
+};
+
 // `other` is the second factor's sum under TokenPart::Kind::swiglu.
-__device__ inline void finish(const LinearPart& part, int sequence, int row, float sum, float other, float old,
-                              const Before& before) {
+template <class To = Store>
+__device__ void finish(const LinearPart& part, int sequence, int row, float sum, float other, float old,
+                       const Before& before, const To& to = {}) {
   const int64_t at = static_cast<int64_t>(sequence) * part.rows + row;
   if (part.kind == TokenPart::Kind::softplus) {
     const float y = part.sign * softplus(sum + before.bias);
+    if (part.decay == nullptr) return to.log_decay(part.out, at, y);
     static_cast<float*>(part.out)[at] = y;
-    if (part.decay) part.decay[at] = -expf(before.a_log) * y;
-    return;
+    return to.log_decay(part.decay, at, -expf(before.a_log) * y);
   }
   if (part.kind == TokenPart::Kind::swiglu) sum = silu(sum) * other;
   if (part.kind == TokenPart::Kind::add) sum += old;
@@ -111,7 +120,7 @@ __device__ inline void finish(const LinearPart& part, int sequence, int row, flo
   if (part.f32_out)
     static_cast<float*>(part.out)[at] = sum;
   else
-    static_cast<__nv_bfloat16*>(part.out)[at] = __float2bfloat16_rn(sum);
+    to.activation(part.out, at, sum);
 }
 
 __device__ inline void unpack(const uint4& from, float (&to)[8]) {

@@ -14,13 +14,24 @@ struct EmbeddingCall {
   int batch, dim;
 };
 
-// A step of a mixer's cache that has a state. The blocks of a head (of one sequence) each take some rows of its state
+// A step of a mixer's cache that has a state.
+struct MixerStep {
+  Cache cache;
+  Token<__nv_bfloat16> q, k, v;
+  const float* log_decay;  // [batch, heads]
+  int* counters;
+  const float* state;
+  int64_t state_numbers;
+  int heads;  // of all sequences
+};
+
+// The same as an operation of the program. The blocks of a head (of one sequence) each take some rows of its state
 // and some tokens of its window, and write what they come to: [batch, heads, blocks, v_dim + 2], y and then n. Who
 // reads the output adds them up.
 struct StepCall {
   Cache cache;
-  Token<__nv_bfloat16> q, k, v;
-  const float* log_decay;  // [batch, heads]
+  Token<uint32_t> q, k, v;  // as they travel between the blocks of the program
+  const float* log_decay;
   int* counters;
   const float* state;
   int64_t state_numbers;
@@ -32,6 +43,6 @@ struct StepCall {
 bool recording_program();
 void record(const EmbeddingCall& call);
 void record(const LinearCall& call);
-void record(StepCall call, const Tensor& out);
+void record(const MixerStep& step, const Tensor& out);
 
 }  // namespace furious::cuda

@@ -7,10 +7,15 @@
 #include "tensor/launch.cuh"
 
 // Every multiprocessor has one block, and all blocks walk the same list of operations, each with its own share of the
-// rows of a weight or a state. Between two operations they meet. What waits for nobody are the weights, the states and
-// the windows: a warp of its own fetches them, piece by piece, into a ring of shared memory, as far ahead as there is
-// room. So memory is busy while the blocks meet, and when they have met only activations come from far, a few thousand
-// bytes from the L2 cache.
+// rows of a weight or a state. What waits for nobody are the weights, the states and the windows: a warp of its own
+// fetches them, piece by piece, into a ring of shared memory, as far ahead as there is room. So memory is busy while
+// the blocks wait for each other's activations.
+//
+// An activation travels as a word that holds its 16 bits and a tag, the number of the operation that wrote it counted
+// over all tokens: who reads it reads until the tag is the one he waits for. That takes one way through the L2 cache,
+// where a meeting of all blocks takes three. Nobody can be overtaken. Who writes an activation anew has read all of the
+// operation before, so its blocks were done; and those had read what is now overwritten before they wrote. Only a step
+// reads less than all, and after it the blocks do meet, since what it writes are f32 sums.
 //
 // A piece is some tiles of eight rows of a product, or some rows of a state (with the first of them the window's
 // tokens), and says everything that is to be done with it. Where it lies in the ring, and which piece must have been
@@ -37,6 +42,7 @@ struct Piece {
   Kind kind;
   bool first, last;  // of its operation
   bool final;        // of the last operation
+  int operation;     // its number
   int at;            // byte of the ring
   int begin, count;  // tiles or rows: of each block's share, from which one and how many
   int share;         // tiles of a block
@@ -68,17 +74,18 @@ struct Memory {
   float q[kLargestDim], k[kLargestDim], v[kLargestDim], log_decay;  // of the new token
   float phi[kThreads];
   float weights[kMostTokens];
-  float squares[kWarps][kMostSequences];
+  float squares[2][kWarps][kMostSequences];  // by turns, since the operation before may still be reading its own
   float warps[kWarps];
 };
 
 struct Program {
   const uint4* pieces;  // each of kPieceBytes
   int count;
-  unsigned* sync;        // arrivals at all meetings so far, and how many there had been when this token began
+  unsigned* sync;  // arrivals at all meetings so far; how many there had been when this token began; its first tag
   int* const* counters;  // of the mixers' caches
   int caches;
   int activations, sums;  // bytes of shared memory; the ring follows
+  int operations;
 };
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
@@ -99,6 +106,75 @@ __device__ unsigned load_acquire(const unsigned* from) {
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];\n" : "=r"(x) : "l"(from) : "memory");
   return x;
 }
+
+__device__ uint4 load_relaxed(const uint4* from) {
+  uint4 x;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];\n"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(from)
+               : "memory");
+  return x;
+}
+__device__ uint32_t load_relaxed(const uint32_t* from) {
+  uint32_t x;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];\n" : "=r"(x) : "l"(from) : "memory");
+  return x;
+}
+__device__ uint64_t load_relaxed(const uint64_t* from) {
+  uint64_t x;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];\n" : "=l"(x) : "l"(from) : "memory");
+  return x;
+}
+__device__ void store_relaxed(uint32_t* to, uint32_t x) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;\n" ::"l"(to), "r"(x) : "memory");
+}
+__device__ void store_relaxed(uint64_t* to, uint64_t x) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;\n" ::"l"(to), "l"(x) : "memory");
+}
+
+// The 16 bits of an activation, and its value.
+__device__ uint32_t bits_of(float x) {
+  return pack(x, 0.0f);
+}
+__device__ float value_of(uint32_t word) {
+  return __uint_as_float(word << 16);
+}
+
+// How numbers travel from block to block: an activation under its tag in a word, a log-decay in two.
+struct Tagged {
+  uint32_t tag;  // of 16 bits
+
+  __device__ void activation(void* out, int64_t at, float x) const {
+    store_relaxed(static_cast<uint32_t*>(out) + at, tag << 16 | bits_of(x));
+  }
+  __device__ void log_decay(void* out, int64_t at, float x) const {
+    store_relaxed(static_cast<uint64_t*>(out) + at, uint64_t{tag} << 32 | __float_as_uint(x));
+  }
+  __device__ float wait_activation(const uint32_t* from) const {
+    uint32_t word = load_relaxed(from);
+    while (word >> 16 != tag) word = load_relaxed(from);
+    return value_of(word);
+  }
+  __device__ float wait_log_decay(const uint64_t* from) const {
+    uint64_t both = load_relaxed(from);
+    while (both >> 32 != tag) both = load_relaxed(from);
+    return __uint_as_float(static_cast<uint32_t>(both));
+  }
+  // Eight neighbours as bf16.
+  __device__ uint4 wait_eight(const uint4* from) const {
+    uint4 low, high;
+    uint32_t other;
+    do {
+      low = load_relaxed(from);
+      high = load_relaxed(from + 1);
+      const uint32_t own = tag << 16;
+      other = (low.x ^ own) | (low.y ^ own) | (low.z ^ own) | (low.w ^ own) | (high.x ^ own) | (high.y ^ own) |
+              (high.z ^ own) | (high.w ^ own);
+    } while (other >> 16 != 0);
+    const auto both = [](uint32_t first, uint32_t second) { return (first & 0xFFFFu) | second << 16; };
+    return {both(low.x, low.y), both(low.z, low.w), both(high.x, high.y), both(high.z, high.w)};
+  }
+};
 
 // Where all blocks meet. Arrivals are counted on from token to token, so that nothing has to be cleared.
 struct Meeting {
@@ -255,39 +331,44 @@ __device__ void release(Barrier& used) {
   if (threadIdx.x % 32 == 0) used.arrive();
 }
 
-__device__ void embed(const EmbeddingCall& call) {
+__device__ void embed(const EmbeddingCall& call, const Tagged& written) {
   const int all = call.batch * call.dim;
   for (int i = static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x); i < all;
        i += static_cast<int>(gridDim.x) * kThreads) {
     const int64_t id = __ldcg(call.ids + i / call.dim);
-    call.out[i] = __float2bfloat16_rn(call.table[id * call.dim + i % call.dim]);
+    written.activation(call.out, i, call.table[id * call.dim + i % call.dim]);
   }
 }
 
-// The input of a product, with the norm's weight multiplied in; its square sums go to memory.squares.
-__device__ void load_input(const LinearCall& call, const float (&first_norm)[8], uint4* activations, Memory& memory) {
+// Activations of a program, wherever a call speaks of bf16, are words.
+__device__ const uint32_t* words(const __nv_bfloat16* x) {
+  return reinterpret_cast<const uint32_t*>(x);
+}
+
+// The input of a product, with the norm's weight multiplied in; its square sums go to `to`.
+__device__ void load_input(const LinearCall& call, const float (&first_norm)[8], const Tagged& awaited,
+                           uint4* activations, float (*to)[kMostSequences]) {
   const int thread = static_cast<int>(threadIdx.x), units = call.k / 8, stride = row_units(call.k);
   for (int b = 0; b < call.batch; ++b) {
-    const uint4* x = reinterpret_cast<const uint4*>(call.x + b * call.x_stride);
-    const uint4* gate = call.gate ? reinterpret_cast<const uint4*>(call.gate + b * call.gate_stride) : nullptr;
+    const uint4* x = reinterpret_cast<const uint4*>(words(call.x) + b * call.x_stride);
     float norm[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) norm[i] = first_norm[i];
     float squares = 0;
     for (int unit = thread; unit < units; unit += kThreads) {
-      uint4 eight = __ldcg(x + unit);
       if (call.norm != nullptr && unit >= kThreads) load_norm(norm, call.norm, unit);
-      if (call.norm != nullptr || gate != nullptr) eight = normed(eight, gate ? gate + unit : gate, norm, squares);
+      uint4 eight = awaited.wait_eight(x + 2 * unit);
+      if (call.norm != nullptr) eight = normed(eight, nullptr, norm, squares);
       activations[b * stride + unit] = eight;
     }
     if (call.norm == nullptr) continue;
     squares = warp_sum(squares);
-    if (thread % 32 == 0) memory.squares[thread / 32][b] = squares;
+    if (thread % 32 == 0) to[thread / 32][b] = squares;
   }
 }
 
 // The same where the input is a mixer's output; a thread makes two neighbours.
-__device__ void load_mixed(const Piece& piece, uint4* activations, Memory& memory) {
+__device__ void load_mixed(const Piece& piece, uint4* activations, float (*to)[kMostSequences]) {
   constexpr int kAtOnce = 8;
   const LinearCall& call = piece.linear;
   const int thread = static_cast<int>(threadIdx.x), stride = row_units(call.k);
@@ -323,9 +404,9 @@ __device__ void load_mixed(const Piece& piece, uint4* activations, Memory& memor
       if (call.gate != nullptr || call.norm != nullptr) {
         float u[2] = {__uint_as_float(both << 16), __uint_as_float(both & 0xFFFF0000u)};
         if (call.gate != nullptr) {
-          const uint32_t z = __ldcg(reinterpret_cast<const uint32_t*>(call.gate + b * call.gate_stride) + i);
-          u[0] *= silu(__uint_as_float(z << 16));
-          u[1] *= silu(__uint_as_float(z & 0xFFFF0000u));
+          const uint2 z = __ldcg(reinterpret_cast<const uint2*>(words(call.gate) + b * call.gate_stride) + i);
+          u[0] *= silu(value_of(z.x));
+          u[1] *= silu(value_of(z.y));
         }
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
@@ -338,7 +419,7 @@ __device__ void load_mixed(const Piece& piece, uint4* activations, Memory& memor
     }
     if (call.norm == nullptr) continue;
     squares = warp_sum(squares);
-    if (thread % 32 == 0) memory.squares[thread / 32][b] = squares;
+    if (thread % 32 == 0) to[thread / 32][b] = squares;
   }
 }
 
@@ -376,14 +457,15 @@ __device__ void multiply(const LinearCall& call, const uint4* activations, const
 }
 
 __device__ void run_linear(const Piece& piece, Barrier& used, const char* area, uint4* activations, float* sums,
-                           const Meeting& meeting, Memory& memory) {
+                           const Meeting& meeting, const Tagged& awaited, const Tagged& written, Memory& memory) {
   const LinearCall& call = piece.linear;
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   const Tiles tiles(piece);
   if (tiles.first >= tiles.end) {
-    if (piece.first) meeting.wait();
+    if (piece.first && piece.partials != nullptr) meeting.wait();
     return release(used);
   }
+  float(*const squares)[kMostSequences] = memory.squares[piece.operation % 2];
   // A thread finishes one element: warps are sequences, lanes results.
   const bool pairs = call.pairs();
   const int tile = tiles.first + lane / 8;
@@ -395,13 +477,17 @@ __device__ void run_linear(const Piece& piece, Barrier& used, const char* area, 
   if (piece.first) {
     float norm[8] = {1, 1, 1, 1, 1, 1, 1, 1};
     if (call.norm != nullptr && piece.partials == nullptr && thread < call.k / 8) load_norm(norm, call.norm, thread);
-    meeting.wait();
-    if (piece.partials != nullptr)
-      load_mixed(piece, activations, memory);
-    else
-      load_input(call, norm, activations, memory);
+    if (piece.partials != nullptr) {
+      meeting.wait();
+      load_mixed(piece, activations, squares);
+    } else {
+      load_input(call, norm, awaited, activations, squares);
+    }
   }
-  const float old = finishes ? load_old(part, warp, row) : 0.0f;
+  // Written by this block, or before all blocks have last met.
+  float old = 0;
+  if (finishes && part.kind == TokenPart::Kind::add)
+    old = value_of(__ldcg(static_cast<const uint32_t*>(part.out) + static_cast<int64_t>(warp) * part.rows + row));
   meet();
   const uint4* const weights = reinterpret_cast<const uint4*>(area);
   switch ((tiles.end - tiles.first) * (pairs ? 2 : 1)) {
@@ -426,14 +512,14 @@ __device__ void run_linear(const Piece& piece, Barrier& used, const char* area, 
   for (int w = 0; w < kWarps; ++w) {
     sum += own[w * call.batch * 32];
     if (pairs) other += own[w * call.batch * 32 + 8];
-    if (call.norm != nullptr) square += memory.squares[w][warp];
+    if (call.norm != nullptr) square += squares[w][warp];
   }
   if (call.norm != nullptr) {
     const float scale = rsqrtf(__fdividef(square, static_cast<float>(call.k)) + call.eps);
     sum *= scale;
     other *= scale;
   }
-  finish(part, warp, row, sum, other, old, before);
+  finish(part, warp, row, sum, other, old, before, written);
 }
 
 // What a thread has come to over the pieces of a step.
@@ -483,28 +569,26 @@ __device__ void keep_token(const Cache& cache, const StepShare& own, const Windo
 }
 
 __device__ void run_step(const Piece& piece, Barrier& used, char* area, const Window& window, float4* scratch,
-                         const Meeting& meeting, Sums& sums, Memory& memory) {
+                         const Tagged& awaited, Sums& sums, Memory& memory) {
   const StepCall& step = piece.step;
   const Cache& cache = step.cache;
   const int thread = static_cast<int>(threadIdx.x);
   const StepShare own(piece, piece.first ? window.pending : 0);
-  if (!own.there) {
-    if (piece.first) meeting.wait();
-    return release(used);
-  }
+  if (!own.there) return release(used);
   const StepArea from(piece, area);
   const Feature feature(cache.score, thread < own.rows ? own.first + thread : 0, cache.qk_dim);
   if (piece.first) {
     const int batch = own.sequence_head / cache.heads, head = own.sequence_head % cache.heads;
     const int column = thread % kLargestDim;
-    meeting.wait();
-    __nv_bfloat16 one{}, other{};  // both on their way before the first is there
     const bool half = thread < kLargestDim;
-    if (column < cache.qk_dim) one = __ldcg((half ? step.q : step.k).row(batch, head, cache.heads) + column);
-    if (half && column < cache.v_dim) other = __ldcg(step.v.row(batch, head, cache.heads) + column);
-    if (cache.decay && thread == kThreads - 1) memory.log_decay = __ldcg(step.log_decay + own.sequence_head);
-    (half ? memory.q : memory.k)[column] = half ? to_float(one) * cache.scale : to_float(one);
-    if (half) memory.v[column] = to_float(other);
+    if (cache.decay && thread == kThreads - 1)
+      memory.log_decay = awaited.wait_log_decay(reinterpret_cast<const uint64_t*>(step.log_decay) + own.sequence_head);
+    if (column < cache.qk_dim) {
+      const float x = awaited.wait_activation((half ? step.q : step.k).row(batch, head, cache.heads) + column);
+      (half ? memory.q : memory.k)[column] = half ? x * cache.scale : x;
+    }
+    if (half && column < cache.v_dim)
+      memory.v[column] = awaited.wait_activation(step.v.row(batch, head, cache.heads) + column);
     sums = {{0, 0, 0, 0}, 0, 1};
   }
   meet();
@@ -590,26 +674,29 @@ __global__ void __launch_bounds__(kThreads + 32, 1) token_kernel(const __grid_co
   if (thread >= kThreads) return fetch(program, memory, ring);
 
   Meeting meeting{program.sync, __ldcg(program.sync + 1)};
+  const unsigned first_tag = __ldcg(program.sync + 2);
   Sums step_sums{};
   for (int p = 0; p < program.count; ++p) {
     const int slot = p % kSlots;
     Barrier& used = memory.used[slot];
     memory.fetched[slot].wait(p / kSlots);
     const Piece& piece = *reinterpret_cast<const Piece*>(memory.pieces[slot]);
+    const Tagged written{(first_tag + piece.operation) & 0xFFFFu}, awaited{(written.tag - 1) & 0xFFFFu};
     if (piece.kind == Piece::Kind::linear) {
-      run_linear(piece, used, ring + piece.at, activations, reinterpret_cast<float*>(sums), meeting, memory);
+      run_linear(piece, used, ring + piece.at, activations, reinterpret_cast<float*>(sums), meeting, awaited, written,
+                 memory);
     } else if (piece.kind == Piece::Kind::step) {
-      run_step(piece, used, ring + piece.at, memory.windows[slot], reinterpret_cast<float4*>(sums), meeting, step_sums,
+      run_step(piece, used, ring + piece.at, memory.windows[slot], reinterpret_cast<float4*>(sums), awaited, step_sums,
                memory);
+      if (piece.last) meeting.arrive();
     } else {
-      meeting.wait();
-      embed(piece.embedding);
+      embed(piece.embedding, written);
       release(used);
     }
-    if (piece.last && !piece.final) meeting.arrive();
-    // Everyone has come to the last operation: all have read what counts the tokens, and nobody waits any more.
+    // All have met for the last time, and so have read what counts the tokens.
     if (piece.first && piece.final && blockIdx.x == 0) {
       if (thread == 0) program.sync[1] = meeting.expected;
+      if (thread == 0) program.sync[2] = first_tag + program.operations;
       for (int i = thread; i < program.caches; i += kThreads) {
         program.counters[i][kPending] += 1;
         program.counters[i][kTokens] += 1;
@@ -641,9 +728,46 @@ int row_bytes(int v_dim) {  // of a state
   return padded(v_dim) * 4 + 4;
 }
 
-thread_local std::vector<Piece>* recorded = nullptr;
-thread_local const void* mixed_at = nullptr;  // where the last mixer's output would lie
-thread_local std::vector<Tensor>* held = nullptr;
+// What has been recorded, and where the activations of the program lie that the calls have elsewhere.
+struct Recorder {
+  struct Mail {
+    const char* begin;  // of what it stands for
+    int64_t numbers, bytes_each;
+    Tensor words;
+  };
+  std::vector<Piece> operations = {};
+  std::vector<Tensor>& held;
+  std::vector<Mail> mails = {};
+  const void* mixed = nullptr;  // where the last mixer's output would lie
+
+  // Memory is used again within the work: the latest is meant.
+  template <class T>
+  T* mail_of(T* x) const {
+    for (auto mail = mails.rbegin(); mail != mails.rend(); ++mail) {
+      const int64_t offset = reinterpret_cast<const char*>(x) - mail->begin;
+      if (offset < 0 || offset >= mail->numbers * mail->bytes_each) continue;
+      return reinterpret_cast<T*>(static_cast<char*>(mail->words.raw()) + 2 * offset);
+    }
+    fail("token_program: an operation reads what none has written");
+  }
+  // Twice the bytes, for the tags. A place that has had one keeps it as long as it is large enough.
+  template <class T>
+  T* mail_for(T* x, int64_t numbers, int64_t bytes_each, Device device) {
+    for (const Mail& mail : mails)
+      if (mail.begin == reinterpret_cast<const char*>(x) && mail.numbers == numbers && mail.bytes_each == bytes_each) {
+        const Mail again = mail;
+        mails.push_back(again);
+        return static_cast<T*>(again.words.raw());
+      }
+    const Tensor words = Tensor::zeros({numbers * bytes_each / 2}, DType::i32, device);
+    held.push_back(words);
+    mails.push_back({reinterpret_cast<const char*>(x), numbers, bytes_each, words});
+    return static_cast<T*>(words.raw());
+  }
+};
+
+thread_local Recorder* recorder = nullptr;
+thread_local Device recorder_device;
 
 // Cuts an operation into pieces. Returns the bytes that each needs.
 std::vector<int> cut(const Piece& operation, const Room& room, int blocks, std::vector<Piece>& pieces) {
@@ -696,44 +820,70 @@ void place(std::vector<Piece>& pieces, const std::vector<int>& bytes, int ring) 
 }  // namespace
 
 bool recording_program() {
-  return recorded != nullptr;
+  return recorder != nullptr;
 }
 
 void record(const EmbeddingCall& call) {
-  Piece& piece = recorded->emplace_back();
+  Piece piece{};
   piece.kind = Piece::Kind::embedding;
   piece.embedding = call;
+  piece.embedding.out = recorder->mail_for(call.out, int64_t{call.batch} * call.dim, 2, recorder_device);
+  recorder->operations.push_back(piece);
 }
 
 void record(const LinearCall& call) {
   Piece piece{};
-  if (call.x == mixed_at) {
-    const Piece& mixer = recorded->back();
-    piece.sum = mixer.step.cache.sum;
-    piece.score = mixer.step.cache.score;
-    piece.blocks = mixer.step.blocks;
-    piece.v_dim = mixer.step.cache.v_dim;
-    piece.partials = mixer.step.partials;
-  }
-  mixed_at = nullptr;
   piece.kind = Piece::Kind::linear;
   piece.linear = call;
-  recorded->push_back(piece);
+  if (call.x == recorder->mixed) {
+    const StepCall& step = recorder->operations.back().step;
+    piece.sum = step.cache.sum;
+    piece.score = step.cache.score;
+    piece.blocks = step.blocks;
+    piece.v_dim = step.cache.v_dim;
+    piece.partials = step.partials;
+    if (call.gate) piece.linear.gate = recorder->mail_of(call.gate);
+  } else {
+    piece.linear.x = recorder->mail_of(call.x);
+  }
+  for (int p = 0; p < call.parts; ++p) {
+    LinearPart& part = piece.linear.part[p];
+    const int64_t numbers = int64_t{call.batch} * part.rows;
+    if (part.kind == TokenPart::Kind::add)
+      part.out = recorder->mail_of(static_cast<char*>(part.out));
+    else if (part.kind == TokenPart::Kind::softplus && part.decay)
+      part.decay = recorder->mail_for(part.decay, numbers, 4, recorder_device);
+    else if (part.kind == TokenPart::Kind::softplus)
+      part.out = recorder->mail_for(static_cast<char*>(part.out), numbers, 4, recorder_device);
+    else if (!part.f32_out)
+      part.out = recorder->mail_for(static_cast<char*>(part.out), numbers, 2, recorder_device);
+  }
+  recorder->operations.push_back(piece);
 }
 
-void record(StepCall call, const Tensor& out) {
+void record(const MixerStep& from, const Tensor& out) {
+  StepCall call{from.cache,         {},         {}, {}, nullptr, from.counters, from.state,
+                from.state_numbers, from.heads, 0,  0,  0,       nullptr};
+  const auto words = [](const Token<__nv_bfloat16>& x) {
+    return Token<uint32_t>{reinterpret_cast<const uint32_t*>(recorder->mail_of(x.data)), x.batch_stride, x.head_stride,
+                           x.own_heads};
+  };
+  call.q = words(from.q);
+  call.k = words(from.k);
+  call.v = words(from.v);
+  if (from.log_decay) call.log_decay = recorder->mail_of(from.log_decay);
   call.blocks = std::max(1, multiprocessors() / call.heads);
   call.rows = divide_up(divide_up(call.cache.state_rows, call.blocks), 4) * 4;
   call.tokens = divide_up(kStepTokens, call.blocks);
   const Tensor partials =
       Tensor::empty({int64_t{call.heads} * call.blocks, int64_t{call.cache.v_dim} + 2}, DType::f32, out.device());
-  held->push_back(partials);
+  recorder->held.push_back(partials);
   call.partials = partials.data<float>();
-  mixed_at = out.raw();
+  recorder->mixed = out.raw();
   Piece piece{};
   piece.kind = Piece::Kind::step;
   piece.step = call;
-  recorded->push_back(piece);
+  recorder->operations.push_back(piece);
 }
 
 }  // namespace cuda
@@ -762,19 +912,20 @@ bool TokenProgram::fits(Device device, const Sizes& sizes) {
 TokenProgram::TokenProgram(Device device, const std::function<void()>& work) : parts_(new Parts{device}) {
   using namespace cuda;
   (void)stream(device);
-  std::vector<Piece> operations;
+  Recorder recording{.held = parts_->held};
   {
     const Arena::Scope scope(parts_->arena);
-    recorded = &operations;
-    held = &parts_->held;
+    recorder = &recording;
+    recorder_device = device;
     try {
       work();
     } catch (...) {
-      recorded = nullptr;
+      recorder = nullptr;
       throw;
     }
-    recorded = nullptr;
+    recorder = nullptr;
   }
+  std::vector<Piece>& operations = recording.operations;
 
   int64_t batch = 1, widest = 8;
   std::vector<int*> counters;
@@ -789,6 +940,7 @@ TokenProgram::TokenProgram(Device device, const std::function<void()>& work) : p
   std::vector<int> bytes;
   for (Piece& operation : operations) {
     operation.final = &operation == &operations.back();
+    operation.operation = static_cast<int>(&operation - operations.data());
     for (int of_piece : cut(operation, room, multiprocessors(), pieces)) bytes.push_back(of_piece);
   }
   place(pieces, bytes, room.ring);
@@ -805,8 +957,9 @@ TokenProgram::TokenProgram(Device device, const std::function<void()>& work) : p
   Program& program = parts_->program;
   program.pieces = static_cast<const uint4*>(on_device(descriptions.data(), descriptions.size()));
   program.count = static_cast<int>(pieces.size());
-  const unsigned nobody[2] = {0, 0};
-  program.sync = static_cast<unsigned*>(on_device(nobody, sizeof nobody));
+  const unsigned begin[3] = {0, 0, 1};  // no word has the tag 1
+  program.sync = static_cast<unsigned*>(on_device(begin, sizeof begin));
+  program.operations = static_cast<int>(operations.size());
   program.counters = static_cast<int* const*>(on_device(counters.data(), counters.size() * sizeof(int*)));
   program.caches = static_cast<int>(counters.size());
   program.activations = room.activations;

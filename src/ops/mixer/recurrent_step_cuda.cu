@@ -386,7 +386,7 @@ void cache_step(const MixerSpec& spec, const MixerShape& shape, const CacheWindo
   if (recording_program())
     return record({cache_of(spec, shape, window), token<bfloat16>(q), token<bfloat16>(k), token<bfloat16>(v),
                    log_decay ? log_decay.data<float>() : nullptr, window.counters.data<int32_t>(), state.data<float>(),
-                   state.stride(1), static_cast<int>(shape.batch * shape.heads), 0, 0, 0, nullptr},
+                   state.stride(1), static_cast<int>(shape.batch * shape.heads)},
                   out);
   const int64_t heads = shape.batch * shape.heads;
   // Blocks that a head should have: few heads fill the device once, with one block for the window.
