@@ -89,7 +89,7 @@ struct Program {
 };
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-__global__ void token_kernel(const Program) {}  // never launched: there are no bulk copies
+__global__ void token_kernel(const Program) {}  // without bulk copies: never launched
 #else
 
 // The threads that compute.
@@ -735,8 +735,9 @@ struct Recorder {
     int64_t numbers, bytes_each;
     Tensor words;
   };
-  std::vector<Piece> operations = {};
+  Device device;
   std::vector<Tensor>& held;
+  std::vector<Piece> operations = {};
   std::vector<Mail> mails = {};
   const void* mixed = nullptr;  // where the last mixer's output would lie
 
@@ -750,9 +751,9 @@ struct Recorder {
     }
     fail("token_program: an operation reads what none has written");
   }
-  // Twice the bytes, for the tags. A place that has had one keeps it as long as it is large enough.
+  // Twice the bytes, for the tags. What comes to lie in the same place again, of the same size, has the same.
   template <class T>
-  T* mail_for(T* x, int64_t numbers, int64_t bytes_each, Device device) {
+  T* mail_for(T* x, int64_t numbers, int64_t bytes_each) {
     for (const Mail& mail : mails)
       if (mail.begin == reinterpret_cast<const char*>(x) && mail.numbers == numbers && mail.bytes_each == bytes_each) {
         const Mail again = mail;
@@ -767,7 +768,6 @@ struct Recorder {
 };
 
 thread_local Recorder* recorder = nullptr;
-thread_local Device recorder_device;
 
 // Cuts an operation into pieces. Returns the bytes that each needs.
 std::vector<int> cut(const Piece& operation, const Room& room, int blocks, std::vector<Piece>& pieces) {
@@ -827,7 +827,7 @@ void record(const EmbeddingCall& call) {
   Piece piece{};
   piece.kind = Piece::Kind::embedding;
   piece.embedding = call;
-  piece.embedding.out = recorder->mail_for(call.out, int64_t{call.batch} * call.dim, 2, recorder_device);
+  piece.embedding.out = recorder->mail_for(call.out, int64_t{call.batch} * call.dim, 2);
   recorder->operations.push_back(piece);
 }
 
@@ -852,11 +852,11 @@ void record(const LinearCall& call) {
     if (part.kind == TokenPart::Kind::add)
       part.out = recorder->mail_of(static_cast<char*>(part.out));
     else if (part.kind == TokenPart::Kind::softplus && part.decay)
-      part.decay = recorder->mail_for(part.decay, numbers, 4, recorder_device);
+      part.decay = recorder->mail_for(part.decay, numbers, 4);
     else if (part.kind == TokenPart::Kind::softplus)
-      part.out = recorder->mail_for(static_cast<char*>(part.out), numbers, 4, recorder_device);
+      part.out = recorder->mail_for(static_cast<char*>(part.out), numbers, 4);
     else if (!part.f32_out)
-      part.out = recorder->mail_for(static_cast<char*>(part.out), numbers, 2, recorder_device);
+      part.out = recorder->mail_for(static_cast<char*>(part.out), numbers, 2);
   }
   recorder->operations.push_back(piece);
 }
@@ -899,7 +899,11 @@ struct TokenProgram::Parts {
 bool TokenProgram::fits(Device device, const Sizes& sizes) {
   using namespace cuda;
   (void)stream(device);  // makes it current
-  if (!launches_early() || sizes.batch > kMostSequences || sizes.head_dim % 8 != 0 || sizes.widest % 8 != 0 ||
+  static const bool has_body = [] {
+    cudaFuncAttributes kernel{};
+    return cudaFuncGetAttributes(&kernel, token_kernel) == cudaSuccess && kernel.ptxVersion >= 90;
+  }();
+  if (!has_body || sizes.batch > kMostSequences || sizes.head_dim % 8 != 0 || sizes.widest % 8 != 0 ||
       sizes.widest_pair % 8 != 0 || sizes.batch * sizes.heads > multiprocessors())
     return false;
   const Room room(sizes.batch, sizes.widest);
@@ -912,11 +916,10 @@ bool TokenProgram::fits(Device device, const Sizes& sizes) {
 TokenProgram::TokenProgram(Device device, const std::function<void()>& work) : parts_(new Parts{device}) {
   using namespace cuda;
   (void)stream(device);
-  Recorder recording{.held = parts_->held};
+  Recorder recording{device, parts_->held};
   {
     const Arena::Scope scope(parts_->arena);
     recorder = &recording;
-    recorder_device = device;
     try {
       work();
     } catch (...) {
