@@ -150,13 +150,12 @@ struct Tagged {
   __device__ void log_decay(void* out, int64_t at, float x) const {
     store_relaxed(static_cast<uint64_t*>(out) + at, uint64_t{tag} << 32 | __float_as_uint(x));
   }
-  __device__ float wait_activation(const uint32_t* from) const {
-    uint32_t word = load_relaxed(from);
+  // From what was read there first.
+  __device__ float wait_activation(uint32_t word, const uint32_t* from) const {
     while (word >> 16 != tag) word = load_relaxed(from);
     return value_of(word);
   }
-  __device__ float wait_log_decay(const uint64_t* from) const {
-    uint64_t both = load_relaxed(from);
+  __device__ float wait_log_decay(uint64_t both, const uint64_t* from) const {
     while (both >> 32 != tag) both = load_relaxed(from);
     return __uint_as_float(static_cast<uint32_t>(both));
   }
@@ -580,15 +579,23 @@ __device__ void run_step(const Piece& piece, Barrier& used, char* area, const Wi
   if (piece.first) {
     const int batch = own.sequence_head / cache.heads, head = own.sequence_head % cache.heads;
     const int column = thread % kLargestDim;
-    const bool half = thread < kLargestDim;
-    if (cache.decay && thread == kThreads - 1)
-      memory.log_decay = awaited.wait_log_decay(reinterpret_cast<const uint64_t*>(step.log_decay) + own.sequence_head);
-    if (column < cache.qk_dim) {
-      const float x = awaited.wait_activation((half ? step.q : step.k).row(batch, head, cache.heads) + column);
+    const bool half = thread < kLargestDim;  // q and v, the others k and the decay
+    const bool has_one = column < cache.qk_dim, has_v = half && column < cache.v_dim;
+    const bool has_decay = cache.decay && thread == kThreads - 1;
+    const uint32_t* const one_at = (half ? step.q : step.k).row(batch, head, cache.heads) + column;
+    const uint32_t* const v_at = step.v.row(batch, head, cache.heads) + column;
+    const uint64_t* const decay_at = reinterpret_cast<const uint64_t*>(step.log_decay) + own.sequence_head;
+    uint32_t one = 0, v = 0;  // all on their way before the first is there
+    uint64_t decay = 0;
+    if (has_one) one = load_relaxed(one_at);
+    if (has_v) v = load_relaxed(v_at);
+    if (has_decay) decay = load_relaxed(decay_at);
+    if (has_one) {
+      const float x = awaited.wait_activation(one, one_at);
       (half ? memory.q : memory.k)[column] = half ? x * cache.scale : x;
     }
-    if (half && column < cache.v_dim)
-      memory.v[column] = awaited.wait_activation(step.v.row(batch, head, cache.heads) + column);
+    if (has_v) memory.v[column] = awaited.wait_activation(v, v_at);
+    if (has_decay) memory.log_decay = awaited.wait_log_decay(decay, decay_at);
     sums = {{0, 0, 0, 0}, 0, 1};
   }
   meet();
