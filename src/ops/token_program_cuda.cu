@@ -344,82 +344,92 @@ __device__ const uint32_t* words(const __nv_bfloat16* x) {
   return reinterpret_cast<const uint32_t*>(x);
 }
 
-// The input of a product, with the norm's weight multiplied in; its square sums go to `to`.
-__device__ void load_input(const LinearCall& call, const float (&first_norm)[8], const Tagged& awaited,
-                           uint4* activations, float (*to)[kMostSequences]) {
-  const int thread = static_cast<int>(threadIdx.x), units = call.k / 8, stride = row_units(call.k);
-  for (int b = 0; b < call.batch; ++b) {
-    const uint4* x = reinterpret_cast<const uint4*>(words(call.x) + b * call.x_stride);
-    float norm[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) norm[i] = first_norm[i];
-    float squares = 0;
-    for (int unit = thread; unit < units; unit += kThreads) {
-      if (call.norm != nullptr && unit >= kThreads) load_norm(norm, call.norm, unit);
-      uint4 eight = awaited.wait_eight(x + 2 * unit);
-      if (call.norm != nullptr) eight = normed(eight, nullptr, norm, squares);
-      activations[b * stride + unit] = eight;
-    }
-    if (call.norm == nullptr) continue;
-    squares = warp_sum(squares);
-    if (thread % 32 == 0) to[thread / 32][b] = squares;
+// The warps share out the sequences, so that all are on their way at once.
+struct InputShare {
+  int warps, sequence, first, threads;  // of a sequence; its own; the first of its numbers; those who share them
+
+  __device__ explicit InputShare(int batch) {
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    warps = kWarps / batch;
+    sequence = warp / warps;
+    first = warp % warps * 32 + static_cast<int>(threadIdx.x) % 32;
+    threads = warps * 32;
   }
+};
+
+// The input of a product, with the norm's weight multiplied in; its square sums go to `to`, one for each warp of a
+// sequence.
+__device__ void load_input(const LinearCall& call, const InputShare& own, float (&norm)[8], const Tagged& awaited,
+                           uint4* activations, float (*to)[kMostSequences]) {
+  if (own.sequence >= call.batch) return;
+  const int units = call.k / 8;
+  const uint4* const x = reinterpret_cast<const uint4*>(words(call.x) + own.sequence * call.x_stride);
+  uint4* const row = activations + own.sequence * row_units(call.k);
+  float squares = 0;
+  for (int unit = own.first; unit < units; unit += own.threads) {
+    if (call.norm != nullptr && unit != own.first) load_norm(norm, call.norm, unit);
+    uint4 eight = awaited.wait_eight(x + 2 * unit);
+    if (call.norm != nullptr) eight = normed(eight, nullptr, norm, squares);
+    row[unit] = eight;
+  }
+  if (call.norm == nullptr) return;
+  squares = warp_sum(squares);
+  if (own.first % 32 == 0) to[own.first / 32][own.sequence] = squares;
 }
 
 // The same where the input is a mixer's output; a thread makes two neighbours.
-__device__ void load_mixed(const Piece& piece, uint4* activations, float (*to)[kMostSequences]) {
+__device__ void load_mixed(const Piece& piece, const InputShare& own, uint4* activations, float (*to)[kMostSequences]) {
   constexpr int kAtOnce = 8;
   const LinearCall& call = piece.linear;
-  const int thread = static_cast<int>(threadIdx.x), stride = row_units(call.k);
+  if (own.sequence >= call.batch) return;
   const int heads = call.k / piece.v_dim, ld = piece.v_dim + 2;
-  for (int b = 0; b < call.batch; ++b) {
-    float squares = 0;
-    for (int i = thread; i < call.k / 2; i += kThreads) {
-      const int head = 2 * i / piece.v_dim, column = 2 * i % piece.v_dim;
-      const float* from = piece.partials + static_cast<int64_t>(b * heads + head) * piece.blocks * ld;
-      float low = 0, high = 0, n = 0;
-      for (int first = 0; first < piece.blocks; first += kAtOnce) {
-        float2 part[kAtOnce];  // all on their way before the first is there
-        float part_n[kAtOnce];
+  uint32_t* const row = reinterpret_cast<uint32_t*>(activations + own.sequence * row_units(call.k));
+  float squares = 0;
+  for (int i = own.first; i < call.k / 2; i += own.threads) {
+    const int head = 2 * i / piece.v_dim, column = 2 * i % piece.v_dim;
+    const float* from = piece.partials + static_cast<int64_t>(own.sequence * heads + head) * piece.blocks * ld;
+    float low = 0, high = 0, n = 0;
+    for (int first = 0; first < piece.blocks; first += kAtOnce) {
+      float2 part[kAtOnce];  // all on their way before the first is there
+      float part_n[kAtOnce];
 #pragma unroll
-        for (int j = 0; j < kAtOnce; ++j) {
-          const float* block = from + (first + j) * ld;
-          const bool there = first + j < piece.blocks;
-          part[j] = there ? __ldcg(reinterpret_cast<const float2*>(block + column)) : float2{0, 0};
-          part_n[j] = there && piece.sum ? __ldcg(block + piece.v_dim) : 0.0f;
-        }
+      for (int j = 0; j < kAtOnce; ++j) {
+        const float* block = from + (first + j) * ld;
+        const bool there = first + j < piece.blocks;
+        part[j] = there ? __ldcg(reinterpret_cast<const float2*>(block + column)) : float2{0, 0};
+        part_n[j] = there && piece.sum ? __ldcg(block + piece.v_dim) : 0.0f;
+      }
 #pragma unroll
-        for (int j = 0; j < kAtOnce; ++j) {
-          low += part[j].x;
-          high += part[j].y;
-          n += part_n[j];
-        }
+      for (int j = 0; j < kAtOnce; ++j) {
+        low += part[j].x;
+        high += part[j].y;
+        n += part_n[j];
       }
-      if (piece.sum) {
-        low = normalized(piece.score, low, n);
-        high = normalized(piece.score, high, n);
-      }
-      uint32_t both = pack(low, high);
-      if (call.gate != nullptr || call.norm != nullptr) {
-        float u[2] = {__uint_as_float(both << 16), __uint_as_float(both & 0xFFFF0000u)};
-        if (call.gate != nullptr) {
-          const uint2 z = __ldcg(reinterpret_cast<const uint2*>(words(call.gate) + b * call.gate_stride) + i);
-          u[0] *= silu(value_of(z.x));
-          u[1] *= silu(value_of(z.y));
-        }
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          squares = fmaf(u[j], u[j], squares);
-          if (call.norm != nullptr) u[j] *= call.norm[2 * i + j];
-        }
-        both = pack(u[0], u[1]);
-      }
-      reinterpret_cast<uint32_t*>(activations + b * stride)[i] = both;
     }
-    if (call.norm == nullptr) continue;
-    squares = warp_sum(squares);
-    if (thread % 32 == 0) to[thread / 32][b] = squares;
+    if (piece.sum) {
+      low = normalized(piece.score, low, n);
+      high = normalized(piece.score, high, n);
+    }
+    uint32_t both = pack(low, high);
+    if (call.gate != nullptr || call.norm != nullptr) {
+      float u[2] = {__uint_as_float(both << 16), __uint_as_float(both & 0xFFFF0000u)};
+      if (call.gate != nullptr) {
+        const uint2 z = __ldcg(reinterpret_cast<const uint2*>(words(call.gate) + own.sequence * call.gate_stride) + i);
+        u[0] *= silu(value_of(z.x));
+        u[1] *= silu(value_of(z.y));
+      }
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        squares = fmaf(u[j], u[j], squares);
+        if (call.norm != nullptr) u[j] *= call.norm[2 * i + j];
+      }
+      both = pack(u[0], u[1]);
+    }
+    row[i] = both;
   }
+  if (call.norm == nullptr) return;
+  squares = warp_sum(squares);
+  if (own.first % 32 == 0) to[own.first / 32][own.sequence] = squares;
 }
 
 // A warp's share of the columns: products of kGroups times eight rows, to `sums` [warps, batch, 32]. As in
@@ -458,12 +468,13 @@ __device__ void multiply(const LinearCall& call, const uint4* activations, const
 __device__ void run_linear(const Piece& piece, Barrier& used, const char* area, uint4* activations, float* sums,
                            const Meeting& meeting, const Tagged& awaited, const Tagged& written, Memory& memory) {
   const LinearCall& call = piece.linear;
-  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const Tiles tiles(piece);
   if (tiles.first >= tiles.end) {
     if (piece.first && piece.partials != nullptr) meeting.wait();
     return release(used);
   }
+  const InputShare input(call.batch);
   float(*const squares)[kMostSequences] = memory.squares[piece.operation % 2];
   // A thread finishes one element: warps are sequences, lanes results.
   const bool pairs = call.pairs();
@@ -475,12 +486,13 @@ __device__ void run_linear(const Piece& piece, Barrier& used, const char* area, 
   if (finishes) before = load_before(part, warp, row);
   if (piece.first) {
     float norm[8] = {1, 1, 1, 1, 1, 1, 1, 1};
-    if (call.norm != nullptr && piece.partials == nullptr && thread < call.k / 8) load_norm(norm, call.norm, thread);
+    if (call.norm != nullptr && piece.partials == nullptr && input.first < call.k / 8)
+      load_norm(norm, call.norm, input.first);
     if (piece.partials != nullptr) {
       meeting.wait();
-      load_mixed(piece, activations, squares);
+      load_mixed(piece, input, activations, squares);
     } else {
-      load_input(call, norm, awaited, activations, squares);
+      load_input(call, input, norm, awaited, activations, squares);
     }
   }
   // Written by this block, or before all blocks have last met.
@@ -511,7 +523,7 @@ __device__ void run_linear(const Piece& piece, Barrier& used, const char* area, 
   for (int w = 0; w < kWarps; ++w) {
     sum += own[w * call.batch * 32];
     if (pairs) other += own[w * call.batch * 32 + 8];
-    if (call.norm != nullptr) square += squares[w][warp];
+    if (call.norm != nullptr && w < input.warps) square += squares[w][warp];
   }
   if (call.norm != nullptr) {
     const float scale = rsqrtf(__fdividef(square, static_cast<float>(call.k)) + call.eps);
