@@ -30,7 +30,7 @@ namespace {
 constexpr int kWarps = 16, kThreads = 32 * kWarps;  // that compute; one more warp fetches
 constexpr int kSlots = 8;                           // pieces that are known at once
 constexpr int kMostGroups = 4;                      // of eight rows of weights, in a piece
-constexpr int kPieceBytes = 512;
+constexpr int kDescriptionBytes = 512;
 constexpr int kMostTokens = static_cast<int>(kStepTokens);  // of a window, for a block
 constexpr int kFewestRows = 64;                             // of a state, in a piece
 static_assert(kThreads / 8 == kMostTokens && 8 * kMostGroups == 32 && kMostSequences <= kWarps);
@@ -57,7 +57,7 @@ struct Piece {
     StepCall step;
   };
 };
-static_assert(sizeof(Piece) <= kPieceBytes && alignof(Piece) <= 16);
+static_assert(sizeof(Piece) <= kDescriptionBytes && alignof(Piece) <= 16);
 
 // What a step needs besides the numbers of its piece, and no operation since the last token has written.
 struct Window {
@@ -68,7 +68,7 @@ struct Window {
 };
 
 struct Memory {
-  alignas(16) char pieces[kSlots][kPieceBytes];
+  alignas(16) char pieces[kSlots][kDescriptionBytes];
   Window windows[kSlots];
   Barrier fetched[kSlots], used[kSlots];
   float q[kLargestDim], k[kLargestDim], v[kLargestDim], log_decay;  // of the new token
@@ -79,7 +79,7 @@ struct Memory {
 };
 
 struct Program {
-  const uint4* pieces;  // each of kPieceBytes
+  const uint4* pieces;  // each of kDescriptionBytes
   int count;
   unsigned* sync;  // arrivals at all meetings so far; how many there had been when this token began; its first tag
   int* const* counters;  // of the mixers' caches
@@ -302,7 +302,7 @@ __device__ void fetch_step(const Piece& piece, Barrier& fetched, char* area, Win
 __device__ void fetch(const Program& program, Memory& memory, char* ring) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const auto description = [&](int p) {
-    return p < program.count ? __ldcg(program.pieces + p * (kPieceBytes / 16) + lane) : uint4{};
+    return p < program.count ? __ldcg(program.pieces + p * (kDescriptionBytes / 16) + lane) : uint4{};
   };
   uint4 next = description(0), after = description(1);
   for (int p = 0; p < program.count; ++p) {
@@ -973,9 +973,9 @@ TokenProgram::TokenProgram(Device device, const std::function<void()>& work) : p
     parts_->held.push_back(there);
     return there.raw();
   };
-  std::vector<char> descriptions(pieces.size() * kPieceBytes);
+  std::vector<char> descriptions(pieces.size() * kDescriptionBytes);
   for (size_t p = 0; p < pieces.size(); ++p)
-    std::memcpy(descriptions.data() + p * kPieceBytes, static_cast<const void*>(&pieces[p]), sizeof(Piece));
+    std::memcpy(descriptions.data() + p * kDescriptionBytes, static_cast<const void*>(&pieces[p]), sizeof(Piece));
   Program& program = parts_->program;
   program.pieces = static_cast<const uint4*>(on_device(descriptions.data(), descriptions.size()));
   program.count = static_cast<int>(pieces.size());
