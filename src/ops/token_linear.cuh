@@ -78,12 +78,12 @@ __device__ inline float softplus(float x) {
   return fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x)));
 }
 
-// Where finished numbers go: activations and log-decays.
+// Where finished activations go, and numbers of f32.
 struct Store {
   __device__ void activation(void* out, int64_t at, float x) const {
     static_cast<__nv_bfloat16*>(out)[at] = __float2bfloat16_rn(x);
   }
-  __device__ void log_decay(void* out, int64_t at, float x) const { static_cast<float*>(out)[at] = x; }
+  __device__ void number(void* out, int64_t at, float x) const { static_cast<float*>(out)[at] = x; }
 };
 
 // `other` is the second factor's sum under TokenPart::Kind::swiglu.
@@ -93,9 +93,9 @@ __device__ void finish(const LinearPart& part, int sequence, int row, float sum,
   const int64_t at = static_cast<int64_t>(sequence) * part.rows + row;
   if (part.kind == TokenPart::Kind::softplus) {
     const float y = part.sign * softplus(sum + before.bias);
-    if (part.decay == nullptr) return to.log_decay(part.out, at, y);
+    if (part.decay == nullptr) return to.number(part.out, at, y);
     static_cast<float*>(part.out)[at] = y;
-    return to.log_decay(part.decay, at, -expf(before.a_log) * y);
+    return to.number(part.decay, at, -expf(before.a_log) * y);
   }
   if (part.kind == TokenPart::Kind::swiglu) sum = silu(sum) * other;
   if (part.kind == TokenPart::Kind::add) sum += old;
@@ -132,13 +132,13 @@ __device__ inline void unpack(const uint4& from, float (&to)[8]) {
   }
 }
 
-// Eight numbers of h but for the factor 1/sqrt, and their squares' sum on top of `squares`.
+// Eight numbers of h but for the factor 1/sqrt, and their squares' sum on top of `squares`. `gate`: eight, or none.
 __device__ inline uint4 normed(const uint4& x, const uint4* gate, const float (&weight)[8], float& squares) {
   float u[8];
   unpack(x, u);
   if (gate != nullptr) {
     float z[8];
-    unpack(__ldcg(gate), z);
+    unpack(*gate, z);
 #pragma unroll
     for (int i = 0; i < 8; ++i) u[i] *= silu(z[i]);
   }

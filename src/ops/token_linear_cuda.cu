@@ -75,7 +75,8 @@ __global__ void __launch_bounds__(kThreads, kMostBlocks)
     for (int unit = thread; unit < units; unit += kThreads) {
       uint4 eight = __ldcg(x + unit);
       if (call.norm != nullptr && units > kThreads) load_norm(norm, call.norm, unit);
-      if (call.norm != nullptr || gate != nullptr) eight = normed(eight, gate ? gate + unit : gate, norm, squares);
+      const uint4 z = gate != nullptr ? __ldcg(gate + unit) : uint4{};
+      if (call.norm != nullptr || gate != nullptr) eight = normed(eight, gate ? &z : nullptr, norm, squares);
       activations[b * stride + unit] = eight;
     }
     if (call.norm == nullptr) continue;

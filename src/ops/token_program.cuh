@@ -26,8 +26,8 @@ struct MixerStep {
 };
 
 // The same as an operation of the program. The blocks of a head (of one sequence) each take some rows of its state
-// and some tokens of its window, and write what they come to: [batch, heads, blocks, v_dim + 2], y and then n. Who
-// reads the output adds them up.
+// and some tokens of its window, and write what they come to: [batch, heads, blocks, v_dim + 1], y and then n. Then
+// each adds up some columns.
 struct StepCall {
   Cache cache;
   Token<uint32_t> q, k, v;  // as they travel between the blocks of the program
@@ -37,7 +37,8 @@ struct StepCall {
   int64_t state_numbers;
   int heads;                 // of all sequences
   int blocks, rows, tokens;  // of a head, and of the state and the window for each
-  float* partials;
+  uint64_t* partials;        // as all f32 numbers travel
+  uint32_t* out;             // [batch, heads * v_dim], as activations do
 };
 
 bool recording_program();

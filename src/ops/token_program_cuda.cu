@@ -13,9 +13,9 @@
 //
 // An activation travels as a word that holds its 16 bits and a tag, the number of the operation that wrote it counted
 // over all tokens: who reads it reads until the tag is the one he waits for. That takes one way through the L2 cache,
-// where a meeting of all blocks takes three. Nobody can be overtaken. Who writes an activation anew has read all of the
-// operation before, so its blocks were done; and those had read what is now overwritten before they wrote. Only a step
-// reads less than all, and after it the blocks do meet, since what it writes are f32 sums.
+// where a meeting of all blocks takes three. Numbers of f32 travel the same way in two words. Nobody can be overtaken:
+// who writes an activation anew has read all that the operation before wrote, and each block of that had read its own
+// input before it wrote. Only a step reads less than all, its own head; but the operation after it reads all heads.
 //
 // A piece is some tiles of eight rows of a product, or some rows of a state (with the first of them the window's
 // tokens), and says everything that is to be done with it. Where it lies in the ring, and which piece must have been
@@ -46,11 +46,6 @@ struct Piece {
   int at;            // byte of the ring
   int begin, count;  // tiles or rows: of each block's share, from which one and how many
   int share;         // tiles of a block
-  // The input of a product that is a mixer's output: what the blocks of its heads have written.
-  bool sum;
-  Score score;
-  int blocks, v_dim;
-  const float* partials;
   union {
     EmbeddingCall embedding;
     LinearCall linear;
@@ -81,7 +76,7 @@ struct Memory {
 struct Program {
   const uint4* pieces;  // each of kDescriptionBytes
   int count;
-  unsigned* sync;  // arrivals at all meetings so far; how many there had been when this token began; its first tag
+  unsigned* tags;        // of each block: the first of this token
   int* const* counters;  // of the mixers' caches
   int caches;
   int activations, sums;  // bytes of shared memory; the ring follows
@@ -95,16 +90,6 @@ __global__ void token_kernel(const Program) {}  // without bulk copies: never la
 // The threads that compute.
 __device__ void meet() {
   asm volatile("bar.sync 1, %0;\n" ::"n"(kThreads) : "memory");
-}
-
-__device__ void add_release(unsigned* to, unsigned count) {
-  asm volatile("red.release.gpu.global.add.u32 [%0], %1;\n" ::"l"(to), "r"(count) : "memory");
-}
-
-__device__ unsigned load_acquire(const unsigned* from) {
-  unsigned x;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];\n" : "=r"(x) : "l"(from) : "memory");
-  return x;
 }
 
 __device__ uint4 load_relaxed(const uint4* from) {
@@ -140,14 +125,14 @@ __device__ float value_of(uint32_t word) {
   return __uint_as_float(word << 16);
 }
 
-// How numbers travel from block to block: an activation under its tag in a word, a log-decay in two.
+// How numbers travel from block to block: an activation under its tag in a word, a number of f32 in two.
 struct Tagged {
   uint32_t tag;  // of 16 bits
 
   __device__ void activation(void* out, int64_t at, float x) const {
     store_relaxed(static_cast<uint32_t*>(out) + at, tag << 16 | bits_of(x));
   }
-  __device__ void log_decay(void* out, int64_t at, float x) const {
+  __device__ void number(void* out, int64_t at, float x) const {
     store_relaxed(static_cast<uint64_t*>(out) + at, uint64_t{tag} << 32 | __float_as_uint(x));
   }
   // From what was read there first.
@@ -155,7 +140,7 @@ struct Tagged {
     while (word >> 16 != tag) word = load_relaxed(from);
     return value_of(word);
   }
-  __device__ float wait_log_decay(uint64_t both, const uint64_t* from) const {
+  __device__ float wait_number(uint64_t both, const uint64_t* from) const {
     while (both >> 32 != tag) both = load_relaxed(from);
     return __uint_as_float(static_cast<uint32_t>(both));
   }
@@ -172,25 +157,6 @@ struct Tagged {
     } while (other >> 16 != 0);
     const auto both = [](uint32_t first, uint32_t second) { return (first & 0xFFFFu) | second << 16; };
     return {both(low.x, low.y), both(low.z, low.w), both(high.x, high.y), both(high.z, high.w)};
-  }
-};
-
-// Where all blocks meet. Arrivals are counted on from token to token, so that nothing has to be cleared.
-struct Meeting {
-  unsigned* arrivals;
-  unsigned expected;
-
-  // What the block has written before is seen by all who have waited.
-  __device__ void arrive() {
-    meet();
-    if (threadIdx.x == 0) add_release(arrivals, 1);
-    expected += gridDim.x;
-  }
-  __device__ void wait() const {
-    if (threadIdx.x == 0)
-      while (static_cast<int>(load_acquire(arrivals) - expected) < 0) {
-      }
-    meet();
   }
 };
 
@@ -364,12 +330,20 @@ __device__ void load_input(const LinearCall& call, const InputShare& own, float 
   if (own.sequence >= call.batch) return;
   const int units = call.k / 8;
   const uint4* const x = reinterpret_cast<const uint4*>(words(call.x) + own.sequence * call.x_stride);
+  // The gate of a mixer's output was made with the mixer's input.
+  const uint4* const gate = reinterpret_cast<const uint4*>(words(call.gate) + own.sequence * call.gate_stride);
+  const Tagged made{(awaited.tag - 1) & 0xFFFFu};
   uint4* const row = activations + own.sequence * row_units(call.k);
   float squares = 0;
   for (int unit = own.first; unit < units; unit += own.threads) {
     if (call.norm != nullptr && unit != own.first) load_norm(norm, call.norm, unit);
     uint4 eight = awaited.wait_eight(x + 2 * unit);
-    if (call.norm != nullptr) eight = normed(eight, nullptr, norm, squares);
+    if (call.gate != nullptr) {
+      const uint4 z = made.wait_eight(gate + 2 * unit);
+      eight = normed(eight, &z, norm, squares);
+    } else if (call.norm != nullptr) {
+      eight = normed(eight, nullptr, norm, squares);
+    }
     row[unit] = eight;
   }
   if (call.norm == nullptr) return;
@@ -377,103 +351,42 @@ __device__ void load_input(const LinearCall& call, const InputShare& own, float 
   if (own.first % 32 == 0) to[own.first / 32][own.sequence] = squares;
 }
 
-// The same where the input is a mixer's output; a thread makes two neighbours.
-__device__ void load_mixed(const Piece& piece, const InputShare& own, uint4* activations, float (*to)[kMostSequences]) {
-  constexpr int kAtOnce = 8;
-  const LinearCall& call = piece.linear;
-  if (own.sequence >= call.batch) return;
-  const int heads = call.k / piece.v_dim, ld = piece.v_dim + 2;
-  uint32_t* const row = reinterpret_cast<uint32_t*>(activations + own.sequence * row_units(call.k));
-  float squares = 0;
-  for (int i = own.first; i < call.k / 2; i += own.threads) {
-    const int head = 2 * i / piece.v_dim, column = 2 * i % piece.v_dim;
-    const float* from = piece.partials + static_cast<int64_t>(own.sequence * heads + head) * piece.blocks * ld;
-    float low = 0, high = 0, n = 0;
-    for (int first = 0; first < piece.blocks; first += kAtOnce) {
-      float2 part[kAtOnce];  // all on their way before the first is there
-      float part_n[kAtOnce];
-#pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        const float* block = from + (first + j) * ld;
-        const bool there = first + j < piece.blocks;
-        part[j] = there ? __ldcg(reinterpret_cast<const float2*>(block + column)) : float2{0, 0};
-        part_n[j] = there && piece.sum ? __ldcg(block + piece.v_dim) : 0.0f;
-      }
-#pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        low += part[j].x;
-        high += part[j].y;
-        n += part_n[j];
-      }
-    }
-    if (piece.sum) {
-      low = normalized(piece.score, low, n);
-      high = normalized(piece.score, high, n);
-    }
-    uint32_t both = pack(low, high);
-    if (call.gate != nullptr || call.norm != nullptr) {
-      float u[2] = {__uint_as_float(both << 16), __uint_as_float(both & 0xFFFF0000u)};
-      if (call.gate != nullptr) {
-        const uint2 z = __ldcg(reinterpret_cast<const uint2*>(words(call.gate) + own.sequence * call.gate_stride) + i);
-        u[0] *= silu(value_of(z.x));
-        u[1] *= silu(value_of(z.y));
-      }
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        squares = fmaf(u[j], u[j], squares);
-        if (call.norm != nullptr) u[j] *= call.norm[2 * i + j];
-      }
-      both = pack(u[0], u[1]);
-    }
-    row[i] = both;
-  }
-  if (call.norm == nullptr) return;
-  squares = warp_sum(squares);
-  if (own.first % 32 == 0) to[own.first / 32][own.sequence] = squares;
-}
-
-// A warp's share of the columns: products of kGroups times eight rows, to `sums` [warps, batch, 32]. As in
-// token_linear_cuda.cu, a lane takes eight neighbours of a row. Rows that are not there come to something that nobody
-// reads.
-template <int kGroups>
-__device__ void multiply(const LinearCall& call, const uint4* activations, const uint4* weights, Barrier& used,
-                         float* sums) {
+// Sixteen warps share out `groups` of eight rows, and those of a group the columns: a warp's products go to `sums`
+// [warps, batch, 8]. As in token_linear_cuda.cu, a lane takes eight neighbours of a row. Rows that are not there come
+// to something that nobody reads.
+__device__ void multiply(const LinearCall& call, int groups, const uint4* activations, const uint4* weights,
+                         Barrier& used, float* sums) {
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   const int g = lane / 4, t = lane % 4;
-  const int units = call.k / 8, stride = row_units(call.k);
+  const int batch = call.batch, units = call.k / 8, stride = row_units(call.k);
+  const int sharers = kWarps / groups, group = warp / sharers;
   const uint4* const x_row = activations + g * stride + t;
-  const uint4* const w_row = weights + g * stride + t;
+  const uint4* const w_row = weights + (group * 8 + g) * stride + t;
   const uint4 none = make_uint4(0, 0, 0, 0);
-  float products[kGroups][2][4] = {};
+  float products[2][4] = {};
+  if (group < groups) {
 #pragma unroll 2
-  for (int first = warp * 4; first < units; first += 4 * kWarps) {
-    const bool there = first + t < units;
-    const uint4 x = there && g < call.batch ? x_row[first] : none;
-    const uint32_t low[4] = {x.x, 0, x.y, 0}, high[4] = {x.z, 0, x.w, 0};
-#pragma unroll
-    for (int group = 0; group < kGroups; ++group) {
-      const uint4 w = there ? w_row[group * 8 * stride + first] : none;
-      mma(products[group][0], low, w.x, w.y);
-      mma(products[group][1], high, w.z, w.w);
+    for (int first = warp % sharers * 4; first < units; first += 4 * sharers) {
+      const bool there = first + t < units;
+      const uint4 x = there && g < batch ? x_row[first] : none;
+      const uint4 w = there ? w_row[first] : none;
+      const uint32_t low[4] = {x.x, 0, x.y, 0}, high[4] = {x.z, 0, x.w, 0};
+      mma(products[0], low, w.x, w.y);
+      mma(products[1], high, w.z, w.w);
     }
   }
   release(used);
-  if (g >= call.batch) return;
-#pragma unroll
-  for (int group = 0; group < kGroups; ++group)
-    *reinterpret_cast<float2*>(sums + (warp * call.batch + g) * 32 + group * 8 + 2 * t) =
-        make_float2(products[group][0][0] + products[group][1][0], products[group][0][1] + products[group][1][1]);
+  if (g < batch)
+    *reinterpret_cast<float2*>(sums + (warp * batch + g) * 8 + 2 * t) =
+        make_float2(products[0][0] + products[1][0], products[0][1] + products[1][1]);
 }
 
 __device__ void run_linear(const Piece& piece, Barrier& used, const char* area, uint4* activations, float* sums,
-                           const Meeting& meeting, const Tagged& awaited, const Tagged& written, Memory& memory) {
+                           const Tagged& awaited, const Tagged& written, Memory& memory) {
   const LinearCall& call = piece.linear;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const Tiles tiles(piece);
-  if (tiles.first >= tiles.end) {
-    if (piece.first && piece.partials != nullptr) meeting.wait();
-    return release(used);
-  }
+  if (tiles.first >= tiles.end) return release(used);
   const InputShare input(call.batch);
   float(*const squares)[kMostSequences] = memory.squares[piece.operation % 2];
   // A thread finishes one element: warps are sequences, lanes results.
@@ -486,46 +399,31 @@ __device__ void run_linear(const Piece& piece, Barrier& used, const char* area, 
   if (finishes) before = load_before(part, warp, row);
   if (piece.first) {
     float norm[8] = {1, 1, 1, 1, 1, 1, 1, 1};
-    if (call.norm != nullptr && piece.partials == nullptr && input.first < call.k / 8)
-      load_norm(norm, call.norm, input.first);
-    if (piece.partials != nullptr) {
-      meeting.wait();
-      load_mixed(piece, input, activations, squares);
-    } else {
-      load_input(call, input, norm, awaited, activations, squares);
-    }
+    if (call.norm != nullptr && input.first < call.k / 8) load_norm(norm, call.norm, input.first);
+    load_input(call, input, norm, awaited, activations, squares);
   }
-  // Written by this block, or before all blocks have last met.
+  // Written by this block, or before what it has waited for by now.
   float old = 0;
   if (finishes && part.kind == TokenPart::Kind::add)
-    old = value_of(__ldcg(static_cast<const uint32_t*>(part.out) + static_cast<int64_t>(warp) * part.rows + row));
+    old = value_of(load_relaxed(static_cast<const uint32_t*>(part.out) + static_cast<int64_t>(warp) * part.rows + row));
   meet();
   const uint4* const weights = reinterpret_cast<const uint4*>(area);
-  switch ((tiles.end - tiles.first) * (pairs ? 2 : 1)) {
-    case 1:
-      multiply<1>(call, activations, weights, used, sums);
-      break;
-    case 2:
-      multiply<2>(call, activations, weights, used, sums);
-      break;
-    case 3:
-      multiply<3>(call, activations, weights, used, sums);
-      break;
-    default:
-      multiply<4>(call, activations, weights, used, sums);
-  }
+  const int groups = (tiles.end - tiles.first) * (pairs ? 2 : 1), sharers = kWarps / groups;
+  multiply(call, groups, activations, weights, used, sums);
   meet();
   if (!finishes) return;
   // The rows of a pair's tile lie one behind the other: eight of the gate, eight of the other factor.
-  const float* const own = sums + warp * 32 + (pairs ? lane / 8 * 16 + lane % 8 : lane);
+  const int group = pairs ? lane / 8 * 2 : lane / 8, stride = call.batch * 8;
+  const float* const own = sums + group * sharers * stride + warp * 8 + lane % 8;
   float sum = 0, other = 0, square = 0;
-#pragma unroll
-  for (int w = 0; w < kWarps; ++w) {
-    sum += own[w * call.batch * 32];
-    if (pairs) other += own[w * call.batch * 32 + 8];
-    if (call.norm != nullptr && w < input.warps) square += squares[w][warp];
+#pragma unroll 4
+  for (int w = 0; w < sharers; ++w) {
+    sum += own[w * stride];
+    if (pairs) other += own[(sharers + w) * stride];
   }
   if (call.norm != nullptr) {
+#pragma unroll 4
+    for (int w = 0; w < input.warps; ++w) square += squares[w][warp];
     const float scale = rsqrtf(__fdividef(square, static_cast<float>(call.k)) + call.eps);
     sum *= scale;
     other *= scale;
@@ -580,7 +478,7 @@ __device__ void keep_token(const Cache& cache, const StepShare& own, const Windo
 }
 
 __device__ void run_step(const Piece& piece, Barrier& used, char* area, const Window& window, float4* scratch,
-                         const Tagged& awaited, Sums& sums, Memory& memory) {
+                         const Tagged& awaited, const Tagged& written, Sums& sums, Memory& memory) {
   const StepCall& step = piece.step;
   const Cache& cache = step.cache;
   const int thread = static_cast<int>(threadIdx.x);
@@ -607,7 +505,7 @@ __device__ void run_step(const Piece& piece, Barrier& used, char* area, const Wi
       (half ? memory.q : memory.k)[column] = half ? x * cache.scale : x;
     }
     if (has_v) memory.v[column] = awaited.wait_activation(v, v_at);
-    if (has_decay) memory.log_decay = awaited.wait_log_decay(decay, decay_at);
+    if (has_decay) memory.log_decay = awaited.wait_number(decay, decay_at);
     sums = {{0, 0, 0, 0}, 0, 1};
   }
   meet();
@@ -662,18 +560,35 @@ __device__ void run_step(const Piece& piece, Barrier& used, char* area, const Wi
   const float n = warp_sum(sums.n);
   if (thread % 32 == 0) memory.warps[thread / 32] = n;
   meet();
-  float* const partial =
-      step.partials + (static_cast<int64_t>(own.sequence_head) * step.blocks + own.block) * (cache.v_dim + 2);
+  const int ld = cache.v_dim + 1;
+  uint64_t* const partials = step.partials + static_cast<int64_t>(own.sequence_head) * step.blocks * ld;
   if (thread < cache.v_dim) {
     float y = 0;
 #pragma unroll 8
     for (int part = 0; part < parts; ++part) y += reinterpret_cast<const float*>(scratch)[part * cache.v_dim + thread];
-    partial[thread] = y;
+    written.number(partials, own.block * ld + thread, y);
   } else if (thread == kThreads - 1) {
     float all = 0;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) all += memory.warps[w];
-    partial[cache.v_dim] = all;
+    written.number(partials, own.block * ld + cache.v_dim, all);
+  }
+  // The blocks of a head share out its columns; a warp adds up one.
+  const int width = divide_up(cache.v_dim, step.blocks);
+  const int end = min(cache.v_dim, (own.block + 1) * width);
+  for (int c = own.block * width + thread / 32; c < end; c += kWarps) {
+    float y = 0, all = 0;
+    for (int part = thread % 32; part < step.blocks; part += 32) {
+      const uint64_t *const y_at = partials + part * ld + c, *const n_at = partials + part * ld + cache.v_dim;
+      const uint64_t first_y = load_relaxed(y_at), first_n = load_relaxed(n_at);  // both on their way at once
+      y += written.wait_number(first_y, y_at);
+      all += written.wait_number(first_n, n_at);
+    }
+    y = warp_sum(y);
+    all = warp_sum(all);
+    if (thread % 32 == 0)
+      written.activation(step.out, static_cast<int64_t>(own.sequence_head) * cache.v_dim + c,
+                         cache.sum ? normalized(cache.score, y, all) : y);
   }
 }
 
@@ -692,8 +607,8 @@ __global__ void __launch_bounds__(kThreads + 32, 1) token_kernel(const __grid_co
   __syncthreads();
   if (thread >= kThreads) return fetch(program, memory, ring);
 
-  Meeting meeting{program.sync, __ldcg(program.sync + 1)};
-  const unsigned first_tag = __ldcg(program.sync + 2);
+  const unsigned first_tag = __ldcg(program.tags + blockIdx.x);
+  meet();  // before it is written anew
   Sums step_sums{};
   for (int p = 0; p < program.count; ++p) {
     const int slot = p % kSlots;
@@ -702,26 +617,22 @@ __global__ void __launch_bounds__(kThreads + 32, 1) token_kernel(const __grid_co
     const Piece& piece = *reinterpret_cast<const Piece*>(memory.pieces[slot]);
     const Tagged written{(first_tag + piece.operation) & 0xFFFFu}, awaited{(written.tag - 1) & 0xFFFFu};
     if (piece.kind == Piece::Kind::linear) {
-      run_linear(piece, used, ring + piece.at, activations, reinterpret_cast<float*>(sums), meeting, awaited, written,
-                 memory);
+      run_linear(piece, used, ring + piece.at, activations, reinterpret_cast<float*>(sums), awaited, written, memory);
     } else if (piece.kind == Piece::Kind::step) {
-      run_step(piece, used, ring + piece.at, memory.windows[slot], reinterpret_cast<float4*>(sums), awaited, step_sums,
-               memory);
-      if (piece.last) meeting.arrive();
+      run_step(piece, used, ring + piece.at, memory.windows[slot], reinterpret_cast<float4*>(sums), awaited, written,
+               step_sums, memory);
     } else {
       embed(piece.embedding, written);
       release(used);
     }
-    // All have met for the last time, and so have read what counts the tokens.
-    if (piece.first && piece.final && blockIdx.x == 0) {
-      if (thread == 0) program.sync[1] = meeting.expected;
-      if (thread == 0) program.sync[2] = first_tag + program.operations;
+    // What this block has waited for by now comes after all steps, and so after all have read what counts the tokens.
+    if (piece.first && piece.final && blockIdx.x == 0)
       for (int i = thread; i < program.caches; i += kThreads) {
         program.counters[i][kPending] += 1;
         program.counters[i][kTokens] += 1;
       }
-    }
   }
+  if (thread == 0) program.tags[blockIdx.x] = first_tag + program.operations;
 }
 
 #endif
@@ -733,7 +644,7 @@ struct Room {
   Room(int64_t batch, int64_t widest) {
     constexpr int64_t kSpare = 512;  // where parts begin at round addresses
     activations = static_cast<int>(batch) * row_units(static_cast<int>(widest)) * 16;
-    sums = std::max(kThreads * 16, kWarps * static_cast<int>(batch) * 32 * 4);
+    sums = kThreads * 16;
     const int64_t left = most_shared_memory() - static_cast<int64_t>(sizeof(Memory)) - kSpare - activations - sums;
     ring = static_cast<int>(std::max<int64_t>(left, 0) / 128 * 128);
   }
@@ -758,7 +669,6 @@ struct Recorder {
   std::vector<Tensor>& held;
   std::vector<Piece> operations = {};
   std::vector<Mail> mails = {};
-  const void* mixed = nullptr;  // where the last mixer's output would lie
 
   // Memory is used again within the work: the latest is meant.
   template <class T>
@@ -854,17 +764,8 @@ void record(const LinearCall& call) {
   Piece piece{};
   piece.kind = Piece::Kind::linear;
   piece.linear = call;
-  if (call.x == recorder->mixed) {
-    const StepCall& step = recorder->operations.back().step;
-    piece.sum = step.cache.sum;
-    piece.score = step.cache.score;
-    piece.blocks = step.blocks;
-    piece.v_dim = step.cache.v_dim;
-    piece.partials = step.partials;
-    if (call.gate) piece.linear.gate = recorder->mail_of(call.gate);
-  } else {
-    piece.linear.x = recorder->mail_of(call.x);
-  }
+  piece.linear.x = recorder->mail_of(call.x);
+  if (call.gate) piece.linear.gate = recorder->mail_of(call.gate);
   for (int p = 0; p < call.parts; ++p) {
     LinearPart& part = piece.linear.part[p];
     const int64_t numbers = int64_t{call.batch} * part.rows;
@@ -882,7 +783,7 @@ void record(const LinearCall& call) {
 
 void record(const MixerStep& from, const Tensor& out) {
   StepCall call{from.cache,         {},         {}, {}, nullptr, from.counters, from.state,
-                from.state_numbers, from.heads, 0,  0,  0,       nullptr};
+                from.state_numbers, from.heads, 0,  0,  0,       nullptr,       nullptr};
   const auto words = [](const Token<__nv_bfloat16>& x) {
     return Token<uint32_t>{reinterpret_cast<const uint32_t*>(recorder->mail_of(x.data)), x.batch_stride, x.head_stride,
                            x.own_heads};
@@ -894,11 +795,12 @@ void record(const MixerStep& from, const Tensor& out) {
   call.blocks = std::max(1, multiprocessors() / call.heads);
   call.rows = divide_up(divide_up(call.cache.state_rows, call.blocks), 4) * 4;
   call.tokens = divide_up(kStepTokens, call.blocks);
-  const Tensor partials =
-      Tensor::empty({int64_t{call.heads} * call.blocks, int64_t{call.cache.v_dim} + 2}, DType::f32, out.device());
+  const Tensor partials = Tensor::zeros({2 * int64_t{call.heads} * call.blocks * (call.cache.v_dim + 1)}, DType::i32,
+                                        out.device());  // no word has a tag
   recorder->held.push_back(partials);
-  call.partials = partials.data<float>();
-  recorder->mixed = out.raw();
+  call.partials = static_cast<uint64_t*>(partials.raw());
+  call.out = reinterpret_cast<uint32_t*>(
+      recorder->mail_for(static_cast<__nv_bfloat16*>(out.raw()), int64_t{call.heads} * call.cache.v_dim, 2));
   Piece piece{};
   piece.kind = Piece::Kind::step;
   piece.step = call;
@@ -979,8 +881,8 @@ TokenProgram::TokenProgram(Device device, const std::function<void()>& work) : p
   Program& program = parts_->program;
   program.pieces = static_cast<const uint4*>(on_device(descriptions.data(), descriptions.size()));
   program.count = static_cast<int>(pieces.size());
-  const unsigned begin[3] = {0, 0, 1};  // no word has the tag 1
-  program.sync = static_cast<unsigned*>(on_device(begin, sizeof begin));
+  const std::vector<unsigned> tags(static_cast<size_t>(multiprocessors()), 1);  // no word has this one
+  program.tags = static_cast<unsigned*>(on_device(tags.data(), tags.size() * sizeof(unsigned)));
   program.operations = static_cast<int>(operations.size());
   program.counters = static_cast<int* const*>(on_device(counters.data(), counters.size() * sizeof(int*)));
   program.caches = static_cast<int>(counters.size());
