@@ -574,7 +574,7 @@ __device__ void run_step(const Piece& piece, Barrier& used, char* area, const Wi
     written.number(partials, own.block * ld + cache.v_dim, all);
   }
   // The blocks of a head share out its columns; a warp adds up one.
-  const int width = divide_up(cache.v_dim, step.blocks);
+  const int width = (cache.v_dim + step.blocks - 1) / step.blocks;
   const int end = min(cache.v_dim, (own.block + 1) * width);
   for (int c = own.block * width + thread / 32; c < end; c += kWarps) {
     float y = 0, all = 0;
