@@ -34,7 +34,7 @@ constexpr int kDescriptionBytes = 512;
 constexpr int kMostTokens = static_cast<int>(kStepTokens);  // of a window, for a block
 constexpr int kFewestRows = 64;                             // of a state, in a piece
 static_assert(kThreads / 8 == kMostTokens && 8 * kMostGroups == 32 && kMostSequences <= kWarps);
-static_assert(2 * kLargestDim <= kThreads);
+static_assert(3 * kLargestDim < kThreads);
 
 struct Piece {
   enum class Kind : uint8_t { embedding, linear, step };
@@ -117,6 +117,18 @@ __device__ void store_relaxed(uint64_t* to, uint64_t x) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;\n" ::"l"(to), "l"(x) : "memory");
 }
 
+// Addresses of shared memory that the compiler cannot make anew in every turn of a loop.
+__device__ uint32_t fixed_address(const void* pointer) {
+  uint32_t address;
+  asm volatile("mov.b32 %0, %1;\n" : "=r"(address) : "r"(shared_address(pointer)));
+  return address;
+}
+__device__ uint4 load_shared(uint32_t address) {
+  uint4 x;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];\n" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address));
+  return x;
+}
+
 // The 16 bits of an activation, and its value.
 __device__ uint32_t bits_of(float x) {
   return pack(x, 0.0f);
@@ -135,13 +147,16 @@ struct Tagged {
   __device__ void number(void* out, int64_t at, float x) const {
     store_relaxed(static_cast<uint64_t*>(out) + at, uint64_t{tag} << 32 | __float_as_uint(x));
   }
-  // From what was read there first.
-  __device__ float wait_activation(uint32_t word, const uint32_t* from) const {
-    while (word >> 16 != tag) word = load_relaxed(from);
+  __device__ float wait_activation(const uint32_t* from) const {
+    uint32_t word;
+    do word = load_relaxed(from);
+    while (word >> 16 != tag);
     return value_of(word);
   }
-  __device__ float wait_number(uint64_t both, const uint64_t* from) const {
-    while (both >> 32 != tag) both = load_relaxed(from);
+  __device__ float wait_number(const uint64_t* from) const {
+    uint64_t both;
+    do both = load_relaxed(from);
+    while (both >> 32 != tag);
     return __uint_as_float(static_cast<uint32_t>(both));
   }
   // Eight neighbours as bf16.
@@ -351,28 +366,29 @@ __device__ void load_input(const LinearCall& call, const InputShare& own, float 
   if (own.first % 32 == 0) to[own.first / 32][own.sequence] = squares;
 }
 
-// Sixteen warps share out `groups` of eight rows, and those of a group the columns: a warp's products go to `sums`
-// [warps, batch, 8]. As in token_linear_cuda.cu, a lane takes eight neighbours of a row. Rows that are not there come
-// to something that nobody reads.
-__device__ void multiply(const LinearCall& call, int groups, const uint4* activations, const uint4* weights,
-                         Barrier& used, float* sums) {
+// The warps share out `groups` of eight rows, and those of a group the columns: a warp's products go to `sums`
+// [warps, batch, 8]. As in token_linear_cuda.cu, a lane takes eight neighbours of a row. Rows and sequences that are
+// not there come to something that nobody reads.
+__device__ void multiply(int batch, int k, int groups, uint32_t activations, uint32_t weights, Barrier& used,
+                         float* sums) {
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   const int g = lane / 4, t = lane % 4;
-  const int batch = call.batch, units = call.k / 8, stride = row_units(call.k);
-  const int sharers = kWarps / groups, group = warp / sharers;
-  const uint4* const x_row = activations + g * stride + t;
-  const uint4* const w_row = weights + (group * 8 + g) * stride + t;
-  const uint4 none = make_uint4(0, 0, 0, 0);
+  const int units = k / 8, stride = row_units(k);
+  const int sharers = kWarps / groups, group = warp / sharers, begin = warp % sharers * 4;
+  const bool ragged = units % 4 != 0;
+  uint32_t x_at = activations + (min(g, batch - 1) * stride + begin + t) * 16;
+  uint32_t w_at = weights + ((group * 8 + g) * stride + begin + t) * 16;
   float products[2][4] = {};
   if (group < groups) {
-#pragma unroll 2
-    for (int first = warp % sharers * 4; first < units; first += 4 * sharers) {
-      const bool there = first + t < units;
-      const uint4 x = there && g < batch ? x_row[first] : none;
-      const uint4 w = there ? w_row[first] : none;
+#pragma unroll 4
+    for (int first = begin; first < units; first += 4 * sharers) {
+      uint4 x = load_shared(x_at), w = load_shared(w_at);
+      if (ragged && first + t >= units) x = w = make_uint4(0, 0, 0, 0);
       const uint32_t low[4] = {x.x, 0, x.y, 0}, high[4] = {x.z, 0, x.w, 0};
       mma(products[0], low, w.x, w.y);
       mma(products[1], high, w.z, w.w);
+      x_at += 64 * sharers;
+      w_at += 64 * sharers;
     }
   }
   release(used);
@@ -381,25 +397,31 @@ __device__ void multiply(const LinearCall& call, int groups, const uint4* activa
         make_float2(products[0][0] + products[1][0], products[0][1] + products[1][1]);
 }
 
-__device__ void run_linear(const Piece& piece, Barrier& used, const char* area, uint4* activations, float* sums,
+__device__ void run_linear(const Piece& piece, Barrier& used, uint32_t area, uint4* activations, float* sums,
                            const Tagged& awaited, const Tagged& written, Memory& memory) {
   const LinearCall& call = piece.linear;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const Tiles tiles(piece);
   if (tiles.first >= tiles.end) return release(used);
-  const InputShare input(call.batch);
+  // All that is known of the operation is looked up before its input is there.
+  const int batch = call.batch, k = call.k;
+  const float eps = call.eps;
+  const bool normed = call.norm != nullptr, pairs = call.pairs();
+  const int groups = (tiles.end - tiles.first) * (pairs ? 2 : 1), sharers = kWarps / groups;
+  const uint32_t x = fixed_address(activations);
+  const InputShare input(batch);
+  const int square_sums = min(input.warps, (k / 8 + 31) / 32);
   float(*const squares)[kMostSequences] = memory.squares[piece.operation % 2];
   // A thread finishes one element: warps are sequences, lanes results.
-  const bool pairs = call.pairs();
   const int tile = tiles.first + lane / 8;
-  const LinearPart& part = call.part_of(min(tile, tiles.end - 1));
+  const LinearPart part = call.part_of(min(tile, tiles.end - 1));
   const int row = (tile - part.first_tile) * 8 + lane % 8;
-  const bool finishes = warp < call.batch && tile < tiles.end && row < part.rows;
+  const bool finishes = warp < batch && tile < tiles.end && row < part.rows;
   Before before;
   if (finishes) before = load_before(part, warp, row);
   if (piece.first) {
     float norm[8] = {1, 1, 1, 1, 1, 1, 1, 1};
-    if (call.norm != nullptr && input.first < call.k / 8) load_norm(norm, call.norm, input.first);
+    if (normed && input.first < k / 8) load_norm(norm, call.norm, input.first);
     load_input(call, input, norm, awaited, activations, squares);
   }
   // Written by this block, or before what it has waited for by now.
@@ -407,24 +429,21 @@ __device__ void run_linear(const Piece& piece, Barrier& used, const char* area, 
   if (finishes && part.kind == TokenPart::Kind::add)
     old = value_of(load_relaxed(static_cast<const uint32_t*>(part.out) + static_cast<int64_t>(warp) * part.rows + row));
   meet();
-  const uint4* const weights = reinterpret_cast<const uint4*>(area);
-  const int groups = (tiles.end - tiles.first) * (pairs ? 2 : 1), sharers = kWarps / groups;
-  multiply(call, groups, activations, weights, used, sums);
+  multiply(batch, k, groups, x, area, used, sums);
   meet();
   if (!finishes) return;
   // The rows of a pair's tile lie one behind the other: eight of the gate, eight of the other factor.
-  const int group = pairs ? lane / 8 * 2 : lane / 8, stride = call.batch * 8;
+  const int group = pairs ? lane / 8 * 2 : lane / 8, stride = batch * 8;
   const float* const own = sums + group * sharers * stride + warp * 8 + lane % 8;
   float sum = 0, other = 0, square = 0;
-#pragma unroll 4
-  for (int w = 0; w < sharers; ++w) {
-    sum += own[w * stride];
-    if (pairs) other += own[(sharers + w) * stride];
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    if (w < sharers) sum += own[w * stride];
+    if (pairs && w < sharers) other += own[(sharers + w) * stride];
+    if (normed && w < square_sums) square += squares[w][warp];
   }
-  if (call.norm != nullptr) {
-#pragma unroll 4
-    for (int w = 0; w < input.warps; ++w) square += squares[w][warp];
-    const float scale = rsqrtf(__fdividef(square, static_cast<float>(call.k)) + call.eps);
+  if (normed) {
+    const float scale = rsqrtf(__fdividef(square, static_cast<float>(k)) + eps);
     sum *= scale;
     other *= scale;
   }
@@ -488,32 +507,23 @@ __device__ void run_step(const Piece& piece, Barrier& used, char* area, const Wi
   const Feature feature(cache.score, thread < own.rows ? own.first + thread : 0, cache.qk_dim);
   if (piece.first) {
     const int batch = own.sequence_head / cache.heads, head = own.sequence_head % cache.heads;
-    const int column = thread % kLargestDim;
-    const bool half = thread < kLargestDim;  // q and v, the others k and the decay
-    const bool has_one = column < cache.qk_dim, has_v = half && column < cache.v_dim;
-    const bool has_decay = cache.decay && thread == kThreads - 1;
-    const uint32_t* const one_at = (half ? step.q : step.k).row(batch, head, cache.heads) + column;
-    const uint32_t* const v_at = step.v.row(batch, head, cache.heads) + column;
-    const uint64_t* const decay_at = reinterpret_cast<const uint64_t*>(step.log_decay) + own.sequence_head;
-    uint32_t one = 0, v = 0;  // all on their way before the first is there
-    uint64_t decay = 0;
-    if (has_one) one = load_relaxed(one_at);
-    if (has_v) v = load_relaxed(v_at);
-    if (has_decay) decay = load_relaxed(decay_at);
-    if (has_one) {
-      const float x = awaited.wait_activation(one, one_at);
-      (half ? memory.q : memory.k)[column] = half ? x * cache.scale : x;
+    // A thread waits for one number.
+    const int which = thread / kLargestDim, column = thread % kLargestDim;
+    if (which < 3 && column < (which < 2 ? cache.qk_dim : cache.v_dim)) {
+      const Token<uint32_t>& token = which == 0 ? step.q : which == 1 ? step.k : step.v;
+      const uint32_t* const at = token.row(batch, head, cache.heads) + column;
+      const float x = awaited.wait_activation(at);
+      (which == 0 ? memory.q : which == 1 ? memory.k : memory.v)[column] = which == 0 ? x * cache.scale : x;
+    } else if (cache.decay && thread == kThreads - 1) {
+      memory.log_decay = awaited.wait_number(reinterpret_cast<const uint64_t*>(step.log_decay) + own.sequence_head);
     }
-    if (has_v) memory.v[column] = awaited.wait_activation(v, v_at);
-    if (has_decay) memory.log_decay = awaited.wait_number(decay, decay_at);
     sums = {{0, 0, 0, 0}, 0, 1};
   }
   meet();
+  const double now = piece.first && cache.decay ? window.before + static_cast<double>(memory.log_decay) : 0;
   if (piece.first) {
-    const double now = cache.decay ? window.before + static_cast<double>(memory.log_decay) : 0;
     if (cache.decay) sums.left = decay_factor(now);
     weigh_tokens(piece, own, reinterpret_cast<const uint4*>(from.k), window, now, sums, memory);
-    if (own.has_new) keep_token(cache, own, window, now, memory);
   }
   if (thread < own.rows) {
     const float phi = sums.left * feature.of(memory.q);
@@ -524,9 +534,14 @@ __device__ void run_step(const Piece& piece, Barrier& used, char* area, const Wi
   const int vectors = cache.v_dim / 4, groups = kThreads / vectors;
   const int column = thread % vectors, group = thread / vectors;
   if (group < groups) {
-    const float4* const values = reinterpret_cast<const float4*>(from.values) + column;
+    uint32_t at = fixed_address(from.values) + (group * vectors + column) * 16;
 #pragma unroll 4
-    for (int r = group; r < own.rows; r += groups) add_row(sums.y, memory.phi[r], values[r * vectors]);
+    for (int r = group; r < own.rows; r += groups) {
+      const uint4 x = load_shared(at);
+      add_row(sums.y, memory.phi[r],
+              {__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z), __uint_as_float(x.w)});
+      at += groups * vectors * 16;
+    }
     if (piece.first) {
       const uint2* const v = reinterpret_cast<const uint2*>(from.v) + column;
       const int count = own.kept + (own.has_new ? 1 : 0);
@@ -542,7 +557,11 @@ __device__ void run_step(const Piece& piece, Barrier& used, char* area, const Wi
     }
   }
   release(used);
-  if (!piece.last) return;
+  const bool keeps = piece.first && own.has_new;  // while others wait for nothing of it
+  if (!piece.last) {
+    if (keeps) keep_token(cache, own, window, now, memory);
+    return;
+  }
 
   int parts = groups;
   if (32 % vectors == 0) {  // first within a warp, where that leaves whole rows
@@ -573,23 +592,22 @@ __device__ void run_step(const Piece& piece, Barrier& used, char* area, const Wi
     for (int w = 0; w < kWarps; ++w) all += memory.warps[w];
     written.number(partials, own.block * ld + cache.v_dim, all);
   }
-  // The blocks of a head share out its columns; a warp adds up one.
+  // The blocks of a head share out its columns. A warp adds up one: half of it y, the others n.
   const int width = (cache.v_dim + step.blocks - 1) / step.blocks;
-  const int end = min(cache.v_dim, (own.block + 1) * width);
+  const int end = min(cache.v_dim, (own.block + 1) * width), lane = thread % 32;
   for (int c = own.block * width + thread / 32; c < end; c += kWarps) {
-    float y = 0, all = 0;
-    for (int part = thread % 32; part < step.blocks; part += 32) {
-      const uint64_t *const y_at = partials + part * ld + c, *const n_at = partials + part * ld + cache.v_dim;
-      const uint64_t first_y = load_relaxed(y_at), first_n = load_relaxed(n_at);  // both on their way at once
-      y += written.wait_number(first_y, y_at);
-      all += written.wait_number(first_n, n_at);
-    }
-    y = warp_sum(y);
-    all = warp_sum(all);
-    if (thread % 32 == 0)
+    float sum = 0;
+    for (int part = lane % 16; part < step.blocks; part += 16)
+      sum += written.wait_number(partials + part * ld + (lane < 16 ? c : cache.v_dim));
+    for (int offset = 8; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, offset);
+    const float all = __shfl_xor_sync(0xFFFFFFFFu, sum, 16);
+    if (lane == 0)
       written.activation(step.out, static_cast<int64_t>(own.sequence_head) * cache.v_dim + c,
-                         cache.sum ? normalized(cache.score, y, all) : y);
+                         cache.sum ? normalized(cache.score, sum, all) : sum);
   }
+  if (!keeps) return;
+  keep_token(cache, own, window, now, memory);
+  meet();  // before a step writes there again
 }
 
 __global__ void __launch_bounds__(kThreads + 32, 1) token_kernel(const __grid_constant__ Program program) {
@@ -607,6 +625,7 @@ __global__ void __launch_bounds__(kThreads + 32, 1) token_kernel(const __grid_co
   __syncthreads();
   if (thread >= kThreads) return fetch(program, memory, ring);
 
+  const uint32_t ring_address = fixed_address(ring);
   const unsigned first_tag = __ldcg(program.tags + blockIdx.x);
   meet();  // before it is written anew
   Sums step_sums{};
@@ -617,7 +636,8 @@ __global__ void __launch_bounds__(kThreads + 32, 1) token_kernel(const __grid_co
     const Piece& piece = *reinterpret_cast<const Piece*>(memory.pieces[slot]);
     const Tagged written{(first_tag + piece.operation) & 0xFFFFu}, awaited{(written.tag - 1) & 0xFFFFu};
     if (piece.kind == Piece::Kind::linear) {
-      run_linear(piece, used, ring + piece.at, activations, reinterpret_cast<float*>(sums), awaited, written, memory);
+      run_linear(piece, used, ring_address + piece.at, activations, reinterpret_cast<float*>(sums), awaited, written,
+                 memory);
     } else if (piece.kind == Piece::Kind::step) {
       run_step(piece, used, ring + piece.at, memory.windows[slot], reinterpret_cast<float4*>(sums), awaited, written,
                step_sums, memory);
