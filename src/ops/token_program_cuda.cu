@@ -34,7 +34,6 @@ constexpr int kDescriptionBytes = 512;
 constexpr int kMostTokens = static_cast<int>(kStepTokens);  // of a window, for a block
 constexpr int kFewestRows = 64;                             // of a state, in a piece
 static_assert(kThreads / 8 == kMostTokens && 8 * kMostGroups == 32 && kMostSequences <= kWarps);
-static_assert(3 * kLargestDim < kThreads);
 
 struct Piece {
   enum class Kind : uint8_t { embedding, linear, step };
@@ -507,15 +506,17 @@ __device__ void run_step(const Piece& piece, Barrier& used, char* area, const Wi
   const Feature feature(cache.score, thread < own.rows ? own.first + thread : 0, cache.qk_dim);
   if (piece.first) {
     const int batch = own.sequence_head / cache.heads, head = own.sequence_head % cache.heads;
-    // A thread waits for one number.
-    const int which = thread / kLargestDim, column = thread % kLargestDim;
-    if (which < 3 && column < (which < 2 ? cache.qk_dim : cache.v_dim)) {
-      const Token<uint32_t>& token = which == 0 ? step.q : which == 1 ? step.k : step.v;
-      const uint32_t* const at = token.row(batch, head, cache.heads) + column;
-      const float x = awaited.wait_activation(at);
-      (which == 0 ? memory.q : which == 1 ? memory.k : memory.v)[column] = which == 0 ? x * cache.scale : x;
-    } else if (cache.decay && thread == kThreads - 1) {
-      memory.log_decay = awaited.wait_number(reinterpret_cast<const uint64_t*>(step.log_decay) + own.sequence_head);
+    // A thread waits for one number, or for few: q, k, v and the decay.
+    const int k_from = cache.qk_dim, v_from = 2 * cache.qk_dim, decay_from = v_from + cache.v_dim;
+    for (int i = thread; i < decay_from + (cache.decay ? 1 : 0); i += kThreads) {
+      if (i < k_from)
+        memory.q[i] = cache.scale * awaited.wait_activation(step.q.row(batch, head, cache.heads) + i);
+      else if (i < v_from)
+        memory.k[i - k_from] = awaited.wait_activation(step.k.row(batch, head, cache.heads) + i - k_from);
+      else if (i < decay_from)
+        memory.v[i - v_from] = awaited.wait_activation(step.v.row(batch, head, cache.heads) + i - v_from);
+      else
+        memory.log_decay = awaited.wait_number(reinterpret_cast<const uint64_t*>(step.log_decay) + own.sequence_head);
     }
     sums = {{0, 0, 0, 0}, 0, 1};
   }
