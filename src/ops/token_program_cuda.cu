@@ -365,38 +365,46 @@ __device__ void load_input(const LinearCall& call, const InputShare& own, float 
   if (own.first % 32 == 0) to[own.first / 32][own.sequence] = squares;
 }
 
-// The warps share out `groups` of eight rows, and those of a group the columns: a warp's products go to `sums`
-// [warps, batch, 8]. As in token_linear_cuda.cu, a lane takes eight neighbours of a row. Rows and sequences that are
-// not there come to something that nobody reads.
+using WarpSums = float[kMostSequences][8];
+
+// The warps share out `groups` of eight rows, and those of a group the columns; `sums` are of a warp. As in
+// token_linear_cuda.cu, a lane takes eight neighbours of a row. Rows and sequences that are not there come to something
+// that nobody reads.
 __device__ void multiply(int batch, int k, int groups, uint32_t activations, uint32_t weights, Barrier& used,
-                         float* sums) {
+                         WarpSums& sums) {
+  constexpr int kAtOnce = 4;  // loads on their way before the first product
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   const int g = lane / 4, t = lane % 4;
   const int units = k / 8, stride = row_units(k);
-  const int sharers = kWarps / groups, group = warp / sharers, begin = warp % sharers * 4;
-  const bool ragged = units % 4 != 0;
-  uint32_t x_at = activations + (min(g, batch - 1) * stride + begin + t) * 16;
-  uint32_t w_at = weights + ((group * 8 + g) * stride + begin + t) * 16;
+  const int sharers = kWarps / groups, group = warp / sharers;
+  const uint32_t x_row = activations + min(g, batch - 1) * stride * 16;
+  const uint32_t w_row = weights + (group * 8 + g) * stride * 16;
   float products[2][4] = {};
-  if (group < groups) {
-#pragma unroll 4
-    for (int first = begin; first < units; first += 4 * sharers) {
-      uint4 x = load_shared(x_at), w = load_shared(w_at);
-      if (ragged && first + t >= units) x = w = make_uint4(0, 0, 0, 0);
-      const uint32_t low[4] = {x.x, 0, x.y, 0}, high[4] = {x.z, 0, x.w, 0};
-      mma(products[0], low, w.x, w.y);
-      mma(products[1], high, w.z, w.w);
-      x_at += 64 * sharers;
-      w_at += 64 * sharers;
+  if (group < groups)
+    for (int unit = warp % sharers * 4 + t; unit - t < units; unit += kAtOnce * 4 * sharers) {
+      uint4 x[kAtOnce], w[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int own = unit + i * 4 * sharers;
+        const bool there = own < units;
+        const int at = there ? own * 16 : 0;
+        x[i] = load_shared(x_row + at);
+        w[i] = load_shared(w_row + at);
+        if (!there) x[i] = make_uint4(0, 0, 0, 0);
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const uint32_t low[4] = {x[i].x, 0, x[i].y, 0}, high[4] = {x[i].z, 0, x[i].w, 0};
+        mma(products[0], low, w[i].x, w[i].y);
+        mma(products[1], high, w[i].z, w[i].w);
+      }
     }
-  }
   release(used);
-  if (g < batch)
-    *reinterpret_cast<float2*>(sums + (warp * batch + g) * 8 + 2 * t) =
-        make_float2(products[0][0] + products[1][0], products[0][1] + products[1][1]);
+  *reinterpret_cast<float2*>(&sums[g][2 * t]) =
+      make_float2(products[0][0] + products[1][0], products[0][1] + products[1][1]);
 }
 
-__device__ void run_linear(const Piece& piece, Barrier& used, uint32_t area, uint4* activations, float* sums,
+__device__ void run_linear(const Piece& piece, Barrier& used, uint32_t area, uint4* activations, WarpSums* sums,
                            const Tagged& awaited, const Tagged& written, Memory& memory) {
   const LinearCall& call = piece.linear;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
@@ -428,19 +436,21 @@ __device__ void run_linear(const Piece& piece, Barrier& used, uint32_t area, uin
   if (finishes && part.kind == TokenPart::Kind::add)
     old = value_of(load_relaxed(static_cast<const uint32_t*>(part.out) + static_cast<int64_t>(warp) * part.rows + row));
   meet();
-  multiply(batch, k, groups, x, area, used, sums);
+  multiply(batch, k, groups, x, area, used, sums[warp]);
   meet();
   if (!finishes) return;
   // The rows of a pair's tile lie one behind the other: eight of the gate, eight of the other factor.
-  const int group = pairs ? lane / 8 * 2 : lane / 8, stride = batch * 8;
-  const float* const own = sums + group * sharers * stride + warp * 8 + lane % 8;
+  const WarpSums* const own = sums + (pairs ? lane / 8 * 2 : lane / 8) * sharers;
   float sum = 0, other = 0, square = 0;
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) {
-    if (w < sharers) sum += own[w * stride];
-    if (pairs && w < sharers) other += own[(sharers + w) * stride];
+    if (w < sharers) sum += own[w][warp][lane % 8];
     if (normed && w < square_sums) square += squares[w][warp];
   }
+  if (pairs)
+#pragma unroll
+    for (int w = 0; w < kWarps / 2; ++w)
+      if (w < sharers) other += own[sharers + w][warp][lane % 8];
   if (normed) {
     const float scale = rsqrtf(__fdividef(square, static_cast<float>(k)) + eps);
     sum *= scale;
@@ -637,7 +647,7 @@ __global__ void __launch_bounds__(kThreads + 32, 1) token_kernel(const __grid_co
     const Piece& piece = *reinterpret_cast<const Piece*>(memory.pieces[slot]);
     const Tagged written{(first_tag + piece.operation) & 0xFFFFu}, awaited{(written.tag - 1) & 0xFFFFu};
     if (piece.kind == Piece::Kind::linear) {
-      run_linear(piece, used, ring_address + piece.at, activations, reinterpret_cast<float*>(sums), awaited, written,
+      run_linear(piece, used, ring_address + piece.at, activations, reinterpret_cast<WarpSums*>(sums), awaited, written,
                  memory);
     } else if (piece.kind == Piece::Kind::step) {
       run_step(piece, used, ring + piece.at, memory.windows[slot], reinterpret_cast<float4*>(sums), awaited, written,
@@ -666,6 +676,7 @@ struct Room {
     constexpr int64_t kSpare = 512;  // where parts begin at round addresses
     activations = static_cast<int>(batch) * row_units(static_cast<int>(widest)) * 16;
     sums = kThreads * 16;
+    static_assert(sizeof(WarpSums) * kWarps <= kThreads * 16);
     const int64_t left = most_shared_memory() - static_cast<int64_t>(sizeof(Memory)) - kSpare - activations - sums;
     ring = static_cast<int>(std::max<int64_t>(left, 0) / 128 * 128);
   }
