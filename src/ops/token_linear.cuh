@@ -74,7 +74,13 @@ __device__ inline float load_old(const LinearPart& part, int sequence, int row) 
   return to_float(__ldcg(static_cast<__nv_bfloat16*>(part.out) + static_cast<int64_t>(sequence) * part.rows + row));
 }
 
-__device__ inline float softplus(float x) {
+// Good for what is rounded to bf16 soon.
+__device__ inline float quick_silu(float x) {
+  return __fdividef(x, 1.0f + __expf(-x));
+}
+
+// For few elements of a result: its code stays out of the way of the others.
+__device__ __noinline__ inline float softplus(float x) {
   return fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x)));
 }
 
@@ -97,7 +103,7 @@ __device__ void finish(const LinearPart& part, int sequence, int row, float sum,
     static_cast<float*>(part.out)[at] = y;
     return to.number(part.decay, at, -expf(before.a_log) * y);
   }
-  if (part.kind == TokenPart::Kind::swiglu) sum = silu(sum) * other;
+  if (part.kind == TokenPart::Kind::swiglu) sum = quick_silu(sum) * other;
   if (part.kind == TokenPart::Kind::add) sum += old;
   if (part.window > 0) {
     // The convolution reads what is also kept for later tokens: rounded as all activations are.
@@ -132,18 +138,20 @@ __device__ inline void unpack(const uint4& from, float (&to)[8]) {
   }
 }
 
-// Eight numbers of h but for the factor 1/sqrt, and their squares' sum on top of `squares`. `gate`: eight, or none.
-__device__ inline uint4 normed(const uint4& x, const uint4* gate, const float (&weight)[8], float& squares) {
+// What the gate's eight numbers z multiply theirs by.
+__device__ inline void gate_factors(float (&to)[8], const uint4& z) {
+  unpack(z, to);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) to[i] = quick_silu(to[i]);
+}
+
+// Eight numbers of h but for the factor 1/sqrt, and their squares' sum on top of `squares`.
+__device__ inline uint4 normed(const uint4& x, const float (&factors)[8], const float (&weight)[8], float& squares) {
   float u[8];
   unpack(x, u);
-  if (gate != nullptr) {
-    float z[8];
-    unpack(*gate, z);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) u[i] *= silu(z[i]);
-  }
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
+    u[i] *= factors[i];
     squares = fmaf(u[i], u[i], squares);
     u[i] *= weight[i];
   }
@@ -155,11 +163,6 @@ __device__ inline void load_norm(float (&to)[8], const float* norm, int unit) {
   const float4 high = reinterpret_cast<const float4*>(norm)[2 * unit + 1];
   to[0] = low.x, to[1] = low.y, to[2] = low.z, to[3] = low.w;
   to[4] = high.x, to[5] = high.y, to[6] = high.z, to[7] = high.w;
-}
-
-// Rows in shared memory lie apart so that two of them fall into different banks. In units of 16 bytes.
-__host__ __device__ inline int row_units(int k) {
-  return k / 8 + 4;
 }
 
 }  // namespace furious::cuda

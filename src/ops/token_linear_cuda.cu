@@ -21,6 +21,11 @@ constexpr int64_t kMostColumns = 1 << 16;  // more than fit into any shared memo
 constexpr int kOtherBytes = 8 << 10;       // of shared memory that a block has besides weights and activations
 constexpr int kMostBlocks = 4;             // for a multiprocessor; each goes on with further rows
 
+// Rows in shared memory lie apart so that two of them fall into different banks. In units of 16 bytes.
+__host__ __device__ int row_units(int k) {
+  return k / 8 + 4;
+}
+
 // For `buffers` of weights and the activations.
 int shared_bytes(int groups, int buffers, int batch, int k) {
   return (buffers * 8 * groups + batch) * row_units(k) * 16;
@@ -75,8 +80,9 @@ __global__ void __launch_bounds__(kThreads, kMostBlocks)
     for (int unit = thread; unit < units; unit += kThreads) {
       uint4 eight = __ldcg(x + unit);
       if (call.norm != nullptr && units > kThreads) load_norm(norm, call.norm, unit);
-      const uint4 z = gate != nullptr ? __ldcg(gate + unit) : uint4{};
-      if (call.norm != nullptr || gate != nullptr) eight = normed(eight, gate ? &z : nullptr, norm, squares);
+      float factors[8] = {1, 1, 1, 1, 1, 1, 1, 1};
+      if (gate != nullptr) gate_factors(factors, __ldcg(gate + unit));
+      if (call.norm != nullptr || gate != nullptr) eight = normed(eight, factors, norm, squares);
       activations[b * stride + unit] = eight;
     }
     if (call.norm == nullptr) continue;

@@ -35,10 +35,15 @@ struct StepCall {
   int* counters;
   const float* state;
   int64_t state_numbers;
-  int heads;                 // of all sequences
-  int blocks, rows, tokens;  // of a head, and of the state and the window for each
-  uint64_t* partials;        // as all f32 numbers travel
-  uint32_t* out;             // [batch, heads * v_dim], as activations do
+  int heads;                            // of all sequences
+  int blocks, rows, tokens;             // of a head, and of the state and the window for each
+  int columns;                          // of the result that each adds up
+  int q_sharers, k_sharers, v_sharers;  // heads that share one
+  int rows_at_once;                     // that a warp reads, with four columns to a lane
+  int part_of_row;                      // 2^16 times the part of a row that those are
+  int partial_numbers;                  // of a head
+  uint64_t* partials;                   // as all f32 numbers travel
+  uint32_t* out;                        // [batch, heads * v_dim], as activations do
 };
 
 bool recording_program();

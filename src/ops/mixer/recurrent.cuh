@@ -102,6 +102,7 @@ struct Feature {
   int first, second;
   float factor;
 
+  Feature() = default;
   // The pairs i ≤ j in order: those of i begin at i·d − i(i−1)/2.
   __device__ Feature(Score score, int f, int d) : first(f), second(-1), factor(1) {
     if (score != Score::squared) return;
