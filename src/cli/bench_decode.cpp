@@ -27,6 +27,7 @@ struct DecodeBench {
   int64_t context = 2048, tokens = 128, vocabulary = 32000;
   std::string device = "cpu", dtype;
   int threads = 0;
+  bool graph = false;
   std::string json;
 
   void run() const;
@@ -47,7 +48,9 @@ void DecodeBench::run() const {
   const DType type = !dtype.empty() ? dtype_from_name(dtype) : where.is_cpu() ? DType::f32 : DType::bf16;
   const ModelConfig config = model_config(preset, size, vocabulary);
   LanguageModel model(config, 1, where);
-  model.set_compute(compute_in(type, where));
+  Compute compute = compute_in(type, where);
+  compute.token_program = !graph;
+  model.set_compute(compute);
   if (type == DType::bf16) model.round_weights();
   const double rate = copy_rate(where);
   fmt::print("decode {} {}: {:.1f} M parameters, {}, {}, after {} tokens; {:.1f} GB/s copied\n\n", preset, size,
@@ -119,6 +122,7 @@ void add_bench_decode(CLI::App& bench) {
   command->add_option("--device", options->device, "cpu, cuda")->capture_default_str();
   command->add_option("--dtype", options->dtype, "f32, bf16; without: bf16 on a GPU, f32 on the CPU")
       ->check(CLI::IsMember({"f32", "bf16"}));
+  command->add_flag("--graph", options->graph, "A graph of kernels for a token also where one kernel can do it");
   add_threads(*command, options->threads);
   command->add_option("--json", options->json, "Write the rows to this file");
   command->footer("Example: furious bench decode --preset 2mamba --size small --batch 1,64 --device cuda");

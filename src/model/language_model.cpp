@@ -1,5 +1,6 @@
 #include "model/language_model.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <limits>
@@ -17,8 +18,10 @@
 #include "ops/rms_norm.h"
 #include "ops/swiglu.h"
 #include "ops/token_linear.h"
+#include "ops/token_program.h"
 #include "ops/views.h"
 #include "tensor/check.h"
+#include "tensor/graph.h"
 
 namespace furious {
 namespace {
@@ -447,6 +450,18 @@ Tensor LanguageModel::token_pass(ModelCache& cache, const Tensor& tokens) const 
   return token_logits(normed(norm_), output_weight().value());
 }
 
+// Whether token_pass() can be one kernel.
+bool LanguageModel::fits_program(const ModelCache& cache) const {
+  const BlockConfig& block = config_.block;
+  if (!compute_.token_program || compute_.activations != DType::bf16 ||
+      output_weight().value().dtype() != DType::bf16 || block.rope || block.discretize || block.d_residual ||
+      !cache.layers_.front().mixer.has_folded())
+    return false;
+  const int64_t out_width = config_.heads() * config_.head_dim;
+  return TokenProgram::fits(device_, {cache.batch(), config_.heads(), config_.head_dim,
+                                      std::max({config_.hidden, config_.intermediate, out_width}), config_.hidden});
+}
+
 Tensor LanguageModel::step(ModelCache& cache, const Tensor& tokens) const {
   ArgumentCheck("language_model.step").shape("tokens", tokens, {cache.batch(), 1});
   const Tensor ids = here("tokens", tokens, 0);
@@ -455,27 +470,33 @@ Tensor LanguageModel::step(ModelCache& cache, const Tensor& tokens) const {
   copy(cache.ids_, ids);
   if (device_.is_cpu()) return token_pass(cache, cache.ids_);
   ModelCache::Recording& recorded = cache.recorded_;
-  if (recorded.version != version_) {  // the first token makes everything ready
-    recorded = {version_, {}, nullptr, {}};
-    return token_pass(cache, cache.ids_);
+  const bool as_program = fits_program(cache);
+  if (recorded.version != version_) {
+    recorded = {version_, {}, {}, {}};
+    if (!as_program) return token_pass(cache, cache.ids_);  // the first token makes everything ready
   }
   std::vector<const void*> places;
   for (const ModelCache::Layer& layer : cache.layers_) {
     places.push_back(layer.conv.raw());
     for (const void* place : layer.mixer.recording()) places.push_back(place);
   }
-  if (recorded.graph && recorded.places == places) {
+  if (recorded.run && recorded.places == places) {
     for (ModelCache::Layer& layer : cache.layers_) layer.mixer.advance();
   } else {
+    recorded.run = {};
     recorded.logits = {};
     recorded.places = std::move(places);
-    Tensor logits;
-    recorded.graph = std::make_shared<Graph>(device_, [&] { logits = token_pass(cache, cache.ids_); });
-    // The logits lie in the graph's memory: who holds them holds the graph.
-    const auto owner = std::make_shared<std::pair<std::shared_ptr<Graph>, Tensor>>(recorded.graph, logits);
-    recorded.logits = Tensor::wrap(logits.raw(), logits.shape(), logits.dtype(), device_, owner);
+    const auto record = [&]<class Record>() {
+      Tensor logits;
+      const auto made = std::make_shared<Record>(device_, [&] { logits = token_pass(cache, cache.ids_); });
+      // The logits lie in the record's memory: who holds them holds the record.
+      const auto owner = std::make_shared<std::pair<std::shared_ptr<Record>, Tensor>>(made, logits);
+      recorded.logits = Tensor::wrap(logits.raw(), logits.shape(), logits.dtype(), device_, owner);
+      recorded.run = [made] { made->run(); };
+    };
+    as_program ? record.operator()<TokenProgram>() : record.operator()<Graph>();
   }
-  recorded.graph->run();
+  recorded.run();
   return recorded.logits;
 }
 

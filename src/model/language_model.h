@@ -15,7 +15,6 @@
 #include "ops/matmul.h"
 #include "ops/mixer/recurrent.h"
 #include "ops/tape.h"
-#include "tensor/graph.h"
 
 namespace furious {
 
@@ -49,8 +48,8 @@ class ModelCache {
   struct Recording {
     int64_t version = 0;  // of the model
     std::vector<const void*> places;
-    std::shared_ptr<Graph> graph;
-    Tensor logits;  // in the graph's memory
+    std::function<void()> run;  // a graph, or one kernel where that can do it
+    Tensor logits;              // in the memory of what runs
   };
 
   int64_t batch_;
@@ -69,6 +68,7 @@ struct Compute {
   MatmulPrecision precision = MatmulPrecision::f32;
   bool recompute = false;  // keep only the input of each layer for the backward pass, and run the layer again there
   DType activations = DType::f32;  // bf16 only on a GPU
+  bool token_program = true;       // a token is one kernel where that can be (ops/token_program.h)
 };
 // Products in f32 or bf16; on a GPU activations too.
 Compute compute_in(DType dtype, Device device);
@@ -146,6 +146,7 @@ class LanguageModel {
                const Tensor& boundaries, ModelCache::Layer* cache) const;
   Tensor here(std::string_view argument, const Tensor& ids, int64_t first) const;
   Tensor token_pass(ModelCache& cache, const Tensor& tokens) const;
+  bool fits_program(const ModelCache& cache) const;
   Variable output_weight() const { return head_ ? head_ : embedding_; }
 
   ModelConfig config_;

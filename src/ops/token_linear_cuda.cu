@@ -1,6 +1,4 @@
-#include "ops/activation.cuh"
-#include "ops/mixer/mma.cuh"
-#include "ops/token_linear.h"
+#include "ops/token_program.cuh"
 #include "tensor/launch.cuh"
 
 // A block makes eight rows of the product (of a gated pair, eight of each) for up to eight sequences. The weights go
@@ -19,132 +17,9 @@ namespace {
 
 using Kind = TokenPart::Kind;
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
-constexpr int kMostSequences = 8;
 constexpr int64_t kMostColumns = 1 << 16;  // more than fit into any shared memory
 constexpr int kOtherBytes = 8 << 10;       // of shared memory that a block has besides weights and activations
 constexpr int kMostBlocks = 4;             // for a multiprocessor; each goes on with further rows
-
-struct Part {
-  Kind kind;
-  bool f32_out;
-  Activation after_conv, qk_activation;
-  int rows, first_tile, window, qk_width;
-  float sign;
-  const __nv_bfloat16 *weight, *second;
-  void* out;
-  const float *bias, *conv_weight, *a_log;
-  float *conv_state, *decay;
-};
-
-struct Call {
-  const __nv_bfloat16 *x, *gate;
-  const float* norm;
-  int64_t x_stride, gate_stride;
-  float eps;
-  int batch, k, parts, tiles;
-  Part part[kMostTokenParts];
-};
-
-// What the end of a tile needs of an element of the result and no kernel since the last token has written.
-struct Before {
-  float bias = 0, a_log = 0;
-  float past[3] = {}, taps[4] = {};  // of the convolution, newest last
-};
-
-__device__ Before load_before(const Part& part, int sequence, int row) {
-  Before before;
-  if (part.bias) before.bias = part.bias[row];
-  if (part.a_log) before.a_log = part.a_log[row];
-  if (part.window == 0) return before;
-  const int past = part.window - 1;
-  const float* state = part.conv_state + static_cast<int64_t>(sequence) * past * part.rows + row;
-#pragma unroll
-  for (int back = 0; back < 3; ++back)
-    if (back < past) before.past[2 - back] = __ldcg(state + static_cast<int64_t>(past - 1 - back) * part.rows);
-#pragma unroll
-  for (int back = 0; back < 4; ++back)
-    if (back < part.window) before.taps[3 - back] = part.conv_weight[row * part.window + part.window - 1 - back];
-  return before;
-}
-
-__device__ float load_old(const Part& part, int sequence, int row) {
-  if (part.kind != Kind::add) return 0;
-  return to_float(__ldcg(static_cast<__nv_bfloat16*>(part.out) + static_cast<int64_t>(sequence) * part.rows + row));
-}
-
-__device__ float softplus(float x) {
-  return fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x)));
-}
-
-// `other` is the second factor's sum under Kind::swiglu.
-__device__ void finish(const Part& part, int sequence, int row, float sum, float other, float old,
-                       const Before& before) {
-  const int64_t at = static_cast<int64_t>(sequence) * part.rows + row;
-  if (part.kind == Kind::softplus) {
-    const float y = part.sign * softplus(sum + before.bias);
-    static_cast<float*>(part.out)[at] = y;
-    if (part.decay) part.decay[at] = -expf(before.a_log) * y;
-    return;
-  }
-  if (part.kind == Kind::swiglu) sum = silu(sum) * other;
-  if (part.kind == Kind::add) sum += old;
-  if (part.window > 0) {
-    // The convolution reads what is also kept for later tokens: rounded as all activations are.
-    const float newest = to_float(__float2bfloat16_rn(sum));
-    const int past = part.window - 1;
-    float* state = part.conv_state + static_cast<int64_t>(sequence) * past * part.rows + row;
-    const float values[4] = {before.past[0], before.past[1], before.past[2], newest};
-    sum = before.bias;
-#pragma unroll
-    for (int s = 0; s < 4; ++s)
-      if (s >= 4 - part.window) sum = fmaf(before.taps[s], values[s], sum);
-#pragma unroll
-    for (int back = 0; back < 3; ++back)
-      if (back < past) state[static_cast<int64_t>(past - 1 - back) * part.rows] = values[3 - back];
-  } else {
-    sum += before.bias;
-  }
-  if (part.after_conv != Activation::none) sum = activate(sum, part.after_conv);
-  if (part.qk_activation != Activation::none && row < part.qk_width) sum = activate(sum, part.qk_activation);
-  if (part.f32_out)
-    static_cast<float*>(part.out)[at] = sum;
-  else
-    static_cast<__nv_bfloat16*>(part.out)[at] = __float2bfloat16_rn(sum);
-}
-
-__device__ void unpack(const uint4& from, float (&to)[8]) {
-  const uint32_t words[4] = {from.x, from.y, from.z, from.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    to[2 * i] = __uint_as_float(words[i] << 16);
-    to[2 * i + 1] = __uint_as_float(words[i] & 0xFFFF0000u);
-  }
-}
-
-// Eight numbers of h but for the factor 1/sqrt, and their squares' sum on top of `squares`.
-__device__ uint4 normed(const uint4& x, const uint4* gate, const float (&weight)[8], float& squares) {
-  float u[8];
-  unpack(x, u);
-  if (gate != nullptr) {
-    float z[8];
-    unpack(__ldcg(gate), z);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) u[i] *= silu(z[i]);
-  }
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    squares = fmaf(u[i], u[i], squares);
-    u[i] *= weight[i];
-  }
-  return {pack(u[0], u[1]), pack(u[2], u[3]), pack(u[4], u[5]), pack(u[6], u[7])};
-}
-
-__device__ void load_norm(float (&to)[8], const float* norm, int unit) {
-  const float4 low = reinterpret_cast<const float4*>(norm)[2 * unit];
-  const float4 high = reinterpret_cast<const float4*>(norm)[2 * unit + 1];
-  to[0] = low.x, to[1] = low.y, to[2] = low.z, to[3] = low.w;
-  to[4] = high.x, to[5] = high.y, to[6] = high.z, to[7] = high.w;
-}
 
 // Rows in shared memory lie apart so that two of them fall into different banks. In units of 16 bytes.
 __host__ __device__ int row_units(int k) {
@@ -159,7 +34,7 @@ int shared_bytes(int groups, int buffers, int batch, int k) {
 // kGroups times 8 rows: 2 for gated pairs. `buffers` of weights are 2 if the block makes more than one tile.
 template <int kGroups>
 __global__ void __launch_bounds__(kThreads, kMostBlocks)
-    token_linear_kernel(const __grid_constant__ Call call, const int buffers) {
+    token_linear_kernel(const __grid_constant__ LinearCall call, const int buffers) {
   constexpr int kColumns = 8 * kGroups;
   extern __shared__ uint4 shared[];
   __shared__ float sums[kWarps][kMostSequences][kColumns];
@@ -167,14 +42,9 @@ __global__ void __launch_bounds__(kThreads, kMostBlocks)
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   const int units = call.k / 8, stride = row_units(call.k);
   uint4* const activations = shared + buffers * kColumns * stride;
-  const auto part_of = [&](int tile) -> const Part& {
-    int p = call.parts - 1;
-    while (p > 0 && tile < call.part[p].first_tile) --p;
-    return call.part[p];
-  };
   // A warp fetches a row.
   const auto fetch = [&](int tile, int buffer) {
-    const Part& part = part_of(tile);
+    const LinearPart& part = call.part_of(tile);
     const int row = (tile - part.first_tile) * 8 + warp;
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
@@ -193,12 +63,12 @@ __global__ void __launch_bounds__(kThreads, kMostBlocks)
   // The element of the result that this thread finishes.
   const int sequence = thread / 8, column = thread % 8;
   const auto finishes = [&](int of_tile) {
-    const Part& part = part_of(of_tile);
+    const LinearPart& part = call.part_of(of_tile);
     return sequence < call.batch && (of_tile - part.first_tile) * 8 + column < part.rows;
   };
-  const auto row_of = [&](int of_tile) { return (of_tile - part_of(of_tile).first_tile) * 8 + column; };
+  const auto row_of = [&](int of_tile) { return (of_tile - call.part_of(of_tile).first_tile) * 8 + column; };
   Before before;
-  if (finishes(tile)) before = load_before(part_of(tile), sequence, row_of(tile));
+  if (finishes(tile)) before = load_before(call.part_of(tile), sequence, row_of(tile));
   float norm[8] = {1, 1, 1, 1, 1, 1, 1, 1};
   if (call.norm != nullptr && thread < units) load_norm(norm, call.norm, thread);
   wait_for_previous();
@@ -210,7 +80,9 @@ __global__ void __launch_bounds__(kThreads, kMostBlocks)
     for (int unit = thread; unit < units; unit += kThreads) {
       uint4 eight = __ldcg(x + unit);
       if (call.norm != nullptr && units > kThreads) load_norm(norm, call.norm, unit);
-      if (call.norm != nullptr || gate != nullptr) eight = normed(eight, gate ? gate + unit : gate, norm, squares);
+      float factors[8] = {1, 1, 1, 1, 1, 1, 1, 1};
+      if (gate != nullptr) gate_factors(factors, __ldcg(gate + unit));
+      if (call.norm != nullptr || gate != nullptr) eight = normed(eight, factors, norm, squares);
       activations[b * stride + unit] = eight;
     }
     if (call.norm == nullptr) continue;
@@ -222,7 +94,7 @@ __global__ void __launch_bounds__(kThreads, kMostBlocks)
   for (int buffer = 0; tile < call.tiles; buffer = buffers - 1 - buffer) {
     const int next = tile + static_cast<int>(gridDim.x);
     float old = 0;  // what another kernel may just have written
-    if (finishes(tile)) old = load_old(part_of(tile), sequence, row_of(tile));
+    if (finishes(tile)) old = load_old(call.part_of(tile), sequence, row_of(tile));
     if (next < call.tiles) {
       fetch(next, buffers - 1 - buffer);
       wait_for_copies<1>();
@@ -263,19 +135,15 @@ __global__ void __launch_bounds__(kThreads, kMostBlocks)
         sum *= scale;
         other *= scale;
       }
-      finish(part_of(tile), sequence, row_of(tile), sum, other, old, before);
+      finish(call.part_of(tile), sequence, row_of(tile), sum, other, old, before);
     }
     tile = next;
-    if (tile < call.tiles && finishes(tile)) before = load_before(part_of(tile), sequence, row_of(tile));
+    if (tile < call.tiles && finishes(tile)) before = load_before(call.part_of(tile), sequence, row_of(tile));
   }
 }
 
 template <int kGroups>
-void launch(Call& call, Device device) {
-  for (int p = 0; p < call.parts; ++p) {
-    call.part[p].first_tile = call.tiles;
-    call.tiles += (call.part[p].rows + 7) / 8;
-  }
+void launch(const LinearCall& call, Device device) {
   const cudaStream_t s = stream(device);
   const int blocks = std::min(call.tiles, kMostBlocks * multiprocessors());
   const int buffers = blocks < call.tiles ? 2 : 1;
@@ -296,7 +164,7 @@ const float* optional(const Tensor& x) {
 void token_linear(const TokenInput& in, std::span<const TokenPart> parts) {
   require(parts.size() <= kMostTokenParts, "token_linear: {} parts", parts.size());
   if (in.x.size(0) == 0) return;
-  Call call{};
+  LinearCall call{};
   call.x = pointer<bfloat16>(in.x);
   call.x_stride = in.x.stride(0);
   if (in.gate) call.gate = pointer<bfloat16>(in.gate), call.gate_stride = in.gate.stride(0);
@@ -304,10 +172,8 @@ void token_linear(const TokenInput& in, std::span<const TokenPart> parts) {
   call.eps = in.eps;
   call.batch = static_cast<int>(in.x.size(0));
   call.k = static_cast<int>(in.x.size(1));
-  bool pairs = false;
   for (const TokenPart& from : parts) {
-    Part& part = call.part[call.parts++];
-    pairs = pairs || from.kind == Kind::swiglu;
+    LinearPart& part = call.part[call.parts++];
     part.kind = from.kind;
     part.f32_out = from.out.dtype() == DType::f32;
     part.after_conv = from.after_conv;
@@ -325,7 +191,9 @@ void token_linear(const TokenInput& in, std::span<const TokenPart> parts) {
     part.conv_state = from.conv_weight ? from.conv_state.data<float>() : nullptr;
     part.decay = from.decay ? from.decay.data<float>() : nullptr;
   }
-  pairs ? launch<2>(call, in.x.device()) : launch<1>(call, in.x.device());
+  call.number_tiles();
+  if (recording_program()) return record(call);
+  call.pairs() ? launch<2>(call, in.x.device()) : launch<1>(call, in.x.device());
 }
 
 bool token_linear_fits(Device device, int64_t batch, int64_t k, Kind kind) {

@@ -1,6 +1,9 @@
+#include <algorithm>
+
 #include "cuda.h"
 #include "model/language_model.h"
 #include "model/little.h"
+#include "ops/token_program.h"
 
 namespace furious {
 namespace {
@@ -89,6 +92,57 @@ TEST(ModelCacheCuda, RecordedStepsGiveTheSameBits) {
       const Tensor expected = model.read(again, part);
       ASSERT_TRUE(same_bits(model.read(cache, part), expected)) << name << ", token " << t;
     }
+  }
+}
+
+// Models of many shapes, whose caches have folded: a token as one kernel, as a graph of kernels, and on the CPU.
+TEST(ModelCacheCuda, OneKernelReadsAsManyDo) {
+  SKIP_WITHOUT_GPU();
+  Random random(4);
+  for (int i = 0; i < 12; ++i) {
+    ModelConfig config =
+        little(preset(random.pick<const char*>({"2mamba", "2mamba", "linear", "conv2-a-original", "outnorm-z"})));
+    config.hidden = random.pick<int64_t>({24, 64, 136, 520});
+    config.intermediate = random.pick<int64_t>({32, 72, 1032});
+    config.vocabulary = random.pick<int64_t>({23, 300, 5000});
+    config.head_dim = random.pick<int64_t>({8, 16, 24, 64});
+    config.v_heads = random.pick<int64_t>({1, 2, 6});
+    config.q_heads = config.v_heads;
+    config.k_heads = random.pick<int64_t>({1, config.v_heads});
+    config.tie_embeddings = i % 2 == 0;
+    const int64_t batch = random.pick<int64_t>({1, 1, 2, 8}), heads = config.heads();
+    SCOPED_TRACE(fmt::format("{}: {} {}, hidden {}, intermediate {}, {} heads of {} with {} keys, batch {}", i,
+                             config.arch, config.vocabulary, config.hidden, config.intermediate, heads, config.head_dim,
+                             config.k_heads, batch));
+    const int64_t widest = std::max({config.hidden, config.intermediate, heads * config.head_dim});
+    if (!TokenProgram::fits(kGpu, {batch, heads, config.head_dim, widest, config.hidden}))
+      GTEST_SKIP() << "not on this device";
+    const LanguageModel cpu(config, 1), one = rounded_on_gpu(config);
+    LanguageModel many = rounded_on_gpu(config);
+    Compute compute = compute_in(DType::bf16, kGpu);
+    compute.token_program = false;
+    many.set_compute(compute);
+
+    // Enough to fold, and then steps through a whole window and more.
+    const int64_t first = 2048 + random.integer(0, 40), steps = random.integer(1, 90);
+    const Tensor tokens = random_tokens(random, {batch, first + steps}, config.vocabulary);
+    ModelCache expected_cache(config, batch, kGpu), cache(config, batch, kGpu), again(config, batch, kGpu);
+    one.read(cache, part_of(tokens, 0, first));
+    many.read(expected_cache, part_of(tokens, 0, first));
+    one.read(again, part_of(tokens, 0, first));
+    ModelCache here(config, batch, cache.contents());
+    double errors = 0, cpu_errors = 0;
+    for (int64_t t = first; t < first + steps; ++t) {
+      const Tensor token = part_of(tokens, t, 1);
+      const Tensor logits = one.read(cache, token);
+      errors += relative_error(logits, many.read(expected_cache, token));
+      cpu_errors += relative_error(logits, cpu.read(here, token));
+      ASSERT_TRUE(same_bits(logits, one.read(again, token))) << "token " << t;
+      if (t % 37 == 0) again = ModelCache(config, batch, cache.contents(kGpu), kGpu);
+    }
+    EXPECT_LE(errors / static_cast<double>(steps), 2e-2);
+    EXPECT_LE(cpu_errors / static_cast<double>(steps), 3e-2);
+    EXPECT_EQ(cache.tokens(), first + steps);
   }
 }
 

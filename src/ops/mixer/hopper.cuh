@@ -116,6 +116,11 @@ struct Barrier {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(shared_address(&word)), "r"(bytes)
                  : "memory");
   }
+  // Asks for more of them, before it arrives.
+  __device__ void expect(int bytes) {
+    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;\n" ::"r"(shared_address(&word)), "r"(bytes)
+                 : "memory");
+  }
   __device__ void wait(int phase) {
     asm volatile(
         "{\n"
@@ -130,6 +135,18 @@ struct Barrier {
         : "memory");
   }
 };
+// Brings bytes, a multiple of 16 from and to addresses that are, which need not stay in the L2 cache.
+__device__ inline void stream_bytes(void* to, const void* from, int bytes, Barrier& barrier) {
+  asm volatile(
+      "{\n"
+      ".reg .b64 once;\n"
+      "createpolicy.fractional.L2::evict_first.b64 once, 1.0;\n"
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], once;\n"
+      "}\n" ::"r"(shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(&barrier.word))
+      : "memory");
+}
+
 // After init, before the block's threads meet.
 __device__ inline void fence_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");

@@ -35,6 +35,12 @@ __device__ inline float decay_factor(double log_decay) {
   return log_decay < kErased ? 0.0f : expf(static_cast<float>(log_decay));
 }
 
+// Only linear scores can sum to a negative n by right; others do so by rounding.
+__device__ inline float normalized(Score score, float y, float n) {
+  const float size = score == Score::linear ? fabsf(n) : n;
+  return size < kSmallestNormalizer ? 0.0f : y / n;
+}
+
 // The sizes of a cache, and where its window is.
 struct Cache {
   Score score;
@@ -63,6 +69,18 @@ struct Cache {
   __device__ double total(int64_t sequence_head, int token) const {
     return pages[token / kPageTokens].total[decay_at(sequence_head, token)];
   }
+  // The weight of a token whose product with q is `product`.
+  __device__ float weight(float product, double log_decay) const {
+    const float factor = decay_factor(log_decay);
+    switch (score) {
+      case Score::linear:
+        return product * factor;
+      case Score::squared:
+        return product * product * factor;
+      default:
+        return expf(fminf(product, kLargestExponent)) * factor;
+    }
+  }
 };
 
 inline Cache cache_of(const MixerSpec& spec, const MixerShape& shape, const CacheWindow& window) {
@@ -84,6 +102,7 @@ struct Feature {
   int first, second;
   float factor;
 
+  Feature() = default;
   // The pairs i ≤ j in order: those of i begin at i·d − i(i−1)/2.
   __device__ Feature(Score score, int f, int d) : first(f), second(-1), factor(1) {
     if (score != Score::squared) return;
@@ -97,6 +116,30 @@ struct Feature {
   }
   __device__ float of(const float* x) const { return second < 0 ? x[first] : x[first] * x[second] * factor; }
 };
+
+// One token of every sequence, [batch, own heads, dim].
+template <class T>
+struct Token {
+  const T* data;
+  int64_t batch_stride, head_stride;
+  int own_heads;
+
+  __device__ const T* row(int batch, int head, int heads) const {
+    return data + batch * batch_stride + head / (heads / own_heads) * head_stride;
+  }
+};
+
+template <class T>
+auto token(const Tensor& x) {
+  return Token<typename OnDevice<T>::Type>{pointer<T>(x), x.stride(0), x.stride(1), static_cast<int>(x.size(1))};
+}
+
+__device__ inline void add_row(float4& sum, float phi, const float4& x) {
+  sum.x = fmaf(phi, x.x, sum.x);
+  sum.y = fmaf(phi, x.y, sum.y);
+  sum.z = fmaf(phi, x.z, sum.z);
+  sum.w = fmaf(phi, x.w, sum.w);
+}
 
 inline int divide_up(int64_t a, int64_t b) {
   return static_cast<int>((a + b - 1) / b);

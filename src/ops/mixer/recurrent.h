@@ -82,6 +82,7 @@ class MixerCache {
   int64_t tokens() const { return recent_.tokens; }  // seen so far
   int64_t bytes() const;                             // held now
   int64_t first_fold() const { return first_fold_; }
+  bool has_folded() const { return state_.defined(); }
   int64_t window() const { return window_; }
 
   // All tokens so far as one state, as mixer_forward takes it: [batch, heads, D, columns]. The cache stays as it is.

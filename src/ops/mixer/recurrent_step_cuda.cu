@@ -1,7 +1,7 @@
 #include <cmath>
 #include <limits>
 
-#include "ops/mixer/recurrent.cuh"
+#include "ops/token_program.cuh"
 #include "tensor/launch.cuh"
 
 namespace furious::cuda {
@@ -32,23 +32,6 @@ struct Piece {
     }
   }
 };
-
-// One token of every sequence, [batch, own heads, dim].
-template <class T>
-struct Token {
-  const T* data;
-  int64_t batch_stride, head_stride;
-  int own_heads;
-
-  __device__ const T* row(int batch, int head, int heads) const {
-    return data + batch * batch_stride + head / (heads / own_heads) * head_stride;
-  }
-};
-
-template <class T>
-auto token(const Tensor& x) {
-  return Token<typename OnDevice<T>::Type>{pointer<T>(x), x.stride(0), x.stride(1), static_cast<int>(x.size(1))};
-}
 
 template <class T>
 struct Step {
@@ -124,13 +107,6 @@ __device__ void load_token(const Step<T>& step, int batch, int head, StepMemory&
   __syncthreads();
 }
 
-__device__ void add_row(float4& sum, float phi, const float4& x) {
-  sum.x = fmaf(phi, x.x, sum.x);
-  sum.y = fmaf(phi, x.y, sum.y);
-  sum.z = fmaf(phi, x.z, sum.z);
-  sum.w = fmaf(phi, x.w, sum.w);
-}
-
 // φ(q)ᵀ[s, z] over the rows of one block. The state stays as it is from token to token, so the first rows are fetched
 // before q is there.
 template <class T>
@@ -193,21 +169,6 @@ __device__ void keep_token(const Step<T>& step, int batch, int head, int slot, d
     const int64_t sequence_head = static_cast<int64_t>(batch) * cache.heads + head;
     page.log_decay[cache.decay_at(sequence_head, slot)] = memory.log_decay;
     page.total[cache.decay_at(sequence_head, slot)] = total;
-  }
-}
-
-// The weight of a token, or its exponent under softmax.
-template <class T>
-__device__ float weight_of(const Step<T>& step, float score, double log_decay) {
-  if (step.softmax()) return score + static_cast<float>(log_decay);
-  const float factor = decay_factor(log_decay);
-  switch (step.cache.score) {
-    case Score::linear:
-      return score * factor;
-    case Score::squared:
-      return score * score * factor;
-    default:
-      return expf(fminf(score, kLargestExponent)) * factor;
   }
 }
 
@@ -274,7 +235,7 @@ __device__ void read_window(const Step<T>& step, int batch, int head, int block,
           if (cache.decay && chunk + j != pending)
             log_decay = now - (ahead ? totals_ahead[half]
                                      : (half == 0 ? page0 : page1).total[cache.decay_at(sequence_head, j)]);
-          weight = weight_of(step, score, log_decay);
+          weight = step.softmax() ? score + static_cast<float>(log_decay) : cache.weight(score, log_decay);
         }
         memory.scores[j] = weight;
       }
@@ -363,9 +324,7 @@ __device__ void combine(const Step<T>& step, int64_t sequence_head, StepMemory& 
     y += memory.sums[g * cache.v_dim + thread];
     n += memory.scores[g];
   }
-  // Only linear scores can sum to a negative n by right; others do so by rounding.
-  const float size = cache.score == Score::linear ? fabsf(n) : n;
-  if (cache.sum) y = size < kSmallestNormalizer ? 0.0f : y / n;
+  if (cache.sum) y = normalized(cache.score, y, n);
   step.out[sequence_head * cache.v_dim + thread] = from_float<T>(y);
 }
 
@@ -424,6 +383,11 @@ bool aligned(const Tensor& x) {
 void cache_step(const MixerSpec& spec, const MixerShape& shape, const CacheWindow& window, const Tensor& state,
                 const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& log_decay, const Tensor& out,
                 bool early) {
+  if (recording_program())
+    return record({cache_of(spec, shape, window), token<bfloat16>(q), token<bfloat16>(k), token<bfloat16>(v),
+                   log_decay ? log_decay.data<float>() : nullptr, window.counters.data<int32_t>(), state.data<float>(),
+                   state.stride(1), static_cast<int>(shape.batch * shape.heads)},
+                  out);
   const int64_t heads = shape.batch * shape.heads;
   // Blocks that a head should have: few heads fill the device once, with one block for the window.
   const int64_t places = kAtOnce * multiprocessors() / heads;

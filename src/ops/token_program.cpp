@@ -1,0 +1,18 @@
+#include "ops/token_program.h"
+
+#ifndef FURIOUS_CUDA
+
+namespace furious {
+
+struct TokenProgram::Parts {};
+
+bool TokenProgram::fits(Device, const Sizes&) {
+  return false;
+}
+TokenProgram::TokenProgram(Device, const std::function<void()>&) {}
+TokenProgram::~TokenProgram() = default;
+void TokenProgram::run() const {}
+
+}  // namespace furious
+
+#endif
