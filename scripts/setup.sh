@@ -8,6 +8,7 @@ packages=(
   libdnnl-dev ocl-icd-opencl-dev libhwy-dev libfmt-dev libcli11-dev nlohmann-json3-dev
   libsentencepiece-dev libzstd-dev zlib1g-dev
   libgtest-dev
+  libopenmpi-dev openmpi-bin
   "$@"
 )
 

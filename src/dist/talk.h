@@ -1,0 +1,57 @@
+// The thread behind a Communicator that alone calls MPI; talk_mpi.cpp has it, or a stand-in without MPI.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "dist/communicator.h"
+
+namespace furious {
+
+struct Communicator::Talk {
+  using Clock = std::chrono::steady_clock;
+  struct Peer {
+    std::string host;
+    int process = 0;
+  };
+
+  Talk();
+  ~Talk();
+
+  void run();  // the thread
+  void join_world();
+  void work();
+  void exchange(std::span<const Piece> receive, std::span<const Piece> send);
+  void look_around(const std::vector<int>& waited_for, Clock::time_point since);
+  void notice_stop();
+  std::string named(int rank) const;
+  [[noreturn]] void lost(const std::vector<int>& ranks, const std::string& what);
+  [[noreturn]] void end_all(const std::string& line);
+
+  int rank = 0, size = 1, local_rank = 0, local_size = 1;
+  std::vector<Peer> peers;
+
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::deque<std::function<void()>> posted;
+  bool busy = true;  // until the others are met
+  bool quit = false;
+  std::exception_ptr failed;
+  std::string story;  // " in step 17; resume from …"
+  std::function<bool()> stop;
+  bool stop_noticed = false;
+  std::string last_words;  // of abort()
+  double timeout = 600;
+  Clock::time_point waits_since{};  // for the device; zero: does not
+  std::thread thread;
+};
+
+}  // namespace furious

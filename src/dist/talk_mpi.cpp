@@ -1,0 +1,309 @@
+#include "dist/talk.h"
+
+#ifdef FURIOUS_MPI
+
+#include <mpi.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <fstream>
+#include <limits>
+
+#include "base/error.h"
+
+namespace furious {
+namespace {
+
+using namespace std::chrono_literals;
+
+constexpr auto kGlance = 50ms;   // between looks at the other ranks
+constexpr auto kGrace = 2s;      // that the rank which is to tell of a fault is given to do so
+constexpr int kPatience = 50;    // tests of a message before the thread sleeps between them
+constexpr auto kNap = 50us;
+
+void check(int status, const char* what) {
+  if (status == MPI_SUCCESS) return;
+  char text[MPI_MAX_ERROR_STRING] = "";
+  int length = 0;
+  MPI_Error_string(status, text, &length);
+  fail("MPI: {}: {}", what, std::string_view(text, static_cast<size_t>(length)));
+}
+
+// Whether a process of this machine is there and has not ended: one that nobody has asked for yet is a zombie.
+bool is_alive(int process) {
+  std::ifstream file(fmt::format("/proc/{}/stat", process));
+  std::string text;
+  if (!std::getline(file, text)) return false;
+  const size_t name_end = text.rfind(')');
+  return name_end == std::string::npos || name_end + 2 >= text.size() ||
+         (text[name_end + 2] != 'Z' && text[name_end + 2] != 'X');
+}
+
+std::string ranks_text(const std::vector<std::string>& names) {
+  return fmt::format("{}", fmt::join(names, ", "));
+}
+
+}  // namespace
+
+std::string mpi_library() {
+  char text[MPI_MAX_LIBRARY_VERSION_STRING] = "";
+  int length = 0;
+  MPI_Get_library_version(text, &length);  // may be called before MPI_Init
+  std::string version(text, static_cast<size_t>(std::max(0, length)));
+  version.resize(std::min({version.find(','), version.find('\n'), version.size()}));
+  if (version.starts_with("Open MPI v")) version.erase(9, 1);
+  return version;
+}
+
+Communicator::Talk::Talk() {
+  // Signals are for the thread that trains: their handler's stack is its own.
+  sigset_t all, before;
+  ::sigfillset(&all);
+  ::pthread_sigmask(SIG_SETMASK, &all, &before);
+  thread = std::thread([this] { run(); });
+  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  std::unique_lock lock(mutex);
+  changed.wait(lock, [this] { return !busy; });
+  if (!failed) return;
+  lock.unlock();
+  thread.join();
+  std::rethrow_exception(failed);
+}
+
+Communicator::Talk::~Talk() {
+  if (!thread.joinable()) return;
+  {
+    const std::lock_guard lock(mutex);
+    quit = true;
+  }
+  changed.notify_all();
+  thread.join();
+}
+
+void Communicator::Talk::run() {
+  try {
+    join_world();
+  } catch (...) {
+    failed = std::current_exception();
+  }
+  const bool met = !failed;
+  {
+    const std::lock_guard lock(mutex);
+    busy = false;
+  }
+  changed.notify_all();
+  if (met) work();
+}
+
+void Communicator::Talk::join_world() {
+  int initialized = 0;
+  MPI_Initialized(&initialized);
+  require(initialized == 0, "MPI was started by the program already; furious starts it itself");
+  int level = 0;
+  check(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED, &level), "start");
+  MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
+  check(MPI_Comm_rank(MPI_COMM_WORLD, &rank), "rank");
+  check(MPI_Comm_size(MPI_COMM_WORLD, &size), "size");
+  require(size == launched_processes(),
+          "{} processes were started together, but MPI sees {}: its library was built without the launcher's way to "
+          "meet (with Slurm: try srun --mpi=pmix, or mpirun inside the allocation)",
+          launched_processes(), size);
+  MPI_Comm local = MPI_COMM_NULL;
+  check(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &local), "ranks of this machine");
+  MPI_Comm_rank(local, &local_rank);
+  MPI_Comm_size(local, &local_size);
+  MPI_Comm_free(&local);
+  struct Address {
+    char host[64];
+    int process;
+  };
+  Address own{};
+  ::gethostname(own.host, sizeof(own.host) - 1);
+  own.process = static_cast<int>(::getpid());
+  std::vector<Address> all(static_cast<size_t>(size));
+  check(MPI_Allgather(&own, sizeof(own), MPI_BYTE, all.data(), sizeof(own), MPI_BYTE, MPI_COMM_WORLD), "addresses");
+  for (const Address& address : all) peers.push_back({address.host, address.process});
+}
+
+void Communicator::Talk::work() {
+  std::unique_lock lock(mutex);
+  for (;;) {
+    changed.wait_for(lock, kGlance, [this] { return quit || !posted.empty() || !last_words.empty(); });
+    if (!last_words.empty()) {
+      const std::string words = last_words;
+      lock.unlock();
+      end_all(words);
+    }
+    if (posted.empty()) {
+      if (quit) break;
+      lock.unlock();
+      look_around({}, Clock::now());
+      lock.lock();
+      continue;
+    }
+    const std::function<void()> job = std::move(posted.front());
+    posted.pop_front();
+    busy = true;
+    const bool doomed = failed != nullptr;
+    lock.unlock();
+    std::exception_ptr problem;
+    try {
+      if (!doomed) job();
+    } catch (...) {
+      problem = std::current_exception();
+    }
+    lock.lock();
+    busy = false;
+    if (problem && !failed) failed = problem;
+    changed.notify_all();
+  }
+  lock.unlock();
+  MPI_Finalize();
+}
+
+void Communicator::Talk::exchange(std::span<const Piece> receive, std::span<const Piece> send) {
+  std::vector<MPI_Request> requests;
+  std::vector<int> with;
+  const auto start = [&](const Piece& piece, bool incoming) {
+    require(piece.bytes <= static_cast<size_t>(std::numeric_limits<int>::max()), "MPI: a message of {} bytes",
+            piece.bytes);
+    const int bytes = static_cast<int>(piece.bytes);
+    MPI_Request& request = requests.emplace_back();
+    with.push_back(piece.rank);
+    if (incoming)
+      check(MPI_Irecv(piece.data, bytes, MPI_BYTE, piece.rank, 0, MPI_COMM_WORLD, &request), "receive");
+    else
+      check(MPI_Isend(piece.data, bytes, MPI_BYTE, piece.rank, 0, MPI_COMM_WORLD, &request), "send");
+  };
+  for (const Piece& piece : receive) start(piece, true);
+  for (const Piece& piece : send) start(piece, false);
+  const int count = static_cast<int>(requests.size());
+  std::vector<int> done(requests.size());
+  int left = count;
+  auto since = Clock::now(), looked_at = since;
+  for (int tests = 0; left > 0; ++tests) {
+    int completed = 0;
+    const int status = MPI_Testsome(count, requests.data(), &completed, done.data(), MPI_STATUSES_IGNORE);
+    if (status != MPI_SUCCESS) {
+      std::vector<int> missing;
+      for (int i = 0; i < count; ++i)
+        if (requests[i] != MPI_REQUEST_NULL) missing.push_back(with[i]);
+      lost(missing, "cannot be reached");
+    }
+    if (completed > 0) {
+      left -= completed;
+      tests = 0;
+      since = Clock::now();
+    }
+    if (left == 0) break;
+    if (tests < kPatience) {
+      std::this_thread::yield();
+      continue;
+    }
+    std::this_thread::sleep_for(kNap);
+    if (const auto now = Clock::now(); now - looked_at > kGlance) {
+      looked_at = now;
+      std::vector<int> missing;
+      for (int i = 0; i < count; ++i)
+        if (requests[i] != MPI_REQUEST_NULL) missing.push_back(with[i]);
+      std::ranges::sort(missing);
+      missing.erase(std::unique(missing.begin(), missing.end()), missing.end());
+      look_around(missing, since);
+    }
+  }
+}
+
+// Ranks of this machine that have ended are seen at once, others when they keep this one waiting.
+void Communicator::Talk::look_around(const std::vector<int>& waited_for, Clock::time_point since) {
+  {
+    const std::lock_guard lock(mutex);
+    if (quit) return;  // all have ended their work; some are gone
+  }
+  notice_stop();
+  std::string own_end;
+  double seconds = 0;
+  {
+    const std::lock_guard lock(mutex);
+    own_end = last_words;
+    seconds = timeout;
+    if (own_end.empty() && waits_since != Clock::time_point{} &&
+        Clock::now() - waits_since > std::chrono::duration<double>(seconds))
+      own_end = fmt::format("{}: the device has not done its work for {:.3g} s: it, or that of another rank, is stuck",
+                            named(rank), seconds);
+  }
+  if (!own_end.empty()) end_all(own_end);
+  for (int other = 0; other < size; ++other) {
+    const Peer& peer = peers[static_cast<size_t>(other)];
+    if (other != rank && peer.host == peers[static_cast<size_t>(rank)].host && !is_alive(peer.process))
+      lost({other}, "has ended");
+  }
+  if (waited_for.empty() || Clock::now() - since < std::chrono::duration<double>(seconds)) return;
+  lost(waited_for, fmt::format("has not answered for {:.3g} s", seconds));
+}
+
+void Communicator::Talk::notice_stop() {
+  std::string words;
+  {
+    const std::lock_guard lock(mutex);
+    if (stop_noticed || !stop || !stop()) return;
+    stop_noticed = true;
+    words = story;
+  }
+  if (rank != 0) return;
+  std::fprintf(stderr, "furious: a signal came%s, should this end before it has saved\n", words.c_str());
+  std::fflush(stderr);
+}
+
+std::string Communicator::Talk::named(int which) const {
+  const Peer& peer = peers[static_cast<size_t>(which)];
+  return fmt::format("rank {} ({}, process {})", which, peer.host, peer.process);
+}
+
+// The first of those that are left tells; the others let it.
+void Communicator::Talk::lost(const std::vector<int>& ranks, const std::string& what) {
+  int teller = 0;
+  while (std::ranges::find(ranks, teller) != ranks.end()) ++teller;
+  if (rank != teller) std::this_thread::sleep_for(kGrace);
+  std::vector<std::string> names;
+  for (const int lost_rank : ranks) names.push_back(named(lost_rank));
+  end_all(fmt::format("{} {}", ranks_text(names), what));
+}
+
+void Communicator::Talk::end_all(const std::string& line) {
+  std::string words;
+  {
+    const std::lock_guard lock(mutex);
+    words = story;
+  }
+  std::fprintf(stderr, "furious: %s%s\n", line.c_str(), words.c_str());
+  std::fflush(stderr);
+  MPI_Abort(MPI_COMM_WORLD, 1);
+  ::_exit(1);
+}
+
+}  // namespace furious
+
+#else
+
+#include "base/error.h"
+
+namespace furious {
+
+std::string mpi_library() {
+  return {};
+}
+
+Communicator::Talk::Talk() {
+  fail("this furious was built without MPI");
+}
+Communicator::Talk::~Talk() = default;
+void Communicator::Talk::exchange(std::span<const Piece>, std::span<const Piece>) {}
+std::string Communicator::Talk::named(int) const {
+  return {};
+}
+
+}  // namespace furious
+
+#endif
