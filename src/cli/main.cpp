@@ -6,6 +6,7 @@
 #include "base/error.h"
 #include "base/names.h"
 #include "cli/commands.h"
+#include "dist/communicator.h"
 
 namespace {
 
@@ -70,7 +71,7 @@ int main(int argc, char** argv) {
   } catch (const CLI::ParseError& error) {
     return usage_error(app, error, argc, argv);
   } catch (const std::exception& error) {
-    std::fprintf(stderr, "furious: %s\n", error.what());
+    if (furious::Communicator::speaks()) std::fprintf(stderr, "furious: %s\n", error.what());
     return 1;
   }
   if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) {

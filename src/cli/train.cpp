@@ -10,6 +10,7 @@
 #include "cli/commands.h"
 #include "cli/progress.h"
 #include "cli/train_flags.h"
+#include "dist/communicator.h"
 
 namespace furious::cli {
 namespace {
@@ -81,6 +82,7 @@ void TrainCommand::run() const {
       line.show(step_text(step, options.steps, per_step * static_cast<double>(options.steps - step.step)));
   };
   const TrainResult result = train(options, observer);
+  if (!Communicator::world().leads()) return;
   line.clear();
   fmt::print("{} after {} steps in {}; checkpoint {}\n", result.stopped ? "stopped" : "done", result.steps,
              clock_text(line.seconds()), result.checkpoint);

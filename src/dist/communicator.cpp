@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/parallel.h"
 #include "dist/talk.h"
 
 namespace furious {
@@ -52,11 +53,14 @@ bool Communicator::speaks() {
   return !met_as_another;
 }
 
+Communicator::Communicator() : cores_(omp_get_num_procs()) {}
+
 Communicator::Communicator(std::unique_ptr<Talk> talk)
     : rank_(talk->rank),
       size_(talk->size),
       local_rank_(talk->local_rank),
       local_size_(talk->local_size),
+      cores_(talk->cores),
       talk_(std::move(talk)) {
   met_as_another = rank_ != 0;
 }

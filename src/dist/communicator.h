@@ -50,6 +50,7 @@ class Communicator {
   int size() const { return size_; }
   int local_rank() const { return local_rank_; }  // among those on this machine
   int local_size() const { return local_size_; }
+  int cores() const { return cores_; }  // this rank's share of those of its machine
   bool leads() const { return rank_ == 0; }  // prints, logs and writes for all
 
   // Of one exchange with another rank.
@@ -101,11 +102,11 @@ class Communicator {
  private:
   struct Talk;  // the thread and MPI
 
-  Communicator() = default;
+  Communicator();
   explicit Communicator(std::unique_ptr<Talk> talk);
   void all_gather_bytes(const void* own, void* all, size_t bytes);
 
-  int rank_ = 0, size_ = 1, local_rank_ = 0, local_size_ = 1;
+  int rank_ = 0, size_ = 1, local_rank_ = 0, local_size_ = 1, cores_ = 1;
   std::unique_ptr<Talk> talk_;
 };
 

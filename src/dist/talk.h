@@ -36,7 +36,7 @@ struct Communicator::Talk {
   [[noreturn]] void lost(const std::vector<int>& ranks, const std::string& what);
   [[noreturn]] void end_all(const std::string& line);
 
-  int rank = 0, size = 1, local_rank = 0, local_size = 1;
+  int rank = 0, size = 1, local_rank = 0, local_size = 1, cores = 1;
   std::vector<Peer> peers;
 
   std::mutex mutex;

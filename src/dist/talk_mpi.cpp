@@ -3,6 +3,7 @@
 #ifdef FURIOUS_MPI
 
 #include <mpi.h>
+#include <sched.h>
 #include <signal.h>
 #include <unistd.h>
 
@@ -41,8 +42,18 @@ bool is_alive(int process) {
          (text[name_end + 2] != 'Z' && text[name_end + 2] != 'X');
 }
 
-std::string ranks_text(const std::vector<std::string>& names) {
-  return fmt::format("{}", fmt::join(names, ", "));
+// A core that several ranks may run on is shared by them.
+int share_of_cores(MPI_Comm local, int ranks) {
+  cpu_set_t own;
+  CPU_ZERO(&own);
+  ::sched_getaffinity(0, sizeof(own), &own);
+  std::vector<cpu_set_t> all(static_cast<size_t>(ranks));
+  check(MPI_Allgather(&own, sizeof(own), MPI_BYTE, all.data(), sizeof(own), MPI_BYTE, local), "cores");
+  double share = 0;
+  for (int core = 0; core < CPU_SETSIZE; ++core)
+    if (CPU_ISSET(core, &own))
+      share += 1.0 / static_cast<double>(std::ranges::count_if(all, [&](auto& set) { return CPU_ISSET(core, &set); }));
+  return std::max(1, static_cast<int>(share + 1e-6));
 }
 
 }  // namespace
@@ -114,6 +125,7 @@ void Communicator::Talk::join_world() {
   check(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &local), "ranks of this machine");
   MPI_Comm_rank(local, &local_rank);
   MPI_Comm_size(local, &local_size);
+  cores = share_of_cores(local, local_size);
   MPI_Comm_free(&local);
   struct Address {
     char host[64];
@@ -268,7 +280,7 @@ void Communicator::Talk::lost(const std::vector<int>& ranks, const std::string& 
   if (rank != teller) std::this_thread::sleep_for(kGrace);
   std::vector<std::string> names;
   for (const int lost_rank : ranks) names.push_back(named(lost_rank));
-  end_all(fmt::format("{} {}", ranks_text(names), what));
+  end_all(fmt::format("{} {}", fmt::join(names, ", "), what));
 }
 
 void Communicator::Talk::end_all(const std::string& line) {

@@ -1,9 +1,14 @@
 // A training run: its folder, log and checkpoints around a Trainer.
 #include <algorithm>
 #include <fstream>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <set>
 
+#include "base/build_info.h"
 #include "base/error.h"
 #include "base/file.h"
+#include "base/hash.h"
 #include "base/parallel.h"
 #include "model/checkpoint.h"
 #include "model/cost.h"
@@ -35,16 +40,43 @@ std::vector<fs::path> checkpoints_in(const fs::path& folder) {
   return found;
 }
 
+// What must be the same on all ranks: the program, the options but for those that say where a rank runs, the data.
+std::map<std::string, std::string> agreed_things(const TrainOptions& options, const Team& team) {
+  std::map<std::string, std::string> things;
+  for (const auto& [name, text] : to_texts(options))
+    if (!std::set<std::string>{"device", "threads", "data"}.contains(name)) things["--" + name] = text;
+  things["device"] = device_from_name(options.device).is_cpu() ? "cpu" : "cuda";
+  things["program"] = fmt::format("furious {}, {:016x}", version(), hash_of_large(MappedFile("/proc/self/exe").bytes()));
+  things["data"] = TrainData::open(options, team.ranks.size()).fingerprint;
+  return things;
+}
+
+// A rank that was started with something else than the first would train something else.
+void check_same_everywhere(const TrainOptions& options, const Team& team) {
+  if (team.ranks.size() == 1) return;
+  std::map<std::string, std::string> things;
+  team.ranks.agree([&] { things = agreed_things(options, team); });
+  const std::vector<std::string> all = team.ranks.all_gather(nlohmann::json(things).dump());
+  team.ranks.agree([&] {
+    for (const auto& [name, text] : nlohmann::json::parse(all.front()).get<std::map<std::string, std::string>>())
+      require(things[name] == text, "its {} is {}, but rank 0 has {}; start all ranks with the same", name,
+              things[name], text);
+  });
+}
+
 class Run {
  public:
-  Run(const TrainOptions& options, const TrainObserver& observer)
-      : options_(options), observer_(observer), folder_(options.out) {}
+  Run(const TrainOptions& options, const TrainObserver& observer, const Team& team)
+      : options_(options), observer_(observer), team_(team), folder_(options.out) {}
 
   TrainResult train();
 
  private:
+  void open_folder();
+  void find_newest();
   void begin();
   void resume();
+  void tell_story() const;
   fs::path checkpoint_path() const { return folder_ / fmt::format("step-{:08}", trainer_->steps_done()); }
   std::string last_good() const;
   void check_unchanged(const TrainOptions& saved, const fs::path& checkpoint) const;
@@ -56,24 +88,27 @@ class Run {
   void point_to_newest() const;
   void remove_old() const;
   bool every(int64_t steps) const { return steps > 0 && trainer_->steps_done() % steps == 0; }
-  bool stop_wanted() const { return observer_.stop && observer_.stop(); }
+  bool stop_wanted() const;
   void say(const std::string& text) const {
-    if (observer_.message) observer_.message(text);
+    if (observer_.message && leads()) observer_.message(text);
   }
+  bool leads() const { return team_.ranks.leads(); }
 
   TrainOptions options_;
   const TrainObserver& observer_;
+  Team team_;
   fs::path folder_;
+  std::optional<DirectoryLock> lock_;
   std::unique_ptr<Trainer> trainer_;
   fs::path newest_;
   int64_t saved_step_ = -1;
 };
 
 void Run::begin() {
-  require(checkpoints_in(folder_).empty(),
-          "train: {} holds a run already; go on with it by --resume, or choose another --out", folder_.string());
-  trainer_ = std::make_unique<Trainer>(options_);
-  write_text(folder_ / kLogFile, "");
+  require(newest_.empty(), "train: {} holds a run already; go on with it by --resume, or choose another --out",
+          folder_.string());
+  trainer_ = std::make_unique<Trainer>(options_, team_);
+  if (leads()) write_text(folder_ / kLogFile, "");
 }
 
 void Run::check_unchanged(const TrainOptions& saved, const fs::path& checkpoint) const {
@@ -95,18 +130,18 @@ void Run::cut_log() {
 }
 
 void Run::resume() {
-  const std::vector<fs::path> found = checkpoints_in(folder_);
-  if (found.empty()) {
+  if (newest_.empty()) {
     say(fmt::format("{} holds no checkpoint yet: the run begins", folder_.string()));
     return begin();
   }
-  newest_ = found.back();
   const TrainOptions saved = saved_options(newest_);
   check_unchanged(saved, newest_);
-  trainer_ = std::make_unique<Trainer>(options_, newest_);
+  trainer_ = std::make_unique<Trainer>(options_, newest_, team_);
   saved_step_ = trainer_->steps_done();
-  point_to_newest();  // in case the run was killed before it could
-  cut_log();
+  if (leads()) {
+    point_to_newest();  // in case the run was killed before it could
+    cut_log();
+  }
   const double was = learning_rate(saved, saved_step_ + 1), is = learning_rate(options_, saved_step_ + 1);
   if (was != is && saved_step_ < options_.steps)
     say(fmt::format("the learning rate goes on with {:.3g}; with the options the run had, it would with {:.3g}", is,
@@ -125,6 +160,10 @@ void Run::announce() const {
                     trainer_->steps_done() + 1, options_.steps, options_.batch, options_.length,
                     cpu ? fmt::format("{} threads", threads()) : options_.device, options_.dtype,
                     static_cast<double>(memory.total()) / 1e9));
+  if (const int ranks = team_.ranks.size(); ranks > 1)
+    say(fmt::format("{} ranks, {} on this machine, each with {} of the rows, these threads and this memory; gradients "
+                    "are sent in {}",
+                    ranks, team_.ranks.local_size(), options_.batch / ranks, options_.reduce));
   else
     say(fmt::format("{} steps are done, nothing is left to do; a larger --steps goes on", trainer_->steps_done()));
   if (saved_step_ >= 0) say(fmt::format("resumed from {}", newest_.string()));
@@ -165,17 +204,37 @@ void Run::remove_old() const {
   }
 }
 
+// By all ranks; the first writes what it has of its own and what the others give it.
 void Run::save() {
   if (saved_step_ == trainer_->steps_done()) return;
-  try {
-    replace_directory(checkpoint_path(), [&](const fs::path& temporary) { trainer_->save(temporary); });
-  } catch (const Error& error) {
-    fail("{}\n{}", error.what(), last_good());
+  if (leads()) {
+    try {
+      replace_directory(checkpoint_path(), [&](const fs::path& temporary) { trainer_->save(temporary); });
+    } catch (const Error& error) {
+      fail("{}\n{}", error.what(), last_good());
+    }
+  } else {
+    trainer_->save({});
   }
   newest_ = checkpoint_path();
   saved_step_ = trainer_->steps_done();
+  if (!leads()) return;
   point_to_newest();
   remove_old();
+}
+
+// A signal on any rank ends them all, after the same step.
+bool Run::stop_wanted() const {
+  const int wanted = observer_.stop && observer_.stop() ? 1 : 0;
+  return std::ranges::max(team_.ranks.all_gather(wanted)) > 0;
+}
+
+// What is to be said, should a rank be lost now.
+void Run::tell_story() const {
+  team_.ranks.set_story(trainer_->steps_done() + 1,
+                        newest_.empty() ? "there is no checkpoint to resume from"
+                                        : fmt::format("furious train --out {} --resume goes on from {}",
+                                                      folder_.string(), newest_.string()));
 }
 
 void Run::point_to_newest() const {
@@ -186,36 +245,56 @@ void Run::point_to_newest() const {
   fs::rename(link, folder_ / kLatest, ignored);
 }
 
-TrainResult Run::train() {
+void Run::open_folder() {
+  if (!leads()) return;
   std::error_code problem;
   fs::create_directories(folder_, problem);
   require(!problem, "train: cannot make the folder {}: {}", folder_.string(), problem.message());
-  const DirectoryLock lock(folder_);
+  lock_.emplace(folder_);
   remove_leftovers(folder_);  // a checkpoint that was being written when the run was killed
-  options_.resume ? resume() : begin();
-  write_text(folder_ / "run.toml", to_toml(options_));
+}
+
+void Run::find_newest() {
+  const std::vector<fs::path> found = checkpoints_in(folder_);
+  newest_ = team_.ranks.from_first(found.empty() ? "" : found.back().string());
+}
+
+TrainResult Run::train() {
+  team_.ranks.set_timeout(options_.timeout);
+  check_same_everywhere(options_, team_);
+  team_.ranks.agree([this] { open_folder(); });
+  find_newest();
+  team_.ranks.agree([this] {
+    options_.resume ? resume() : begin();
+    if (leads()) write_text(folder_ / "run.toml", to_toml(options_));
+  });
   announce();
+  team_.ranks.set_stop(observer_.stop);
   TrainResult result;
   while (trainer_->steps_done() < options_.steps && !result.stopped) {
     bool finished = false;
+    tell_story();
     try {
       result.last = trainer_->step();
       finished = trainer_->steps_done() == options_.steps;
       if (every(options_.eval_every) || (finished && options_.eval_every > 0)) test(result.last);
     } catch (const Diverged& error) {
-      log(diverged_line(trainer_->steps_done() + 1, error.what()));
+      if (leads()) log(diverged_line(trainer_->steps_done() + 1, error.what()));
       throw Diverged(fmt::format("{}\n{}", error.what(), last_good()));
     } catch (const OutOfMemory& error) {
       fail("{}\n{}", error.what(),
            newest_.empty() ? "there is no checkpoint yet" : fmt::format("--resume goes on from {}", newest_.string()));
     }
-    if (every(options_.sample_every)) result.last.sample = trainer_->sample(options_.sample_tokens);
-    log(to_line(result.last));
-    if (observer_.step) observer_.step(result.last);
+    if (leads()) {
+      if (every(options_.sample_every)) result.last.sample = trainer_->sample(options_.sample_tokens);
+      log(to_line(result.last));
+      if (observer_.step) observer_.step(result.last);
+    }
     if (every(options_.save_every)) save();
     result.stopped = !finished && stop_wanted();
   }
   save();
+  team_.ranks.set_stop({});
   result.steps = trainer_->steps_done();
   result.checkpoint = newest_.string();
   return result;
@@ -227,12 +306,29 @@ TrainResult train(const TrainOptions& given, const TrainObserver& observer) {
   check_train_options(given);
   require(!given.data.empty(), "train: no data; give --data with a folder of `furious tokenize`");
   require(!given.out.empty(), "train: no folder for the run; give --out");
-  TrainOptions options = resolved(given);
-  if (options.threads > 0) set_threads(static_cast<int>(options.threads));
-  options.threads = threads();
-  if (given.device == "auto" && options.device == "cpu" && observer.message)
-    observer.message(fmt::format("no GPU ({}): the CPU trains", cuda_problem()));
-  return Run(options, observer).train();
+  const Team team{Communicator::world()};
+  try {
+    TrainOptions options;
+    team.ranks.agree([&] { options = resolved(given, team.ranks); });
+    if (team.ranks.size() > 1) {
+      // A run of one process that goes on with several would have them all take its cores.
+      const int64_t most = team.ranks.cores();
+      set_threads(static_cast<int>(options.threads > 0 ? std::min(options.threads, most) : most));
+    } else {
+      if (options.threads > 0) set_threads(static_cast<int>(options.threads));
+      options.threads = threads();
+    }
+    if (given.device == "auto" && options.device == "cpu" && observer.message && team.ranks.leads())
+      observer.message(fmt::format("no GPU ({}): the CPU trains", cuda_problem()));
+    return Run(options, observer, team).train();
+  } catch (const AgreedError&) {
+    throw;
+  } catch (const Diverged&) {  // on all ranks
+    throw;
+  } catch (const std::exception& error) {
+    if (team.ranks.size() == 1) throw;
+    team.ranks.abort(error.what());  // the others would wait for this one
+  }
 }
 
 std::optional<TrainOptions> options_of_run(const std::string& folder) {
