@@ -32,6 +32,16 @@ void check_commands(const CLI::App& app, int argc, char** argv) {
   }
 }
 
+// Only training knows what to do with several processes: others would each do all of it, and write the same files.
+void check_processes(int argc, char** argv) {
+  if (furious::launched_processes() == 1 || argc < 2 || argv[1][0] == '-') return;
+  const std::string command = argv[1];
+  furious::require(command == "train" || (command == "bench" && argc > 2 && std::string(argv[2]) == "step"),
+                   "`{}` runs in one process; of several, as mpirun or srun starts them, only `train` and `bench step` "
+                   "make use",
+                   command);
+}
+
 int usage_error(const CLI::App& app, const CLI::ParseError& error, int argc, char** argv) {
   if (error.get_exit_code() != 0) {
     try {
@@ -66,6 +76,7 @@ int main(int argc, char** argv) {
   furious::cli::add_memory(app);
   furious::cli::add_bench(app);
   try {
+    check_processes(argc, argv);
     app.parse(argc, argv);
     if (app.get_subcommands().empty()) std::fputs(app.help().c_str(), stdout);
   } catch (const CLI::ParseError& error) {

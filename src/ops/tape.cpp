@@ -28,6 +28,7 @@ GradientTarget Variable::gradient_target() const {
 
 Tensor Variable::new_gradient() const {
   if (node_->source) return Variable(node_->source).new_gradient();
+  if (node_->gradient_place && !node_->gradient) return node_->gradient_place;
   if (!node_->whole || node_->place_taken || node_->gradient) return Tensor::empty_like(node_->value);
   node_->place_taken = true;
   return place_in_whole();
@@ -55,7 +56,8 @@ void Variable::add_gradient(const Tensor& contribution) const {
   require(contribution.shape() == node_->value.shape(), "tape: a gradient of shape {} for a variable of shape {}",
           to_string(contribution.shape()), to_string(node_->value.shape()));
   if (node_->gradient) return add_into(node_->gradient, contribution);
-  if (node_->gradient_place) copy(node_->gradient_place, contribution);
+  if (node_->gradient_place && contribution.raw() != node_->gradient_place.raw())
+    copy(node_->gradient_place, contribution);
   node_->gradient = node_->gradient_place ? node_->gradient_place : contribution;
 }
 

@@ -7,6 +7,7 @@
 
 #include "base/error.h"
 #include "base/names.h"
+#include "base/parallel.h"
 #include "data/batches.h"
 #include "model/config_json.h"
 #include "tensor/device.h"
@@ -206,6 +207,13 @@ TrainOptions resolved(TrainOptions options, const Communicator& ranks) {
   options.device = name_of(device);
   if (options.dtype == "auto") options.dtype = device.is_cpu() ? "f32" : "bf16";
   return options;
+}
+
+void use_threads(const TrainOptions& options, const Communicator& ranks) {
+  if (ranks.size() > 1)
+    set_threads(static_cast<int>(std::clamp<int64_t>(options.threads > 0 ? options.threads : kAny, 1, ranks.cores())));
+  else if (options.threads > 0)
+    set_threads(static_cast<int>(options.threads));
 }
 
 std::vector<KeyValue> key_values(const std::string& text) {

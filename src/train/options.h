@@ -44,6 +44,8 @@ void check_division(const TrainOptions& options, int ranks);
 // With the device and dtype that "auto" stands for here; each of several ranks on a machine has a GPU of its own.
 // Throws if there is no such device.
 TrainOptions resolved(TrainOptions options, const Communicator& ranks = Communicator::alone());
+// Sets the number of threads: those asked for, or all cores; of a rank no more than its share.
+void use_threads(const TrainOptions& options, const Communicator& ranks = Communicator::alone());
 ModelConfig model_config(const TrainOptions& options, int64_t vocabulary);
 
 // Linear growth over the warm-up, then a linear fall that would reach zero at schedule_steps. Steps count from 1.

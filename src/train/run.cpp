@@ -307,28 +307,17 @@ TrainResult train(const TrainOptions& given, const TrainObserver& observer) {
   require(!given.data.empty(), "train: no data; give --data with a folder of `furious tokenize`");
   require(!given.out.empty(), "train: no folder for the run; give --out");
   const Team team{Communicator::world()};
-  try {
+  TrainResult result;
+  together(team.ranks, [&] {
     TrainOptions options;
     team.ranks.agree([&] { options = resolved(given, team.ranks); });
-    if (team.ranks.size() > 1) {
-      // A run of one process that goes on with several would have them all take its cores.
-      const int64_t most = team.ranks.cores();
-      set_threads(static_cast<int>(options.threads > 0 ? std::min(options.threads, most) : most));
-    } else {
-      if (options.threads > 0) set_threads(static_cast<int>(options.threads));
-      options.threads = threads();
-    }
+    use_threads(options, team.ranks);
+    if (team.ranks.size() == 1) options.threads = threads();  // several may go on as one, with all cores
     if (given.device == "auto" && options.device == "cpu" && observer.message && team.ranks.leads())
       observer.message(fmt::format("no GPU ({}): the CPU trains", cuda_problem()));
-    return Run(options, observer, team).train();
-  } catch (const AgreedError&) {
-    throw;
-  } catch (const Diverged&) {  // on all ranks
-    throw;
-  } catch (const std::exception& error) {
-    if (team.ranks.size() == 1) throw;
-    team.ranks.abort(error.what());  // the others would wait for this one
-  }
+    result = Run(options, observer, team).train();
+  });
+  return result;
 }
 
 std::optional<TrainOptions> options_of_run(const std::string& folder) {

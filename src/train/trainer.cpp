@@ -180,6 +180,19 @@ SavedTraining saved_training(const SafetensorsReader& file) {
 
 }  // namespace
 
+void together(Communicator& ranks, const std::function<void()>& work) {
+  try {
+    work();
+  } catch (const AgreedError&) {
+    throw;
+  } catch (const Diverged&) {  // a trainer throws it on all ranks
+    throw;
+  } catch (const std::exception& error) {
+    if (ranks.size() == 1) throw;
+    ranks.abort(error.what());  // the others would wait for this one
+  }
+}
+
 TrainData TrainData::open(const TrainOptions& options, int ranks) {
   check_division(options, ranks);
   if (options.data == "synthetic:recall") return open_task<RecallTask>(options, ranks, RecallOptions{});

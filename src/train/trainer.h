@@ -44,6 +44,9 @@ class Diverged : public Error {
   using Error::Error;
 };
 
+// Does what all ranks do together. What only one of them fails with ends them all; what all fail with is thrown.
+void together(Communicator& ranks, const std::function<void()>& work);
+
 class Trainer {
  public:
   // Begins anew, or with options.init; on the data that the options name, or on other data. Talks to no other rank.
