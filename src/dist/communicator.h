@@ -68,8 +68,8 @@ class Communicator {
   // What every rank gives, in the order of ranks.
   std::vector<std::string> all_gather(const std::string& own);
   template <class T>
-    requires std::is_trivially_copyable_v<T>
   std::vector<T> all_gather(const T& own) {
+    static_assert(std::is_trivially_copyable_v<T>);
     std::vector<T> all(static_cast<size_t>(size_));
     all_gather_bytes(&own, all.data(), sizeof(T));
     return all;

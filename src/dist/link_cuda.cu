@@ -14,6 +14,10 @@ void check(ncclResult_t status, const char* what) {
   require(status == ncclSuccess, "NCCL: {}: {}", what, ncclGetErrorString(status));
 }
 
+struct Id {  // with a name, which nvcc 13 needs to make a vector of it
+  ncclUniqueId nccl;
+};
+
 constexpr int kThreads = 256;
 
 __global__ void __launch_bounds__(kThreads) round_kernel(__nv_bfloat16* out, const float* in, int64_t count) {
@@ -32,9 +36,9 @@ class CudaLink final : public Link {
  public:
   CudaLink(Communicator& communicator, Device device, DType sent)
       : communicator_(communicator), device_(device), sent_(sent) {
-    ncclUniqueId id{};
-    if (communicator.leads()) check(ncclGetUniqueId(&id), "start");
-    id = communicator.all_gather(id).front();
+    Id own{};
+    if (communicator.leads()) check(ncclGetUniqueId(&own.nccl), "start");
+    const ncclUniqueId id = communicator.all_gather(own).front().nccl;
     (void)cuda::stream(device);  // makes it current
     const Communicator::Watch watch(communicator);
     check(ncclCommInitRank(&nccl_, communicator.size(), id, communicator.rank()),

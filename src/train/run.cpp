@@ -1,5 +1,6 @@
 // A training run: its folder, log and checkpoints around a Trainer.
 #include <algorithm>
+#include <cstdlib>
 #include <fstream>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -164,6 +165,9 @@ void Run::announce() const {
     say(fmt::format("{} ranks, {} on this machine, each with {} of the rows, these threads and this memory; gradients "
                     "are sent in {}",
                     ranks, team_.ranks.local_size(), options_.batch / ranks, options_.reduce));
+  if (std::getenv("OMPI_COMM_WORLD_SIZE") != nullptr && std::getenv("OMPI_MCA_odls_base_sigkill_timeout") == nullptr &&
+      mpi_library().starts_with("Open MPI 4") && leads())
+    say("Ctrl-C leaves one second to save; mpirun --mca odls_base_sigkill_timeout 60 leaves a minute");
   else
     say(fmt::format("{} steps are done, nothing is left to do; a larger --steps goes on", trainer_->steps_done()));
   if (saved_step_ >= 0) say(fmt::format("resumed from {}", newest_.string()));
