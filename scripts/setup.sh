@@ -12,6 +12,12 @@ packages=(
   "$@"
 )
 
+# NCCL, for several GPUs: beside a CUDA toolkit that lacks it, where its packages are known. The build does without it.
+if toolkit=$(command -v nvcc) && ! ls "$(dirname "$toolkit")"/../include/nccl.h /usr/include/nccl.h >/dev/null 2>&1 &&
+    apt-cache show libnccl-dev >/dev/null 2>&1; then
+  packages+=(libnccl-dev)
+fi
+
 missing=()
 for package in "${packages[@]}"; do
   dpkg-query -W -f='${Status}' "$package" 2>/dev/null | grep -q 'install ok installed' || missing+=("$package")

@@ -201,7 +201,8 @@ void StepBench::run(const Team& team) const {
                                 {"peak_bytes", peak}};
   if (ranks > 1) {
     fmt::print(
-        "{} ranks: {:.0f} tokens/s each; {:.0f} without the others, scaling efficiency {:.1f} %; {:.2f} ms of a step in "
+        "{} ranks: {:.0f} tokens/s each; {:.0f} without the others, scaling efficiency {:.1f} %; {:.2f} ms of a step "
+        "in "
         "communication; work took {:.2f} ms (rank {}) to {:.2f} ms (rank {})\n",
         ranks, fmt::join(scaling.together, ", "), fmt::join(scaling.alone, ", "), 100 * scaling.efficiency,
         1e3 * scaling.times.waiting_seconds, 1e3 * scaling.times.fastest_seconds, scaling.times.fastest,

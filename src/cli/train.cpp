@@ -95,7 +95,9 @@ void add_train(CLI::App& app) {
   CLI::App* train = app.add_subcommand("train", "Train a model");
   auto command = std::make_shared<TrainCommand>(*train);
   train->footer(
-      "Ctrl-C saves a checkpoint and ends; --resume goes on from there.\n"
+      "Ctrl-C saves a checkpoint and ends; --resume goes on from there. Several processes, each with a GPU of its own "
+      "or\n"
+      "a part of the cores, share every batch when mpirun or srun starts them: mpirun -n 4 furious train ...\n"
       "Example: furious train --arch 2mamba --size tiny --data shards --out run --steps 2000 --lr 1e-3");
   train->callback([command] { command->run(); });
 }

@@ -50,7 +50,7 @@ class Communicator {
   int size() const { return size_; }
   int local_rank() const { return local_rank_; }  // among those on this machine
   int local_size() const { return local_size_; }
-  int cores() const { return cores_; }  // this rank's share of those of its machine
+  int cores() const { return cores_; }       // this rank's share of those of its machine
   bool leads() const { return rank_ == 0; }  // prints, logs and writes for all
 
   // Of one exchange with another rank.

@@ -71,8 +71,8 @@ class CudaLink final : public Link {
     if (!rounded_ || rounded_.elements() < in.elements()) rounded_ = Tensor::empty(in.shape(), DType::bf16, device_);
     if (!rounded_sum_ || rounded_sum_.elements() < out.elements())
       rounded_sum_ = Tensor::empty(out.shape(), DType::bf16, device_);
-    round_kernel<<<cuda::blocks_for(in.elements(), kThreads), kThreads, 0, side_>>>(
-        cuda::pointer<bfloat16>(rounded_), in.data<float>(), in.elements());
+    round_kernel<<<cuda::blocks_for(in.elements(), kThreads), kThreads, 0, side_>>>(cuda::pointer<bfloat16>(rounded_),
+                                                                                    in.data<float>(), in.elements());
     cuda::check_launch("sum of gradients");
     check(ncclReduceScatter(rounded_.raw(), rounded_sum_.raw(), count, ncclBfloat16, ncclSum, nccl_, side_),
           "sum of gradients");
@@ -135,9 +135,9 @@ class CudaLink final : public Link {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     cuda::check(cudaStreamIsCapturing(stream, &status), "nccl");
     const bool captured = status == cudaStreamCaptureStatusActive;
-    cuda::check(cudaEventRecordWithFlags(times_[moment], stream,
-                                         captured ? cudaEventRecordExternal : cudaEventRecordDefault),
-                "nccl");
+    cuda::check(
+        cudaEventRecordWithFlags(times_[moment], stream, captured ? cudaEventRecordExternal : cudaEventRecordDefault),
+        "nccl");
   }
 
   Communicator& communicator_;

@@ -58,7 +58,8 @@ Shards::~Shards() {
 }
 
 int64_t Shards::bytes(int64_t parameters, int ranks) {
-  return parameters * static_cast<int64_t>(sizeof(float)) * 2 + parameters * static_cast<int64_t>(sizeof(float)) * 3 / ranks;
+  return parameters * static_cast<int64_t>(sizeof(float)) * 2 +
+         parameters * static_cast<int64_t>(sizeof(float)) * 3 / ranks;
 }
 
 Tensor Shards::bucket_of(const Tensor& flat, int64_t bucket) const {

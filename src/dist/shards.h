@@ -67,10 +67,10 @@ class Shards {
   Device device_;
   DType sent_;
   std::vector<Variable> variables_;
-  std::vector<int64_t> offsets_;          // of each parameter
-  std::vector<int64_t> begins_;           // of each bucket, and behind the last
-  Tensor parameters_, gradient_;          // f32, all
-  Tensor sum_, first_, second_;           // f32, of this rank's parts, one after the other
+  std::vector<int64_t> offsets_;  // of each parameter
+  std::vector<int64_t> begins_;   // of each bucket, and behind the last
+  Tensor parameters_, gradient_;  // f32, all
+  Tensor sum_, first_, second_;   // f32, of this rank's parts, one after the other
   std::vector<Tensor> gradients_;
   std::unique_ptr<Link> link_;
 

@@ -21,6 +21,7 @@ struct Communicator::Talk {
   struct Peer {
     std::string host;
     int process = 0;
+    int64_t start = 0;  // of the process; 0: it cannot be seen from here
   };
 
   Talk();

@@ -11,6 +11,7 @@
 #include <cstdio>
 #include <fstream>
 #include <limits>
+#include <sstream>
 
 #include "base/error.h"
 
@@ -19,9 +20,9 @@ namespace {
 
 using namespace std::chrono_literals;
 
-constexpr auto kGlance = 50ms;   // between looks at the other ranks
-constexpr auto kGrace = 2s;      // that the rank which is to tell of a fault is given to do so
-constexpr int kPatience = 50;    // tests of a message before the thread sleeps between them
+constexpr auto kGlance = 50ms;  // between looks at the other ranks
+constexpr auto kGrace = 2s;     // that the rank which is to tell of a fault is given to do so
+constexpr int kPatience = 50;   // tests of a message before the thread sleeps between them
 constexpr auto kNap = 50us;
 
 void check(int status, const char* what) {
@@ -32,14 +33,19 @@ void check(int status, const char* what) {
   fail("MPI: {}: {}", what, std::string_view(text, static_cast<size_t>(length)));
 }
 
-// Whether a process of this machine is there and has not ended: one that nobody has asked for yet is a zombie.
-bool is_alive(int process) {
+// When a process of this machine was started, in the system's ticks; 0 where there is none or it has ended (one that
+// nobody has asked for yet is a zombie). A number of a process may be given again, and mean another one in a container.
+int64_t start_of(int process) {
   std::ifstream file(fmt::format("/proc/{}/stat", process));
   std::string text;
-  if (!std::getline(file, text)) return false;
-  const size_t name_end = text.rfind(')');
-  return name_end == std::string::npos || name_end + 2 >= text.size() ||
-         (text[name_end + 2] != 'Z' && text[name_end + 2] != 'X');
+  if (!std::getline(file, text)) return 0;
+  std::istringstream fields(text.substr(std::min(text.rfind(')') + 1, text.size())));  // a name may hold anything
+  std::string state, skipped;
+  int64_t start = 0;
+  fields >> state;
+  for (int i = 4; i < 22; ++i) fields >> skipped;
+  fields >> start;
+  return state == "Z" || state == "X" ? 0 : start;
 }
 
 // A core that several ranks may run on is shared by them.
@@ -130,13 +136,18 @@ void Communicator::Talk::join_world() {
   struct Address {
     char host[64];
     int process;
+    int64_t start;
   };
   Address own{};
   ::gethostname(own.host, sizeof(own.host) - 1);
   own.process = static_cast<int>(::getpid());
+  own.start = start_of(own.process);
   std::vector<Address> all(static_cast<size_t>(size));
   check(MPI_Allgather(&own, sizeof(own), MPI_BYTE, all.data(), sizeof(own), MPI_BYTE, MPI_COMM_WORLD), "addresses");
-  for (const Address& address : all) peers.push_back({address.host, address.process});
+  for (const Address& address : all) {
+    const bool seen = std::string_view(address.host) == own.host && start_of(address.process) == address.start;
+    peers.push_back({address.host, address.process, seen ? address.start : 0});
+  }
 }
 
 void Communicator::Talk::work() {
@@ -248,8 +259,7 @@ void Communicator::Talk::look_around(const std::vector<int>& waited_for, Clock::
   if (!own_end.empty()) end_all(own_end);
   for (int other = 0; other < size; ++other) {
     const Peer& peer = peers[static_cast<size_t>(other)];
-    if (other != rank && peer.host == peers[static_cast<size_t>(rank)].host && !is_alive(peer.process))
-      lost({other}, "has ended");
+    if (other != rank && peer.start != 0 && start_of(peer.process) != peer.start) lost({other}, "has ended");
   }
   if (waited_for.empty() || Clock::now() - since < std::chrono::duration<double>(seconds)) return;
   lost(waited_for, fmt::format("has not answered for {:.3g} s", seconds));

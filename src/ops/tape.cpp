@@ -21,8 +21,7 @@ GradientTarget Variable::gradient_target() const {
   require(needs_gradient(), "tape: a gradient for a variable that needs none");
   if (node_->whole) place_in_whole();
   const bool holds_sum = node_->gradient.defined();
-  if (!holds_sum)
-    node_->gradient = node_->gradient_place ? node_->gradient_place : Tensor::empty_like(node_->value);
+  if (!holds_sum) node_->gradient = node_->gradient_place ? node_->gradient_place : Tensor::empty_like(node_->value);
   return {node_->gradient, holds_sum};
 }
 
@@ -103,7 +102,8 @@ std::vector<Variable> Tape::parts(const Variable& x, const std::vector<Part>& fu
   require(covered == x.value().elements(), "tape: parts of {} elements for a variable of {}", covered,
           x.value().elements());
   if (whole.needs_gradient()) {
-    entries_.push_back({whole, [x, parts](const Tensor& gradient) {
+    entries_.push_back({whole,
+                        [x, parts](const Tensor& gradient) {
                           for (const Variable& part : parts) part.settle_in_whole();
                           x.add_gradient(gradient);
                         },

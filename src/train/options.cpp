@@ -190,8 +190,9 @@ namespace {
 
 // Where a launcher shows every process one GPU, that is its own.
 Device device_of_rank(const std::string& name, const Communicator& ranks) {
-  Device device = usable_device(name);
-  if (device.is_cpu() || ranks.size() == 1) return device;
+  if (ranks.size() == 1) return usable_device(name);
+  Device device = usable_device(name.starts_with("cuda") ? "cuda" : name);
+  if (device.is_cpu()) return device;
   const auto found = static_cast<int>(describe_cuda_devices().size());
   require(found == 1 || found >= ranks.local_size(),
           "train: {} ranks on this machine, but {} GPUs; start as many ranks as there are GPUs, or use --device cpu",

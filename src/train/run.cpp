@@ -47,7 +47,8 @@ std::map<std::string, std::string> agreed_things(const TrainOptions& options, co
   for (const auto& [name, text] : to_texts(options))
     if (!std::set<std::string>{"device", "threads", "data"}.contains(name)) things["--" + name] = text;
   things["device"] = device_from_name(options.device).is_cpu() ? "cpu" : "cuda";
-  things["program"] = fmt::format("furious {}, {:016x}", version(), hash_of_large(MappedFile("/proc/self/exe").bytes()));
+  things["program"] =
+      fmt::format("furious {}, {:016x}", version(), hash_of_large(MappedFile("/proc/self/exe").bytes()));
   things["data"] = TrainData::open(options, team.ranks.size()).fingerprint;
   return things;
 }
@@ -162,7 +163,8 @@ void Run::announce() const {
                     cpu ? fmt::format("{} threads", threads()) : options_.device, options_.dtype,
                     static_cast<double>(memory.total()) / 1e9));
   if (const int ranks = team_.ranks.size(); ranks > 1)
-    say(fmt::format("{} ranks, {} on this machine, each with {} of the rows, these threads and this memory; gradients "
+    say(
+        fmt::format("{} ranks, {} on this machine, each with {} of the rows, these threads and this memory; gradients "
                     "are sent in {}",
                     ranks, team_.ranks.local_size(), options_.batch / ranks, options_.reduce));
   if (std::getenv("OMPI_COMM_WORLD_SIZE") != nullptr && std::getenv("OMPI_MCA_odls_base_sigkill_timeout") == nullptr &&
@@ -235,10 +237,10 @@ bool Run::stop_wanted() const {
 
 // What is to be said, should a rank be lost now.
 void Run::tell_story() const {
-  team_.ranks.set_story(trainer_->steps_done() + 1,
-                        newest_.empty() ? "there is no checkpoint to resume from"
-                                        : fmt::format("furious train --out {} --resume goes on from {}",
-                                                      folder_.string(), newest_.string()));
+  team_.ranks.set_story(trainer_->steps_done() + 1, newest_.empty()
+                                                        ? "there is no checkpoint to resume from"
+                                                        : fmt::format("furious train --out {} --resume goes on from {}",
+                                                                      folder_.string(), newest_.string()));
 }
 
 void Run::point_to_newest() const {

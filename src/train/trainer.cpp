@@ -116,8 +116,7 @@ TrainingMemory needed_memory(const TrainOptions& options, const ModelConfig& con
 }
 
 // What would fit into so many bytes.
-std::string memory_advice(const TrainOptions& options, const ModelConfig& config, int64_t available,
-                          const Team& team) {
+std::string memory_advice(const TrainOptions& options, const ModelConfig& config, int64_t available, const Team& team) {
   const auto needed = [&](int64_t parts) { return needed_memory(options, config, parts, true, team).total(); };
   if (!options.recompute && needed(options.accumulate) <= available)
     return fmt::format("--recompute would need {}", gib(needed(options.accumulate)));
@@ -556,8 +555,12 @@ double Trainer::add_losses(const Tensor& results) {
 void Trainer::add_times(TrainStep& done) const {
   const std::vector<LinkTimes> times = team_.ranks.all_gather(shards_->end_step());
   const auto [fastest, slowest] = std::ranges::minmax_element(times, {}, &LinkTimes::work);
-  done.ranks = {static_cast<int64_t>(times.size()), slowest - times.begin(), fastest - times.begin(),
-                slowest->work,                      fastest->work,           times.front().waiting};
+  done.ranks = {static_cast<int64_t>(times.size()),
+                slowest - times.begin(),
+                fastest - times.begin(),
+                slowest->work,
+                fastest->work,
+                times.front().waiting};
 }
 
 std::optional<double> Trainer::test_loss() const {

@@ -40,9 +40,7 @@ class TrainMpirun : public ::testing::Test {
     return fmt::format("-n {} sh -c 'echo $$ > {}.$OMPI_COMM_WORLD_RANK; exec \"$0\" \"$@\"' {} {}", count,
                        folder.path("process"), FURIOUS_BINARY, arguments);
   }
-  static std::string mpirun(const std::string& what) {
-    return fmt::format("{} {} 2>&1", FURIOUS_MPIRUN, what);
-  }
+  static std::string mpirun(const std::string& what) { return fmt::format("{} {} 2>&1", FURIOUS_MPIRUN, what); }
   static RunResult shell(const std::string& command) {
     RunResult result;
     std::FILE* pipe = ::popen(command.c_str(), "r");
@@ -55,9 +53,7 @@ class TrainMpirun : public ::testing::Test {
   RunResult run_ranks(int count, const std::string& arguments) const { return shell(mpirun(ranks(count, arguments))); }
 
   size_t logged(const std::string& out) const { return read_log(folder.path(out)).steps.size(); }
-  int process(int rank) const {
-    return std::stoi(read_file(folder.path(fmt::format("process.{}", rank))));
-  }
+  int process(int rank) const { return std::stoi(read_file(folder.path(fmt::format("process.{}", rank)))); }
   // Does something to the job when it has made some steps.
   RunResult disturb(const std::string& out, int count, const std::string& more, const std::function<void()>& act) {
     std::thread actor([&] {
@@ -200,8 +196,8 @@ TEST_F(TrainMpirun, NoticesAtStartWhatDiffers) {
   const std::string changed = folder.path("furious");
   fs::copy_file(FURIOUS_BINARY, changed);
   std::ofstream(changed, std::ios::app) << "another";
-  result = shell(mpirun(fmt::format("-n 1 {} {} : -n 1 {} {}", FURIOUS_BINARY, train("run", ""), changed,
-                                    train("run", ""))));
+  result = shell(
+      mpirun(fmt::format("-n 1 {} {} : -n 1 {} {}", FURIOUS_BINARY, train("run", ""), changed, train("run", ""))));
   EXPECT_EQ(result.code, 1);
   expect_parts(result, {"rank 1 (", "its program is furious"});
   EXPECT_FALSE(fs::exists(folder.path("run")));

@@ -17,7 +17,8 @@ TEST(WorldCommunicator, GathersInTheOrderOfRanks) {
   ASSERT_EQ(static_cast<int>(ranks.size()), world().size());
   for (int rank = 0; rank < world().size(); ++rank) EXPECT_EQ(ranks[rank], rank);
   // Texts of any length, none among them.
-  const std::vector<std::string> texts = world().all_gather(std::string(static_cast<size_t>(world().rank()) * 70000, 'x'));
+  const std::vector<std::string> texts =
+      world().all_gather(std::string(static_cast<size_t>(world().rank()) * 70000, 'x'));
   for (int rank = 0; rank < world().size(); ++rank) EXPECT_EQ(texts[rank].size(), rank * 70000u);
   EXPECT_EQ(world().from_first(fmt::format("from {}", world().rank())), "from 0");
   EXPECT_GE(world().cores(), 1);
@@ -27,11 +28,8 @@ TEST(WorldCommunicator, GathersInTheOrderOfRanks) {
 TEST(WorldCommunicator, AllFailWithWhatOneFailsWith) {
   const int last = world().size() - 1;
   world().agree([] {});
-  expect_error(
-      [&] {
-        world().agree([&] { require(world().rank() != last, "the disk of {} is full", last); });
-      },
-      {fmt::format("the disk of {} is full", last), last > 0 ? fmt::format("rank {} (", last) : "the disk"});
+  expect_error([&] { world().agree([&] { require(world().rank() != last, "the disk of {} is full", last); }); },
+               {fmt::format("the disk of {} is full", last), last > 0 ? fmt::format("rank {} (", last) : "the disk"});
   EXPECT_EQ(world().all_gather(1).size(), static_cast<size_t>(world().size()));  // it goes on
 }
 

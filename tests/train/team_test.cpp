@@ -39,8 +39,9 @@ class WorldTrainer : public ::testing::Test {
     }
     EXPECT_LT(relative_error(weights_of(all), weights_of(alone)), 10 * tolerance) << what;
     EXPECT_NEAR(*all.test_loss(), *alone.test_loss(), tolerance) << what;
-    EXPECT_EQ(ranks.all_gather(hash_of(fmt::format("{}", fmt::join(weights_of(all), " ")))),
-              std::vector(static_cast<size_t>(ranks.size()), hash_of(fmt::format("{}", fmt::join(weights_of(all), " ")))))
+    EXPECT_EQ(
+        ranks.all_gather(hash_of(fmt::format("{}", fmt::join(weights_of(all), " ")))),
+        std::vector(static_cast<size_t>(ranks.size()), hash_of(fmt::format("{}", fmt::join(weights_of(all), " ")))))
         << what << ": the ranks differ";
   }
 };
