@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <numeric>
 
 #include "base/error.h"
 #include "ops/elementwise.h"
@@ -50,7 +49,9 @@ Shards::Shards(Communicator& communicator, std::span<const Variable> parameters,
     gradients_.push_back(place_of(gradient_, i));
     variables_[i].settle(place, gradients_.back(), [this, i] { complete(i); });
   }
-  missing_.resize(begins_.size() - 1);
+  parameters_in_.resize(begins_.size() - 1);
+  for (size_t i = 0; i < variables_.size(); ++i)
+    for_each_bucket(i, [this](int64_t bucket) { ++parameters_in_[bucket]; });
 }
 
 Shards::~Shards() {
@@ -81,17 +82,19 @@ Tensor Shards::place_of(const Tensor& flat, size_t parameter) const {
   return flat.slice(0, offsets_[parameter], shape.elements()).view(shape);
 }
 
+void Shards::for_each_bucket(size_t parameter, const std::function<void(int64_t)>& f) const {
+  const int64_t begin = offsets_[parameter], end = begin + variables_[parameter].value().elements();
+  const auto after = std::ranges::upper_bound(begins_, begin);  // behind the bucket that it begins in
+  for (int64_t bucket = after - begins_.begin() - 1; bucket < buckets() && begins_[bucket] < end; ++bucket) f(bucket);
+}
+
 void Shards::begin_step() {
   if (!link_) link_ = make_link(communicator_, device_, sent_);
   link_->begin_step();
   sending_ = false;
   next_ = 0;
   complete_.assign(variables_.size(), false);
-  std::ranges::fill(missing_, 0);
-  for (size_t i = 0; i < variables_.size(); ++i)
-    for (int64_t bucket = 0; bucket < buckets(); ++bucket)
-      missing_[bucket] +=
-          offsets_[i] < begins_[bucket + 1] && offsets_[i] + variables_[i].value().elements() > begins_[bucket];
+  missing_ = parameters_in_;
 }
 
 void Shards::send() {
@@ -101,9 +104,7 @@ void Shards::send() {
 void Shards::complete(size_t parameter) {
   if (!sending_ || complete_[parameter]) return;
   complete_[parameter] = true;
-  const int64_t begin = offsets_[parameter], end = begin + variables_[parameter].value().elements();
-  for (int64_t bucket = 0; bucket < buckets(); ++bucket)
-    if (begin < begins_[bucket + 1] && end > begins_[bucket]) --missing_[bucket];
+  for_each_bucket(parameter, [this](int64_t bucket) { --missing_[bucket]; });
   send_ready();
 }
 

@@ -59,6 +59,7 @@ class Shards {
   Tensor own_part_of(const Tensor& bucket) const;
   Tensor part_in_shard(const Tensor& shard, int64_t bucket) const;
   Tensor place_of(const Tensor& flat, size_t parameter) const;
+  void for_each_bucket(size_t parameter, const std::function<void(int64_t)>& f) const;
   void complete(size_t parameter);
   void send_ready();
   std::vector<Tensor> whole(const Tensor& shard) const;
@@ -76,8 +77,9 @@ class Shards {
 
   bool sending_ = false;
   std::vector<bool> complete_;
-  std::vector<int64_t> missing_;  // parameters that a bucket waits for
-  int64_t next_ = 0;              // bucket to be sent
+  std::vector<int64_t> parameters_in_;  // each bucket, wholly or partly
+  std::vector<int64_t> missing_;        // of them in this step
+  int64_t next_ = 0;                    // bucket to be sent
 };
 
 }  // namespace furious
