@@ -50,8 +50,7 @@ Shards::Shards(Communicator& communicator, std::span<const Variable> parameters,
     variables_[i].settle(place, gradients_.back(), [this, i] { complete(i); });
   }
   parameters_in_.resize(begins_.size() - 1);
-  for (size_t i = 0; i < variables_.size(); ++i)
-    for_each_bucket(i, [this](int64_t bucket) { ++parameters_in_[bucket]; });
+  for (size_t i = 0; i < variables_.size(); ++i) for_each_bucket(i, [this](int64_t which) { ++parameters_in_[which]; });
 }
 
 Shards::~Shards() {
