@@ -82,7 +82,7 @@ class Communicator {
   // The time after which a rank that does not answer counts as lost.
   void set_timeout(double seconds);
   // For the line that tells of a fault: the step in work and what to do then. `stop` is asked now and then by the
-  // thread that talks; when it first says yes on rank 0, that says what will happen.
+  // thread that talks: when rank 0 does not come to stop soon after it says yes, that line tells what is there by then.
   void set_story(int64_t step, const std::string& resume);
   void set_stop(std::function<bool()> stop);
   // While it lives, this rank waits for its device: more than the time-out counts as a fault.

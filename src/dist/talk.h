@@ -21,7 +21,7 @@ struct Communicator::Talk {
   struct Peer {
     std::string host;
     int process = 0;
-    int64_t start = 0;  // of the process; 0: it cannot be seen from here
+    int64_t start = 0;  // when the process was started
   };
 
   Talk();
@@ -33,12 +33,14 @@ struct Communicator::Talk {
   void exchange(std::span<const Piece> receive, std::span<const Piece> send);
   void look_around(const std::vector<int>& waited_for, Clock::time_point since);
   void notice_stop();
+  static bool is_said();
   std::string named(int rank) const;
   [[noreturn]] void lost(const std::vector<int>& ranks, const std::string& what);
   [[noreturn]] void end_all(const std::string& line);
 
   int rank = 0, size = 1, local_rank = 0, local_size = 1, cores = 1;
   std::vector<Peer> peers;
+  int next = -1;  // rank on this machine, which this one watches; -1: there is none that it can see
 
   std::mutex mutex;
   std::condition_variable changed;
@@ -48,7 +50,8 @@ struct Communicator::Talk {
   std::exception_ptr failed;
   std::string story;  // " in step 17; resume from …"
   std::function<bool()> stop;
-  bool stop_noticed = false;
+  Clock::time_point stop_since{};
+  bool stop_told = false;
   std::string last_words;  // of abort()
   double timeout = 600;
   Clock::time_point waits_since{};  // for the device; zero: does not

@@ -21,9 +21,11 @@ namespace {
 using namespace std::chrono_literals;
 
 constexpr auto kGlance = 50ms;  // between looks at the other ranks
+constexpr auto kHaste = 500ms;  // mpirun gives a second from its signal to the end
 constexpr auto kGrace = 2s;     // that the rank which is to tell of a fault is given to do so
 constexpr int kPatience = 50;   // tests of a message before the thread sleeps between them
 constexpr auto kNap = 50us;
+constexpr int kPieces = 0, kSaid = 1;  // kinds of messages
 
 void check(int status, const char* what) {
   if (status == MPI_SUCCESS) return;
@@ -144,9 +146,11 @@ void Communicator::Talk::join_world() {
   own.start = start_of(own.process);
   std::vector<Address> all(static_cast<size_t>(size));
   check(MPI_Allgather(&own, sizeof(own), MPI_BYTE, all.data(), sizeof(own), MPI_BYTE, MPI_COMM_WORLD), "addresses");
-  for (const Address& address : all) {
-    const bool seen = std::string_view(address.host) == own.host && start_of(address.process) == address.start;
-    peers.push_back({address.host, address.process, seen ? address.start : 0});
+  for (const Address& address : all) peers.push_back({address.host, address.process, address.start});
+  for (int i = 1; i < size && next < 0; ++i) {
+    const int other = (rank + i) % size;
+    const Peer& peer = peers[static_cast<size_t>(other)];
+    if (peer.host == peers[static_cast<size_t>(rank)].host && start_of(peer.process) == peer.start) next = other;
   }
 }
 
@@ -196,9 +200,9 @@ void Communicator::Talk::exchange(std::span<const Piece> receive, std::span<cons
     MPI_Request& request = requests.emplace_back();
     with.push_back(piece.rank);
     if (incoming)
-      check(MPI_Irecv(piece.data, bytes, MPI_BYTE, piece.rank, 0, MPI_COMM_WORLD, &request), "receive");
+      check(MPI_Irecv(piece.data, bytes, MPI_BYTE, piece.rank, kPieces, MPI_COMM_WORLD, &request), "receive");
     else
-      check(MPI_Isend(piece.data, bytes, MPI_BYTE, piece.rank, 0, MPI_COMM_WORLD, &request), "send");
+      check(MPI_Isend(piece.data, bytes, MPI_BYTE, piece.rank, kPieces, MPI_COMM_WORLD, &request), "send");
   };
   for (const Piece& piece : receive) start(piece, true);
   for (const Piece& piece : send) start(piece, false);
@@ -238,7 +242,8 @@ void Communicator::Talk::exchange(std::span<const Piece> receive, std::span<cons
   }
 }
 
-// Ranks of this machine that have ended are seen at once, others when they keep this one waiting.
+// Each rank watches the next one of its machine, and sees at once when that has ended; others are missed when they keep
+// it waiting.
 void Communicator::Talk::look_around(const std::vector<int>& waited_for, Clock::time_point since) {
   {
     const std::lock_guard lock(mutex);
@@ -257,25 +262,33 @@ void Communicator::Talk::look_around(const std::vector<int>& waited_for, Clock::
                             named(rank), seconds);
   }
   if (!own_end.empty()) end_all(own_end);
-  for (int other = 0; other < size; ++other) {
-    const Peer& peer = peers[static_cast<size_t>(other)];
-    if (other != rank && peer.start != 0 && start_of(peer.process) != peer.start) lost({other}, "has ended");
-  }
+  if (next >= 0 && start_of(peers[static_cast<size_t>(next)].process) != peers[static_cast<size_t>(next)].start)
+    end_all(fmt::format("{} has ended", named(next)));
   if (waited_for.empty() || Clock::now() - since < std::chrono::duration<double>(seconds)) return;
   lost(waited_for, fmt::format("has not answered for {:.3g} s", seconds));
 }
 
+// Most runs end so soon after a signal that there is nothing to say.
 void Communicator::Talk::notice_stop() {
   std::string words;
   {
     const std::lock_guard lock(mutex);
-    if (stop_noticed || !stop || !stop()) return;
-    stop_noticed = true;
+    if (rank != 0 || stop_told || !stop || !stop()) return;
+    if (stop_since == Clock::time_point{}) stop_since = Clock::now();
+    if (Clock::now() - stop_since < kHaste) return;
+    stop_told = true;
     words = story;
   }
-  if (rank != 0) return;
+  if (is_said()) return;
   std::fprintf(stderr, "furious: a signal came%s, should this end before it has saved\n", words.c_str());
   std::fflush(stderr);
+}
+
+// Whether another rank has told why all end.
+bool Communicator::Talk::is_said() {
+  int said = 0;
+  MPI_Iprobe(MPI_ANY_SOURCE, kSaid, MPI_COMM_WORLD, &said, MPI_STATUS_IGNORE);
+  return said != 0;
 }
 
 std::string Communicator::Talk::named(int which) const {
@@ -293,14 +306,20 @@ void Communicator::Talk::lost(const std::vector<int>& ranks, const std::string& 
   end_all(fmt::format("{} {}", fmt::join(names, ", "), what));
 }
 
+// With one line, whoever comes first: the others are told that it was said.
 void Communicator::Talk::end_all(const std::string& line) {
   std::string words;
   {
     const std::lock_guard lock(mutex);
     words = story;
   }
-  std::fprintf(stderr, "furious: %s%s\n", line.c_str(), words.c_str());
-  std::fflush(stderr);
+  if (!is_said()) {
+    std::fprintf(stderr, "furious: %s%s\n", line.c_str(), words.c_str());
+    std::fflush(stderr);
+    MPI_Request ignored;
+    for (int other = 0; other < size; ++other)
+      if (other != rank) MPI_Isend(nullptr, 0, MPI_BYTE, other, kSaid, MPI_COMM_WORLD, &ignored);
+  }
   MPI_Abort(MPI_COMM_WORLD, 1);
   ::_exit(1);
 }

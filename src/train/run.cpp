@@ -162,16 +162,17 @@ void Run::announce() const {
                     trainer_->steps_done() + 1, options_.steps, options_.batch, options_.length,
                     cpu ? fmt::format("{} threads", threads()) : options_.device, options_.dtype,
                     static_cast<double>(memory.total()) / 1e9));
-  if (const int ranks = team_.ranks.size(); ranks > 1)
-    say(
-        fmt::format("{} ranks, {} on this machine, each with {} of the rows, these threads and this memory; gradients "
-                    "are sent in {}",
-                    ranks, team_.ranks.local_size(), options_.batch / ranks, options_.reduce));
-  if (std::getenv("OMPI_COMM_WORLD_SIZE") != nullptr && std::getenv("OMPI_MCA_odls_base_sigkill_timeout") == nullptr &&
-      mpi_library().starts_with("Open MPI 4") && leads())
-    say("Ctrl-C leaves one second to save; mpirun --mca odls_base_sigkill_timeout 60 leaves a minute");
   else
     say(fmt::format("{} steps are done, nothing is left to do; a larger --steps goes on", trainer_->steps_done()));
+  if (const int ranks = team_.ranks.size(); ranks > 1) {
+    say(
+        fmt::format("{} ranks, {} on this machine, each with {} rows of a batch, these threads and this memory; "
+                    "gradients are sent in {}",
+                    ranks, team_.ranks.local_size(), options_.batch / ranks, options_.reduce));
+    if (std::getenv("OMPI_COMM_WORLD_SIZE") != nullptr && mpi_library().starts_with("Open MPI 4") &&
+        std::getenv("OMPI_MCA_odls_base_sigkill_timeout") == nullptr)
+      say("Ctrl-C leaves one second to save; mpirun --mca odls_base_sigkill_timeout 60 leaves a minute");
+  }
   if (saved_step_ >= 0) say(fmt::format("resumed from {}", newest_.string()));
   if (!trainer_->data().test && options_.eval_every > 0)
     say("no test loss: the data has no test part (furious tokenize --test-fraction)");

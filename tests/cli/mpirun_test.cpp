@@ -94,6 +94,7 @@ TEST_F(TrainMpirun, OneTwoAndFourRanksLearnTheSame) {
     ASSERT_EQ(result.code, 0) << result.output;
     EXPECT_EQ(times_said(result.output, "done after 30 steps"), 1u) << result.output;
     EXPECT_EQ(times_said(result.output, fmt::format("{} ranks", count)), 1u) << result.output;
+    EXPECT_EQ(times_said(result.output, "nothing is left to do"), 0u) << result.output;
     const RunLog actual = read_log(folder.path(out));
     ASSERT_EQ(actual.steps.size(), 30u);
     for (size_t i = 0; i < 30; ++i) {
@@ -135,6 +136,7 @@ TEST_F(TrainMpirun, AKilledRankEndsTheJob) {
   EXPECT_NE(result.code, 0);
   expect_parts(result, {"furious: rank 2 (", fmt::format("process {}) has ended in step ", process(2)),
                         "--resume goes on from " + folder.path("run") + "/step-0"});
+  EXPECT_EQ(times_said(result.output, " in step "), 1u) << result.output;
   expect_resumes("run");
 }
 
@@ -211,6 +213,7 @@ TEST_F(TrainMpirun, WhatOneRankFailsWithEndsAll) {
   result = disturb("run", 2, "", [&] { fs::rename(folder.path("run"), folder.path("elsewhere")); });
   EXPECT_NE(result.code, 0);
   expect_parts(result, {"furious: rank 0 (", "cannot"});
+  EXPECT_EQ(times_said(result.output, " in step "), 1u) << result.output;
   expect_resumes("elsewhere");
 }
 
