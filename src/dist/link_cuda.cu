@@ -1,8 +1,10 @@
 #ifdef FURIOUS_NCCL
 
+#include <dlfcn.h>
 #include <nccl.h>
 
 #include <array>
+#include <type_traits>
 
 #include "dist/link.h"
 #include "tensor/cuda.cuh"
@@ -10,8 +12,47 @@
 namespace furious {
 namespace {
 
+// The library is loaded when ranks meet: it is large, and one GPU does without it.
+struct Nccl {
+  decltype(&ncclGetVersion) version;
+  decltype(&ncclGetErrorString) error;
+  decltype(&ncclGetUniqueId) unique_id;
+  decltype(&ncclCommInitRank) init;
+  decltype(&ncclCommDestroy) destroy;
+  decltype(&ncclReduceScatter) reduce_scatter;
+  decltype(&ncclAllReduce) all_reduce;
+  decltype(&ncclAllGather) all_gather;
+  decltype(&ncclGroupStart) group_start;
+  decltype(&ncclGroupEnd) group_end;
+
+  Nccl() {
+    void* library = ::dlopen("libnccl.so.2", RTLD_NOW);
+    if (library == nullptr) library = ::dlopen(FURIOUS_NCCL, RTLD_NOW);  // where the build found it
+    require(library != nullptr, "NCCL, through which several GPUs train together, cannot be loaded: {}", ::dlerror());
+    const auto load = [&](auto& function, const char* name) {
+      function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(::dlsym(library, name));
+      require(function != nullptr, "NCCL: there is no {} in it; it may be too old", name);
+    };
+    load(version, "ncclGetVersion");
+    load(error, "ncclGetErrorString");
+    load(unique_id, "ncclGetUniqueId");
+    load(init, "ncclCommInitRank");
+    load(destroy, "ncclCommDestroy");
+    load(reduce_scatter, "ncclReduceScatter");
+    load(all_reduce, "ncclAllReduce");
+    load(all_gather, "ncclAllGather");
+    load(group_start, "ncclGroupStart");
+    load(group_end, "ncclGroupEnd");
+  }
+};
+
+const Nccl& nccl() {
+  static const Nccl loaded;
+  return loaded;
+}
+
 void check(ncclResult_t status, const char* what) {
-  require(status == ncclSuccess, "NCCL: {}: {}", what, ncclGetErrorString(status));
+  require(status == ncclSuccess, "NCCL: {}: {}", what, nccl().error(status));
 }
 
 struct Id {  // with a name, which nvcc 13 needs to make a vector of it
@@ -37,11 +78,11 @@ class CudaLink final : public Link {
   CudaLink(Communicator& communicator, Device device, DType sent)
       : communicator_(communicator), device_(device), sent_(sent) {
     Id own{};
-    if (communicator.leads()) check(ncclGetUniqueId(&own.nccl), "start");
+    if (communicator.leads()) check(nccl().unique_id(&own.nccl), "start");
     const ncclUniqueId id = communicator.all_gather(own).front().nccl;
     (void)cuda::stream(device);  // makes it current
     const Communicator::Watch watch(communicator);
-    check(ncclCommInitRank(&nccl_, communicator.size(), id, communicator.rank()),
+    check(nccl().init(&ranks_, communicator.size(), id, communicator.rank()),
           "meeting the other ranks (NCCL_DEBUG=WARN says more)");
     cuda::check(cudaStreamCreateWithFlags(&side_, cudaStreamNonBlocking), "nccl");
     cuda::check(cudaEventCreateWithFlags(&fork_, cudaEventDisableTiming), "nccl");
@@ -51,7 +92,7 @@ class CudaLink final : public Link {
 
   ~CudaLink() override {
     (void)cudaSetDevice(device_.index);
-    if (nccl_ != nullptr) (void)ncclCommDestroy(nccl_);
+    if (ranks_ != nullptr) (void)nccl().destroy(ranks_);
     for (const cudaEvent_t event : times_) (void)cudaEventDestroy(event);
     (void)cudaEventDestroy(fork_);
     (void)cudaEventDestroy(join_);
@@ -64,7 +105,7 @@ class CudaLink final : public Link {
     leave();
     const auto count = static_cast<size_t>(out.elements());
     if (sent_ == DType::f32) {
-      check(ncclReduceScatter(in.raw(), out.raw(), count, ncclFloat, ncclSum, nccl_, side_), "sum of gradients");
+      check(nccl().reduce_scatter(in.raw(), out.raw(), count, ncclFloat, ncclSum, ranks_, side_), "sum of gradients");
       return;
     }
     // Only the side stream works on them, one bucket after the other.
@@ -74,7 +115,7 @@ class CudaLink final : public Link {
     round_kernel<<<cuda::blocks_for(in.elements(), kThreads), kThreads, 0, side_>>>(cuda::pointer<bfloat16>(rounded_),
                                                                                     in.data<float>(), in.elements());
     cuda::check_launch("sum of gradients");
-    check(ncclReduceScatter(rounded_.raw(), rounded_sum_.raw(), count, ncclBfloat16, ncclSum, nccl_, side_),
+    check(nccl().reduce_scatter(rounded_.raw(), rounded_sum_.raw(), count, ncclBfloat16, ncclSum, ranks_, side_),
           "sum of gradients");
     widen_kernel<<<cuda::blocks_for(out.elements(), kThreads), kThreads, 0, side_>>>(
         out.data<float>(), cuda::pointer<bfloat16>(rounded_sum_), out.elements());
@@ -89,21 +130,22 @@ class CudaLink final : public Link {
 
   void all_reduce(const Tensor& x) override {
     leave();
-    check(ncclAllReduce(x.raw(), x.raw(), static_cast<size_t>(x.elements()), ncclDouble, ncclSum, nccl_, side_), "sum");
+    check(nccl().all_reduce(x.raw(), x.raw(), static_cast<size_t>(x.elements()), ncclDouble, ncclSum, ranks_, side_),
+          "sum");
     join();
   }
 
   void all_gather(std::span<const Tensor> all) override {
     mark(kUpdated);
     leave();
-    check(ncclGroupStart(), "parameters");
+    check(nccl().group_start(), "parameters");
     for (const Tensor& tensor : all) {
       const int64_t part = tensor.elements() / communicator_.size();
-      check(ncclAllGather(tensor.slice(0, communicator_.rank() * part, part).raw(), tensor.raw(),
-                          static_cast<size_t>(part), ncclFloat, nccl_, side_),
+      check(nccl().all_gather(tensor.slice(0, communicator_.rank() * part, part).raw(), tensor.raw(),
+                              static_cast<size_t>(part), ncclFloat, ranks_, side_),
             "parameters");
     }
-    check(ncclGroupEnd(), "parameters");
+    check(nccl().group_end(), "parameters");
     join();
     mark(kGathered);
   }
@@ -143,7 +185,7 @@ class CudaLink final : public Link {
   Communicator& communicator_;
   Device device_;
   DType sent_;
-  ncclComm_t nccl_ = nullptr;
+  ncclComm_t ranks_ = nullptr;
   cudaStream_t side_ = nullptr;
   cudaEvent_t fork_ = nullptr, join_ = nullptr;
   std::array<cudaEvent_t, kMoments> times_{};
@@ -154,7 +196,11 @@ class CudaLink final : public Link {
 
 std::string nccl_library() {
   int version = 0;
-  if (ncclGetVersion(&version) != ncclSuccess) return "NCCL";
+  try {
+    check(nccl().version(&version), "version");
+  } catch (const Error&) {
+    return "NCCL, built in; its library was not found";
+  }
   return fmt::format("NCCL {}.{}.{}", version / 10000, version / 100 % 100, version % 100);
 }
 
