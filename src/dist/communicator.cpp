@@ -122,6 +122,7 @@ void Communicator::agree(const std::function<void()>& work) {
   if (size_ == 1) return work();
   std::string problem;
   try {
+    const Alone alone(*this);
     work();
   } catch (const std::exception& error) {
     problem = error.what();
@@ -157,13 +158,25 @@ void Communicator::set_stop(std::function<bool()> stop) {
 Communicator::Watch::Watch(Communicator& of) : of_(of) {
   if (!of.talk_) return;
   const std::lock_guard lock(of.talk_->mutex);
-  of.talk_->waits_since = Talk::Clock::now();
+  ++of.talk_->watches;
 }
 
 Communicator::Watch::~Watch() {
   if (!of_.talk_) return;
   const std::lock_guard lock(of_.talk_->mutex);
-  of_.talk_->waits_since = {};
+  ++of_.talk_->watches;
+}
+
+Communicator::Alone::Alone(Communicator& of) : of_(of) {
+  if (!of.talk_) return;
+  const std::lock_guard lock(of.talk_->mutex);
+  of.talk_->works_alone = true;
+}
+
+Communicator::Alone::~Alone() {
+  if (!of_.talk_) return;
+  const std::lock_guard lock(of_.talk_->mutex);
+  of_.talk_->works_alone = false;
 }
 
 void Communicator::abort(const std::string& what) {

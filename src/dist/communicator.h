@@ -76,7 +76,8 @@ class Communicator {
   }
   std::string from_first(const std::string& text) { return all_gather(leads() ? text : std::string()).front(); }
 
-  // Does something that may fail on some ranks only; if it does on any, all throw an AgreedError that names it.
+  // Does something that may fail on some ranks only, however long it takes; if it does on any, all throw an AgreedError
+  // that names it.
   void agree(const std::function<void()>& work);
 
   // The time after which a rank that does not answer counts as lost.
@@ -92,6 +93,18 @@ class Communicator {
     ~Watch();
     Watch(const Watch&) = delete;
     Watch& operator=(const Watch&) = delete;
+
+   private:
+    Communicator& of_;
+  };
+  // While it lives, this rank works at what only it does, as saving: the others wait for it however long it takes, as
+  // long as its process is there.
+  class Alone {
+   public:
+    explicit Alone(Communicator& of);
+    ~Alone();
+    Alone(const Alone&) = delete;
+    Alone& operator=(const Alone&) = delete;
 
    private:
     Communicator& of_;

@@ -31,8 +31,11 @@ struct Communicator::Talk {
   void join_world();
   void work();
   void exchange(std::span<const Piece> receive, std::span<const Piece> send);
-  void look_around(const std::vector<int>& waited_for, Clock::time_point since);
+  void look_around(const std::vector<int>& waited_for);
+  void live();
   void notice_stop();
+  void beat();
+  bool hear_beats();
   static bool is_said();
   std::string named(int rank) const;
   [[noreturn]] void lost(const std::vector<int>& ranks, const std::string& what);
@@ -54,8 +57,18 @@ struct Communicator::Talk {
   bool stop_told = false;
   std::string last_words;  // of abort()
   double timeout = 600;
-  Clock::time_point waits_since{};  // for the device; zero: does not
+  int64_t watches = 0;       // begun and ended: odd while this rank waits for its device
+  bool works_alone = false;  // at what only it does, while the others wait for it
   std::thread thread;
+
+  // Of the thread. Seconds that it has lived through: while this process was stopped, none pass, and so it does not
+  // blame others for the silence when it goes on.
+  double lived = 0;
+  Clock::time_point lived_at = Clock::now();
+  double silent_since = 0;  // those that this rank waits for
+  int64_t watch = 0;        // that was seen last, and since when
+  double watch_since = 0;
+  double beat_at = 0;
 };
 
 }  // namespace furious

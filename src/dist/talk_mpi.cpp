@@ -25,7 +25,9 @@ constexpr auto kHaste = 500ms;  // mpirun gives a second from its signal to the 
 constexpr auto kGrace = 2s;     // that the rank which is to tell of a fault is given to do so
 constexpr int kPatience = 50;   // tests of a message before the thread sleeps between them
 constexpr auto kNap = 50us;
-constexpr int kPieces = 0, kSaid = 1;  // kinds of messages
+constexpr double kBeat = 0.25;  // seconds between the signs of life of a rank that works alone
+constexpr double kStep = 0.5;   // most that may lie between two looks of a process that was not stopped
+constexpr int kPieces = 0, kSaid = 1, kBeats = 2;  // kinds of messages
 
 void check(int status, const char* what) {
   if (status == MPI_SUCCESS) return;
@@ -166,7 +168,7 @@ void Communicator::Talk::work() {
     if (posted.empty()) {
       if (quit) break;
       lock.unlock();
-      look_around({}, Clock::now());
+      look_around({});
       lock.lock();
       continue;
     }
@@ -187,6 +189,7 @@ void Communicator::Talk::work() {
     changed.notify_all();
   }
   lock.unlock();
+  hear_beats();  // none is left when MPI ends
   MPI_Finalize();
 }
 
@@ -209,7 +212,9 @@ void Communicator::Talk::exchange(std::span<const Piece> receive, std::span<cons
   const int count = static_cast<int>(requests.size());
   std::vector<int> done(requests.size());
   int left = count;
-  auto since = Clock::now(), looked_at = since;
+  live();
+  silent_since = lived;
+  auto looked_at = Clock::now();
   for (int tests = 0; left > 0; ++tests) {
     int completed = 0;
     const int status = MPI_Testsome(count, requests.data(), &completed, done.data(), MPI_STATUSES_IGNORE);
@@ -222,7 +227,7 @@ void Communicator::Talk::exchange(std::span<const Piece> receive, std::span<cons
     if (completed > 0) {
       left -= completed;
       tests = 0;
-      since = Clock::now();
+      silent_since = lived;
     }
     if (left == 0) break;
     if (tests < kPatience) {
@@ -237,35 +242,71 @@ void Communicator::Talk::exchange(std::span<const Piece> receive, std::span<cons
         if (requests[i] != MPI_REQUEST_NULL) missing.push_back(with[i]);
       std::ranges::sort(missing);
       missing.erase(std::unique(missing.begin(), missing.end()), missing.end());
-      look_around(missing, since);
+      look_around(missing);
     }
   }
 }
 
 // Each rank watches the next one of its machine, and sees at once when that has ended; others are missed when they keep
 // it waiting.
-void Communicator::Talk::look_around(const std::vector<int>& waited_for, Clock::time_point since) {
+void Communicator::Talk::look_around(const std::vector<int>& waited_for) {
+  live();
   {
     const std::lock_guard lock(mutex);
     if (quit) return;  // all have ended their work; some are gone
   }
   notice_stop();
+  beat();
+  if (hear_beats()) silent_since = lived;
   std::string own_end;
   double seconds = 0;
   {
     const std::lock_guard lock(mutex);
     own_end = last_words;
     seconds = timeout;
-    if (own_end.empty() && waits_since != Clock::time_point{} &&
-        Clock::now() - waits_since > std::chrono::duration<double>(seconds))
+    if (watch != watches) {
+      watch = watches;
+      watch_since = lived;
+    }
+    if (own_end.empty() && watch % 2 != 0 && lived - watch_since > seconds)
       own_end = fmt::format("{}: the device has not done its work for {:.3g} s: it, or that of another rank, is stuck",
                             named(rank), seconds);
   }
   if (!own_end.empty()) end_all(own_end);
   if (next >= 0 && start_of(peers[static_cast<size_t>(next)].process) != peers[static_cast<size_t>(next)].start)
     end_all(fmt::format("{} has ended", named(next)));
-  if (waited_for.empty() || Clock::now() - since < std::chrono::duration<double>(seconds)) return;
+  if (waited_for.empty() || lived - silent_since < seconds) return;
   lost(waited_for, fmt::format("has not answered for {:.3g} s", seconds));
+}
+
+void Communicator::Talk::live() {
+  const auto now = Clock::now();
+  lived += std::min(kStep, std::chrono::duration<double>(now - lived_at).count());
+  lived_at = now;
+}
+
+void Communicator::Talk::beat() {
+  {
+    const std::lock_guard lock(mutex);
+    if (!works_alone || lived - beat_at < kBeat) return;
+  }
+  beat_at = lived;
+  for (int other = 0; other < size; ++other) {
+    if (other == rank) continue;
+    MPI_Request request;
+    if (MPI_Isend(nullptr, 0, MPI_BYTE, other, kBeats, MPI_COMM_WORLD, &request) == MPI_SUCCESS)
+      MPI_Request_free(&request);
+  }
+}
+
+bool Communicator::Talk::hear_beats() {
+  for (bool heard = false;; heard = true) {
+    int there = 0;
+    MPI_Status from;
+    MPI_Iprobe(MPI_ANY_SOURCE, kBeats, MPI_COMM_WORLD, &there, &from);
+    if (there == 0) return heard;
+    MPI_Recv(nullptr, 0, MPI_BYTE, from.MPI_SOURCE, kBeats, MPI_COMM_WORLD, MPI_STATUS_IGNORE);
+  }
 }
 
 // Most runs end so soon after a signal that there is nothing to say.
@@ -287,7 +328,9 @@ void Communicator::Talk::notice_stop() {
 // Whether another rank has told why all end.
 bool Communicator::Talk::is_said() {
   int said = 0;
-  MPI_Iprobe(MPI_ANY_SOURCE, kSaid, MPI_COMM_WORLD, &said, MPI_STATUS_IGNORE);
+  // One look takes in a message or two, of which this may be the last.
+  for (int i = 0; i < kPatience && said == 0; ++i)
+    MPI_Iprobe(MPI_ANY_SOURCE, kSaid, MPI_COMM_WORLD, &said, MPI_STATUS_IGNORE);
   return said != 0;
 }
 

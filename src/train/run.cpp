@@ -70,6 +70,7 @@ class Run {
  public:
   Run(const TrainOptions& options, const TrainObserver& observer, const Team& team)
       : options_(options), observer_(observer), team_(team), folder_(options.out) {}
+  ~Run() { team_.ranks.set_stop({}); }  // the observer may be gone when this is
 
   TrainResult train();
 
@@ -214,7 +215,9 @@ void Run::remove_old() const {
 // By all ranks; the first writes what it has of its own and what the others give it.
 void Run::save() {
   if (saved_step_ == trainer_->steps_done()) return;
+  std::optional<Communicator::Alone> alone;
   if (leads()) {
+    alone.emplace(team_.ranks);
     try {
       replace_directory(checkpoint_path(), [&](const fs::path& temporary) { trainer_->save(temporary); });
     } catch (const Error& error) {
@@ -293,6 +296,7 @@ TrainResult Run::train() {
            newest_.empty() ? "there is no checkpoint yet" : fmt::format("--resume goes on from {}", newest_.string()));
     }
     if (leads()) {
+      const Communicator::Alone alone(team_.ranks);
       if (every(options_.sample_every)) result.last.sample = trainer_->sample(options_.sample_tokens);
       log(to_line(result.last));
       if (observer_.step) observer_.step(result.last);
@@ -301,7 +305,7 @@ TrainResult Run::train() {
     result.stopped = !finished && stop_wanted();
   }
   save();
-  team_.ranks.set_stop({});
+  team_.ranks.all_gather(0);  // no rank leaves, and seems lost, while the first still writes
   result.steps = trainer_->steps_done();
   result.checkpoint = newest_.string();
   return result;

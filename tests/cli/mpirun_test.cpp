@@ -147,6 +147,7 @@ TEST_F(TrainMpirun, ARankThatHangsEndsTheJob) {
     EXPECT_NE(result.code, 0);
     expect_parts(result, {fmt::format("furious: rank {} (", hanging), "has not answered for 1 s in step ",
                           "--resume goes on from " + folder.path(out) + "/step-0"});
+    EXPECT_EQ(times_said(result.output, " in step "), 1u) << result.output;  // it blames nobody when it goes on
     expect_resumes(out);
   }
 }

@@ -1,6 +1,9 @@
 // Suites whose name begins with World also run under mpirun (tests/CMakeLists.txt); without it they are a world of one.
 #include "dist/shards.h"
 
+#include <chrono>
+#include <thread>
+
 #include "support.h"
 
 namespace furious {
@@ -31,6 +34,16 @@ TEST(WorldCommunicator, AllFailWithWhatOneFailsWith) {
   expect_error([&] { world().agree([&] { require(world().rank() != last, "the disk of {} is full", last); }); },
                {fmt::format("the disk of {} is full", last), last > 0 ? fmt::format("rank {} (", last) : "the disk"});
   EXPECT_EQ(world().all_gather(1).size(), static_cast<size_t>(world().size()));  // it goes on
+}
+
+TEST(WorldCommunicator, WaitsForARankThatWorksAlone) {
+  world().set_timeout(1);
+  if (world().leads()) {
+    const Communicator::Alone alone(world());
+    std::this_thread::sleep_for(std::chrono::milliseconds(2500));
+  }
+  EXPECT_EQ(world().all_gather(1).size(), static_cast<size_t>(world().size()));
+  world().set_timeout(600);
 }
 
 // Parameters of odd sizes, whose value, gradient and moments are a function of where they are.
