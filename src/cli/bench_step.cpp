@@ -74,7 +74,11 @@ struct StepBench {
   std::string json;
 
   TrainOptions resolve() const;
-  TrainStep measure(Trainer& trainer) const;
+  struct Measured {
+    TrainStep median;
+    int64_t peak = 0;  // bytes, of the first step
+  };
+  Measured measure(Trainer& trainer) const;
   void run() const;
   void run(const Team& team) const;
 };
@@ -96,16 +100,18 @@ TrainOptions StepBench::resolve() const {
   return options;
 }
 
-// The median step.
-TrainStep StepBench::measure(Trainer& trainer) const {
+StepBench::Measured StepBench::measure(Trainer& trainer) const {
   if (one_by_one) trainer.launch_one_by_one();
+  Arena& arena = Arena::of(trainer.model().device());
+  arena.reset_peak();
   trainer.step();  // takes its memory
+  const auto peak = static_cast<int64_t>(arena.usage().peak);
   trainer.step();  // on a GPU the one that is captured in a graph
   std::vector<TrainStep> done;
   for (int64_t i = 0; i < steps; ++i) done.push_back(trainer.step());
   const auto faster = [](const TrainStep& a, const TrainStep& b) { return a.tokens_per_second > b.tokens_per_second; };
   std::nth_element(done.begin(), done.begin() + steps / 2, done.end(), faster);
-  return done[static_cast<size_t>(steps / 2)];
+  return {done[static_cast<size_t>(steps / 2)], peak};
 }
 
 TrainData random_data(const TrainOptions& options, int32_t vocabulary) {
@@ -156,14 +162,11 @@ void StepBench::run(const Team& team) const {
     TrainOptions own = options;
     own.batch /= ranks;
     Trainer trainer(own, random_data(own, vocabulary));
-    scaling.alone = team.ranks.all_gather(measure(trainer).tokens_per_second);
+    scaling.alone = team.ranks.all_gather(measure(trainer).median.tokens_per_second);
   }
-  Arena& arena = Arena::of(device);
-  arena.trim();
+  Arena::of(device).trim();
   Trainer trainer(options, random_data(options, vocabulary), team);
-  arena.reset_peak();
-  const TrainStep median = measure(trainer);
-  const auto peak = static_cast<int64_t>(arena.usage().peak);
+  const auto [median, peak] = measure(trainer);
   if (ranks > 1) {
     scaling.together = team.ranks.all_gather(median.tokens_per_second / ranks);
     scaling.efficiency = std::ranges::min(scaling.together) / std::ranges::min(scaling.alone);

@@ -146,7 +146,8 @@ void Communicator::set_timeout(double seconds) {
 void Communicator::set_story(int64_t step, const std::string& resume) {
   if (!talk_) return;
   const std::lock_guard lock(talk_->mutex);
-  talk_->story = fmt::format(" in step {}; {}", step, resume);
+  talk_->place = fmt::format(" in step {}", step);
+  talk_->resume = "; " + resume;
 }
 
 void Communicator::set_stop(std::function<bool()> stop) {
@@ -183,7 +184,7 @@ void Communicator::abort(const std::string& what) {
   if (!talk_) throw Error(what);
   {
     const std::lock_guard lock(talk_->mutex);
-    if (talk_->last_words.empty()) talk_->last_words = fmt::format("{}: {}", talk_->named(rank_), what);
+    if (talk_->last_words.empty()) talk_->last_words = fmt::format("{}{}: {}", talk_->named(rank_), talk_->place, what);
   }
   talk_->changed.notify_all();
   for (;;) ::pause();  // the other thread ends the process

@@ -1,7 +1,6 @@
 // The thread behind a Communicator that alone calls MPI; talk_mpi.cpp has it, or a stand-in without MPI.
 #pragma once
 
-#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -38,6 +37,7 @@ struct Communicator::Talk {
   bool hear_beats();
   static bool is_said();
   std::string named(int rank) const;
+  std::string in_step();
   [[noreturn]] void lost(const std::vector<int>& ranks, const std::string& what);
   [[noreturn]] void end_all(const std::string& line);
 
@@ -51,7 +51,7 @@ struct Communicator::Talk {
   bool busy = true;  // until the others are met
   bool quit = false;
   std::exception_ptr failed;
-  std::string story;  // " in step 17; resume from …"
+  std::string place, resume;  // " in step 17" and "; resume from …"
   std::function<bool()> stop;
   Clock::time_point stop_since{};
   bool stop_told = false;

@@ -269,12 +269,13 @@ void Communicator::Talk::look_around(const std::vector<int>& waited_for) {
       watch_since = lived;
     }
     if (own_end.empty() && watch % 2 != 0 && lived - watch_since > seconds)
-      own_end = fmt::format("{}: the device has not done its work for {:.3g} s: it, or that of another rank, is stuck",
-                            named(rank), seconds);
+      own_end =
+          fmt::format("{}{}: the device has not done its work for {:.3g} s: it, or that of another rank, is stuck",
+                      named(rank), place, seconds);
   }
   if (!own_end.empty()) end_all(own_end);
   if (next >= 0 && start_of(peers[static_cast<size_t>(next)].process) != peers[static_cast<size_t>(next)].start)
-    end_all(fmt::format("{} has ended", named(next)));
+    end_all(fmt::format("{} has ended{}", named(next), in_step()));
   if (waited_for.empty() || lived - silent_since < seconds) return;
   lost(waited_for, fmt::format("has not answered for {:.3g} s", seconds));
 }
@@ -318,7 +319,7 @@ void Communicator::Talk::notice_stop() {
     if (stop_since == Clock::time_point{}) stop_since = Clock::now();
     if (Clock::now() - stop_since < kHaste) return;
     stop_told = true;
-    words = story;
+    words = place + resume;
   }
   if (is_said()) return;
   std::fprintf(stderr, "furious: a signal came%s, should this end before it has saved\n", words.c_str());
@@ -339,6 +340,11 @@ std::string Communicator::Talk::named(int which) const {
   return fmt::format("rank {} ({}, process {})", which, peer.host, peer.process);
 }
 
+std::string Communicator::Talk::in_step() {
+  const std::lock_guard lock(mutex);
+  return place;
+}
+
 // The first of those that are left tells; the others let it.
 void Communicator::Talk::lost(const std::vector<int>& ranks, const std::string& what) {
   int teller = 0;
@@ -346,7 +352,7 @@ void Communicator::Talk::lost(const std::vector<int>& ranks, const std::string& 
   if (rank != teller) std::this_thread::sleep_for(kGrace);
   std::vector<std::string> names;
   for (const int lost_rank : ranks) names.push_back(named(lost_rank));
-  end_all(fmt::format("{} {}", fmt::join(names, ", "), what));
+  end_all(fmt::format("{} {}{}", fmt::join(names, ", "), what, in_step()));
 }
 
 // With one line, whoever comes first: the others are told that it was said.
@@ -354,7 +360,7 @@ void Communicator::Talk::end_all(const std::string& line) {
   std::string words;
   {
     const std::lock_guard lock(mutex);
-    words = story;
+    words = resume;
   }
   if (!is_said()) {
     std::fprintf(stderr, "furious: %s%s\n", line.c_str(), words.c_str());

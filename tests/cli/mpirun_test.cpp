@@ -213,7 +213,7 @@ TEST_F(TrainMpirun, WhatOneRankFailsWithEndsAll) {
   // Rank 0 finds that its folder is gone; the others do not know.
   result = disturb("run", 2, "", [&] { fs::rename(folder.path("run"), folder.path("elsewhere")); });
   EXPECT_NE(result.code, 0);
-  expect_parts(result, {"furious: rank 0 (", "cannot"});
+  expect_parts(result, {"furious: rank 0 (", ") in step ", "cannot", "--resume goes on from "});
   EXPECT_EQ(times_said(result.output, " in step "), 1u) << result.output;
   expect_resumes("elsewhere");
 }
