@@ -154,6 +154,11 @@ void StepBench::run(const Team& team) const {
     options = resolved(resolve(), team.ranks);
     check_division(options, ranks);
   });
+  check_same_everywhere(options,
+                        {{"--vocab", std::to_string(vocabulary)},
+                         {"--steps", std::to_string(steps)},
+                         {"--no-graph", one_by_one ? "true" : "false"}},
+                        team.ranks);
   team.ranks.set_timeout(options.timeout);
   const Device device = usable_device(options.device);
   use_threads(options, team.ranks);

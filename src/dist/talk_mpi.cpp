@@ -29,12 +29,15 @@ constexpr double kBeat = 0.25;  // seconds between the signs of life of a rank t
 constexpr double kStep = 0.5;   // most that may lie between two looks of a process that was not stopped
 constexpr int kPieces = 0, kSaid = 1, kBeats = 2;  // kinds of messages
 
-void check(int status, const char* what) {
-  if (status == MPI_SUCCESS) return;
+std::string error_text(int status) {
   char text[MPI_MAX_ERROR_STRING] = "";
   int length = 0;
   MPI_Error_string(status, text, &length);
-  fail("MPI: {}: {}", what, std::string_view(text, static_cast<size_t>(length)));
+  return std::string(text, static_cast<size_t>(length));
+}
+
+void check(int status, const char* what) {
+  if (status != MPI_SUCCESS) fail("MPI: {}: {}", what, error_text(status));
 }
 
 // When a process of this machine was started, in the system's ticks; 0 where there is none or it has ended (one that
@@ -211,19 +214,19 @@ void Communicator::Talk::exchange(std::span<const Piece> receive, std::span<cons
   for (const Piece& piece : send) start(piece, false);
   const int count = static_cast<int>(requests.size());
   std::vector<int> done(requests.size());
+  std::vector<MPI_Status> statuses(requests.size());
   int left = count;
   live();
   silent_since = lived;
   auto looked_at = Clock::now();
   for (int tests = 0; left > 0; ++tests) {
     int completed = 0;
-    const int status = MPI_Testsome(count, requests.data(), &completed, done.data(), MPI_STATUSES_IGNORE);
-    if (status != MPI_SUCCESS) {
-      std::vector<int> missing;
-      for (int i = 0; i < count; ++i)
-        if (requests[i] != MPI_REQUEST_NULL) missing.push_back(with[i]);
-      lost(missing, "cannot be reached");
-    }
+    const int status = MPI_Testsome(count, requests.data(), &completed, done.data(), statuses.data());
+    if (status == MPI_ERR_IN_STATUS)
+      for (int i = 0; i < completed; ++i)
+        if (const int problem = statuses[i].MPI_ERROR; problem != MPI_SUCCESS && problem != MPI_ERR_PENDING)
+          lost({with[done[i]]}, fmt::format("cannot be reached: {}", error_text(problem)));
+    check(status, "exchange");
     if (completed > 0) {
       left -= completed;
       tests = 0;

@@ -4,8 +4,13 @@
 #include <charconv>
 #include <cmath>
 #include <limits>
+#include <nlohmann/json.hpp>
+#include <set>
 
+#include "base/build_info.h"
 #include "base/error.h"
+#include "base/file.h"
+#include "base/hash.h"
 #include "base/names.h"
 #include "base/parallel.h"
 #include "data/batches.h"
@@ -208,6 +213,24 @@ TrainOptions resolved(TrainOptions options, const Communicator& ranks) {
   options.device = name_of(device);
   if (options.dtype == "auto") options.dtype = device.is_cpu() ? "f32" : "bf16";
   return options;
+}
+
+void check_same_everywhere(const TrainOptions& options, std::map<std::string, std::string> things,
+                           Communicator& ranks) {
+  if (ranks.size() == 1) return;
+  ranks.agree([&] {
+    for (const auto& [name, text] : to_texts(options))
+      if (!std::set<std::string>{"device", "threads", "data"}.contains(name)) things["--" + name] = text;
+    things["device"] = device_from_name(options.device).is_cpu() ? "cpu" : "cuda";
+    things["program"] =
+        fmt::format("furious {}, {:016x}", version(), hash_of_large(MappedFile("/proc/self/exe").bytes()));
+  });
+  const std::vector<std::string> all = ranks.all_gather(nlohmann::json(things).dump());
+  ranks.agree([&] {
+    for (const auto& [name, text] : nlohmann::json::parse(all.front()).get<std::map<std::string, std::string>>())
+      require(things[name] == text, "its {} is {}, but rank 0 has {}; start all ranks with the same", name,
+              things[name], text);
+  });
 }
 
 void use_threads(const TrainOptions& options, const Communicator& ranks) {

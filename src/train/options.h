@@ -44,6 +44,9 @@ void check_division(const TrainOptions& options, int ranks);
 // With the device and dtype that "auto" stands for here; each of several ranks on a machine has a GPU of its own.
 // Throws if there is no such device.
 TrainOptions resolved(TrainOptions options, const Communicator& ranks = Communicator::alone());
+// A rank that was started with another program, other options (but for those that say where it runs) or other things
+// than the first would do something else: all throw, and it is named.
+void check_same_everywhere(const TrainOptions& options, std::map<std::string, std::string> things, Communicator& ranks);
 // Sets the number of threads: those asked for, or all cores; of a rank no more than its share.
 void use_threads(const TrainOptions& options, const Communicator& ranks = Communicator::alone());
 ModelConfig model_config(const TrainOptions& options, int64_t vocabulary);

@@ -2,14 +2,9 @@
 #include <algorithm>
 #include <cstdlib>
 #include <fstream>
-#include <map>
-#include <nlohmann/json.hpp>
-#include <set>
 
-#include "base/build_info.h"
 #include "base/error.h"
 #include "base/file.h"
-#include "base/hash.h"
 #include "base/parallel.h"
 #include "model/checkpoint.h"
 #include "model/cost.h"
@@ -39,31 +34,6 @@ std::vector<fs::path> checkpoints_in(const fs::path& folder) {
     return std::pair(name.size(), name);
   });
   return found;
-}
-
-// What must be the same on all ranks: the program, the options but for those that say where a rank runs, the data.
-std::map<std::string, std::string> agreed_things(const TrainOptions& options, const Team& team) {
-  std::map<std::string, std::string> things;
-  for (const auto& [name, text] : to_texts(options))
-    if (!std::set<std::string>{"device", "threads", "data"}.contains(name)) things["--" + name] = text;
-  things["device"] = device_from_name(options.device).is_cpu() ? "cpu" : "cuda";
-  things["program"] =
-      fmt::format("furious {}, {:016x}", version(), hash_of_large(MappedFile("/proc/self/exe").bytes()));
-  things["data"] = TrainData::open(options, team.ranks.size()).fingerprint;
-  return things;
-}
-
-// A rank that was started with something else than the first would train something else.
-void check_same_everywhere(const TrainOptions& options, const Team& team) {
-  if (team.ranks.size() == 1) return;
-  std::map<std::string, std::string> things;
-  team.ranks.agree([&] { things = agreed_things(options, team); });
-  const std::vector<std::string> all = team.ranks.all_gather(nlohmann::json(things).dump());
-  team.ranks.agree([&] {
-    for (const auto& [name, text] : nlohmann::json::parse(all.front()).get<std::map<std::string, std::string>>())
-      require(things[name] == text, "its {} is {}, but rank 0 has {}; start all ranks with the same", name,
-              things[name], text);
-  });
 }
 
 class Run {
@@ -271,7 +241,9 @@ void Run::find_newest() {
 
 TrainResult Run::train() {
   team_.ranks.set_timeout(options_.timeout);
-  check_same_everywhere(options_, team_);
+  std::string data;
+  team_.ranks.agree([&] { data = TrainData::open(options_, team_.ranks.size()).fingerprint; });
+  check_same_everywhere(options_, {{"data", data}}, team_.ranks);
   team_.ranks.agree([this] { open_folder(); });
   find_newest();
   team_.ranks.agree([this] {

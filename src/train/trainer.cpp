@@ -309,8 +309,9 @@ TrainingMemory Trainer::memory() const {
   return needed_memory(own_, model_->config(), own_.accumulate, own_.recompute, team_);
 }
 
-void Trainer::diverged(const std::string& what) const {
-  const std::string who = team_.ranks.size() > 1 ? fmt::format("rank {}: ", team_.ranks.rank()) : "";
+void Trainer::diverged(const std::string& what, Of whom) const {
+  const std::string who =
+      whom == Of::rank && team_.ranks.size() > 1 ? fmt::format("rank {}: ", team_.ranks.rank()) : "";
   throw Diverged(fmt::format("train: {}step {}: {}", who, step_ + 1, what));
 }
 
@@ -487,17 +488,17 @@ void Trainer::check_divergence(const TrainStep& done) const {
       failure = error.what();
     }
     agree(failure);
-    diverged("the sum of the gradients is not a number");  // though each of them is
+    diverged("the sum of the gradients is not a number", Of::all);  // though each of them is
   }
   const double guessing = std::log(static_cast<double>(model_->config().vocabulary));
   if (done.loss > kExploded * guessing) {
     std::vector<double> norms;
     for (const Tensor& gradient : gradients_) norms.push_back(gradient_norm(std::span(&gradient, 1)));
     const auto largest = static_cast<size_t>(std::max_element(norms.begin(), norms.end()) - norms.begin());
-    diverged(
-        fmt::format("the loss has exploded to {:.4g} (guessing has {:.4g}); the largest gradient is at {} (norm "
-                    "{:.3g}); a smaller --lr, a longer --warmup or --clip 1 may help",
-                    done.loss, guessing, parameters[largest].name, norms[largest]));
+    diverged(fmt::format("the loss has exploded to {:.4g} (guessing has {:.4g}); the largest gradient is at {} (norm "
+                         "{:.3g}); a smaller --lr, a longer --warmup or --clip 1 may help",
+                         done.loss, guessing, parameters[largest].name, norms[largest]),
+             Of::all);
   }
 }
 

@@ -108,7 +108,8 @@ class Trainer {
   [[noreturn]] void loss_not_finite(const Batch& batch) const;
   void check_gradients() const;
   void check_divergence(const TrainStep& done) const;
-  [[noreturn]] void diverged(const std::string& what) const;
+  enum class Of { rank, all };
+  [[noreturn]] void diverged(const std::string& what, Of whom = Of::rank) const;
   void agree(const std::string& failure) const;
   double add_losses(const Tensor& results);
   void add_times(TrainStep& done) const;

@@ -183,6 +183,10 @@ TEST_F(TrainMpirun, NoticesAtStartWhatDiffers) {
   EXPECT_EQ(result.code, 1);
   expect_parts(result, {"rank 1 (", "its --lr is 0.25, but rank 0 has 0.5"});
   EXPECT_EQ(times_said(result.output, "furious: "), 1u) << result.output;
+  const std::string bench = "bench step --hidden 32 --intermediate 32 --heads 2 --layers 2 --batch 4 --device cpu ";
+  result = two(bench + "--length 24", bench + "--length 48");
+  EXPECT_EQ(result.code, 1);
+  expect_parts(result, {"rank 1 (", "its --length is 48, but rank 0 has 24"});
   const std::string other = small_data(folder, "other");
   fs::remove_all(other);
   {

@@ -83,6 +83,15 @@ TEST_F(WorldTrainer, DivergesOnAllRanksWithTheOneThatDid) {
     const std::string rank = last > 0 ? fmt::format("rank {}: step 2", last) : "step 2";
     expect_error([&] { trainer.step(); }, {rank, "not a number"});
   }
+  // The loss of all has exploded: no rank is to blame.
+  options.lr = 10;
+  options.warmup = 0;
+  Trainer trainer(options, {ranks, true, 512});
+  expect_error(
+      [&] {
+        for (int i = 0; i < 12; ++i) trainer.step();
+      },
+      {"train: step ", "exploded"});
 }
 
 // One rank with shards does what one without does, to the bit, and remembers it the same way.
