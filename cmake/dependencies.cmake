@@ -42,3 +42,15 @@ if(Parquet_FOUND)
 else()
   message(STATUS "parquet: not built in, Apache Arrow was not found")
 endif()
+
+# Several processes, where MPI is found. Everything else works without it.
+option(FURIOUS_MPI "Train with several processes, where MPI is found" ON)
+if(FURIOUS_MPI)
+  set(MPI_CXX_SKIP_MPICXX ON)  # the C interface serves
+  find_package(MPI COMPONENTS CXX QUIET)
+endif()
+if(MPI_CXX_FOUND)
+  message(STATUS "several processes: MPI ${MPI_CXX_VERSION}")
+else()
+  message(STATUS "several processes: not built in, MPI was not found")
+endif()

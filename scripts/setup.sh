@@ -8,8 +8,15 @@ packages=(
   libdnnl-dev ocl-icd-opencl-dev libhwy-dev libfmt-dev libcli11-dev nlohmann-json3-dev
   libsentencepiece-dev libzstd-dev zlib1g-dev
   libgtest-dev
+  libopenmpi-dev openmpi-bin
   "$@"
 )
+
+# NCCL, for several GPUs: beside a CUDA toolkit that lacks it, where its packages are known. The build does without it.
+if toolkit=$(command -v nvcc) && ! ls "$(dirname "$toolkit")"/../include/nccl.h /usr/include/nccl.h >/dev/null 2>&1 &&
+    apt-cache show libnccl-dev >/dev/null 2>&1; then
+  packages+=(libnccl-dev)
+fi
 
 missing=()
 for package in "${packages[@]}"; do

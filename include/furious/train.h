@@ -53,8 +53,12 @@ struct TrainOptions {
   // f32 or bf16, of matrix products and on a GPU of activations; auto: bf16 on a GPU. tf32, on a GPU: f32 with products
   // in TF32.
   std::string dtype = "auto";
-  int64_t threads = 0;     // 0: all cores
+  int64_t threads = 0;     // 0: all cores, or a rank's share of them
   bool recompute = false;  // keep only the inputs of layers: less memory, a third more work
+
+  // With several processes, started by mpirun or srun: a batch is shared by all of them.
+  std::string reduce = "f32";  // what gradients are sent in: f32 or bf16
+  double timeout = 600;        // seconds after which a process that does not answer counts as lost
 
   // The run.
   std::string out;
@@ -66,6 +70,14 @@ struct TrainOptions {
   bool log_values = false;                         // how large values are, with every test loss
 };
 
+// How long the processes of a step worked, waiting not counted.
+struct RankTimes {
+  int64_t ranks = 1;
+  int64_t slowest = 0, fastest = 0;  // which
+  double slowest_seconds = 0, fastest_seconds = 0;
+  double waiting_seconds = 0;  // of rank 0, for sums and parameters
+};
+
 struct TrainStep {
   int64_t step = 0;  // 1, 2, …
   double loss = 0, lr = 0, gradient_norm = 0;
@@ -75,6 +87,7 @@ struct TrainStep {
   std::string sample;  // text, where one was made
   // For each layer, √ of the mean square of the values that enter its mixer (after discretization); where asked for.
   std::vector<double> value_rms;
+  std::optional<RankTimes> ranks;  // with several processes
 };
 
 struct TrainObserver {
@@ -90,6 +103,8 @@ struct TrainResult {
   std::string checkpoint;  // the newest
 };
 
+// In each of the processes that mpirun or srun has started together; they must be given the same options. The observer
+// hears of steps and messages in the first of them only.
 FURIOUS_API TrainResult train(const TrainOptions& options, const TrainObserver& observer = {});
 
 // The options that go on with the run in a folder: those of its newest checkpoint, with `resume`. Nothing if it has

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <optional>
 
 #include "base/error.h"
 #include "base/parallel.h"
@@ -63,7 +64,7 @@ struct StepBench {
   explicit StepBench(CLI::App& command)
       : flags(command, default_options(),
               {"size", "hidden", "intermediate", "heads", "layers", "qk-heads", "tie-embeddings", "batch", "length",
-               "accumulate", "device", "dtype", "threads", "recompute"}) {}
+               "accumulate", "device", "dtype", "threads", "recompute", "reduce", "timeout"}) {}
 
   TrainFlags flags;
   std::string preset = "2mamba";
@@ -73,7 +74,13 @@ struct StepBench {
   std::string json;
 
   TrainOptions resolve() const;
+  struct Measured {
+    TrainStep median;
+    int64_t peak = 0;  // bytes, of the first step
+  };
+  Measured measure(Trainer& trainer) const;
   void run() const;
+  void run(const Team& team) const;
 };
 
 // The size's name, or hidden/intermediate/heads/layers.
@@ -93,16 +100,9 @@ TrainOptions StepBench::resolve() const {
   return options;
 }
 
-void StepBench::run() const {
-  JsonFile file(json);
-  const TrainOptions options = resolved(resolve());
-  const Device device = usable_device(options.device);
-  if (options.threads > 0) set_threads(static_cast<int>(options.threads));
-  TrainData data;
-  data.batches = std::make_unique<RandomBatches>(options.batch, options.length, vocabulary);
-  Trainer trainer(options, std::move(data));
+StepBench::Measured StepBench::measure(Trainer& trainer) const {
   if (one_by_one) trainer.launch_one_by_one();
-  Arena& arena = Arena::of(device);
+  Arena& arena = Arena::of(trainer.model().device());
   arena.reset_peak();
   trainer.step();  // takes its memory
   const auto peak = static_cast<int64_t>(arena.usage().peak);
@@ -111,12 +111,78 @@ void StepBench::run() const {
   for (int64_t i = 0; i < steps; ++i) done.push_back(trainer.step());
   const auto faster = [](const TrainStep& a, const TrainStep& b) { return a.tokens_per_second > b.tokens_per_second; };
   std::nth_element(done.begin(), done.begin() + steps / 2, done.end(), faster);
-  const TrainStep& median = done[static_cast<size_t>(steps / 2)];
+  return {done[static_cast<size_t>(steps / 2)], peak};
+}
+
+TrainData random_data(const TrainOptions& options, int32_t vocabulary) {
+  TrainData data;
+  data.batches = std::make_unique<RandomBatches>(options.batch, options.length, vocabulary);
+  return data;
+}
+
+// What several ranks reach together, beside what each of them reaches with its own rows and without the others, all at
+// the same time.
+struct Scaling {
+  std::vector<double> alone, together;  // tokens/s of each rank
+  double efficiency = 1;                // of the slowest
+  RankTimes times;
+
+  nlohmann::ordered_json json() const {
+    return {{"ranks", times.ranks},
+            {"tokens_per_second_of_ranks", together},
+            {"tokens_per_second_alone", alone},
+            {"efficiency", efficiency},
+            {"waiting_seconds", times.waiting_seconds},
+            {"slowest", times.slowest},
+            {"slowest_seconds", times.slowest_seconds},
+            {"fastest", times.fastest},
+            {"fastest_seconds", times.fastest_seconds}};
+  }
+};
+
+void StepBench::run() const {
+  Communicator& ranks = Communicator::world();
+  together(ranks, [&] { run(Team{ranks}); });
+}
+
+void StepBench::run(const Team& team) const {
+  const int ranks = team.ranks.size();
+  std::optional<JsonFile> file;
+  if (team.ranks.leads()) file.emplace(json);
+  TrainOptions options;
+  team.ranks.agree([&] {
+    options = resolved(resolve(), team.ranks);
+    check_division(options, ranks);
+  });
+  check_same_everywhere(options,
+                        {{"--vocab", std::to_string(vocabulary)},
+                         {"--steps", std::to_string(steps)},
+                         {"--no-graph", one_by_one ? "true" : "false"}},
+                        team.ranks);
+  team.ranks.set_timeout(options.timeout);
+  const Device device = usable_device(options.device);
+  use_threads(options, team.ranks);
+  Scaling scaling;
+  if (ranks > 1) {
+    TrainOptions own = options;
+    own.batch /= ranks;
+    Trainer trainer(own, random_data(own, vocabulary));
+    scaling.alone = team.ranks.all_gather(measure(trainer).median.tokens_per_second);
+  }
+  Arena::of(device).trim();
+  Trainer trainer(options, random_data(options, vocabulary), team);
+  const auto [median, peak] = measure(trainer);
+  if (ranks > 1) {
+    scaling.together = team.ranks.all_gather(median.tokens_per_second / ranks);
+    scaling.efficiency = std::ranges::min(scaling.together) / std::ranges::min(scaling.alone);
+    scaling.times = *median.ranks;
+  }
+  if (!team.ranks.leads()) return;
 
   const ModelConfig& config = trainer.model().config();
-  const double flops = training_flops(config, options.batch, options.length);
-  const double tokens = static_cast<double>(options.batch * options.length);
-  const double seconds = tokens / median.tokens_per_second;
+  const double flops = training_flops(config, options.batch, options.length) / ranks;
+  const double tokens = static_cast<double>(options.batch / ranks * options.length);  // of a rank
+  const double seconds = tokens / (median.tokens_per_second / ranks);
   const double rate = flops / seconds / median.mfu;
   fmt::print("{}: {:.1f} M parameters, {} layers of width {}, batch {} x {} tokens, {} products, {}\n", config.arch,
              static_cast<double>(parameter_count(config)) / 1e6, config.layers, config.hidden, options.batch,
@@ -128,19 +194,30 @@ void StepBench::run() const {
       median.tokens_per_second, steps, seconds * 1e3, flops / tokens / 1e6, flops / seconds / 1e9, 100 * median.mfu,
       rate / 1e9, matmul_library(device), static_cast<double>(peak) / 1e9,
       static_cast<double>(trainer.memory().total()) / 1e9);
-  file.write(nlohmann::ordered_json{{"preset", options.arch},
-                                    {"size", size_text(options, config)},
-                                    {"parameters", parameter_count(config)},
-                                    {"length", options.length},
-                                    {"batch", options.batch},
-                                    {"device", options.device},
-                                    {"dtype", options.dtype},
-                                    {"threads", threads()},
-                                    {"tokens_per_second", median.tokens_per_second},
-                                    {"gflops", flops / seconds / 1e9},
-                                    {"mfu", median.mfu},
-                                    {"matrix_gflops", rate / 1e9},
-                                    {"peak_bytes", peak}});
+  nlohmann::ordered_json result{{"preset", options.arch},
+                                {"size", size_text(options, config)},
+                                {"parameters", parameter_count(config)},
+                                {"length", options.length},
+                                {"batch", options.batch},
+                                {"device", options.device},
+                                {"dtype", options.dtype},
+                                {"threads", threads()},
+                                {"tokens_per_second", median.tokens_per_second},
+                                {"gflops", flops / seconds / 1e9},
+                                {"mfu", median.mfu},
+                                {"matrix_gflops", rate / 1e9},
+                                {"peak_bytes", peak}};
+  if (ranks > 1) {
+    fmt::print(
+        "{} ranks: {:.0f} tokens/s each; {:.0f} without the others, scaling efficiency {:.1f} %; {:.2f} ms of a step "
+        "in "
+        "communication; work took {:.2f} ms (rank {}) to {:.2f} ms (rank {})\n",
+        ranks, fmt::join(scaling.together, ", "), fmt::join(scaling.alone, ", "), 100 * scaling.efficiency,
+        1e3 * scaling.times.waiting_seconds, 1e3 * scaling.times.fastest_seconds, scaling.times.fastest,
+        1e3 * scaling.times.slowest_seconds, scaling.times.slowest);
+    result["scaling"] = scaling.json();
+  }
+  file->write(result);
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include "base/error.h"
 #include "base/names.h"
 #include "cli/commands.h"
+#include "dist/communicator.h"
 
 namespace {
 
@@ -29,6 +30,16 @@ void check_commands(const CLI::App& app, int argc, char** argv) {
     if (std::find(known.begin(), known.end(), argv[i]) == known.end()) furious::unknown_name("command", argv[i], known);
     command = command->get_subcommand(argv[i]);
   }
+}
+
+// Only training knows what to do with several processes: others would each do all of it, and write the same files.
+void check_processes(int argc, char** argv) {
+  if (furious::launched_processes() == 1 || argc < 2 || argv[1][0] == '-') return;
+  const std::string command = argv[1];
+  furious::require(command == "train" || (command == "bench" && argc > 2 && std::string(argv[2]) == "step"),
+                   "`{}` runs in one process; of several, as mpirun or srun starts them, only `train` and `bench step` "
+                   "make use",
+                   command);
 }
 
 int usage_error(const CLI::App& app, const CLI::ParseError& error, int argc, char** argv) {
@@ -65,12 +76,13 @@ int main(int argc, char** argv) {
   furious::cli::add_memory(app);
   furious::cli::add_bench(app);
   try {
+    check_processes(argc, argv);
     app.parse(argc, argv);
     if (app.get_subcommands().empty()) std::fputs(app.help().c_str(), stdout);
   } catch (const CLI::ParseError& error) {
     return usage_error(app, error, argc, argv);
   } catch (const std::exception& error) {
-    std::fprintf(stderr, "furious: %s\n", error.what());
+    if (furious::Communicator::speaks()) std::fprintf(stderr, "furious: %s\n", error.what());
     return 1;
   }
   if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) {

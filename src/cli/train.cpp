@@ -10,6 +10,7 @@
 #include "cli/commands.h"
 #include "cli/progress.h"
 #include "cli/train_flags.h"
+#include "dist/communicator.h"
 
 namespace furious::cli {
 namespace {
@@ -81,6 +82,7 @@ void TrainCommand::run() const {
       line.show(step_text(step, options.steps, per_step * static_cast<double>(options.steps - step.step)));
   };
   const TrainResult result = train(options, observer);
+  if (!Communicator::world().leads()) return;
   line.clear();
   fmt::print("{} after {} steps in {}; checkpoint {}\n", result.stopped ? "stopped" : "done", result.steps,
              clock_text(line.seconds()), result.checkpoint);
@@ -93,7 +95,9 @@ void add_train(CLI::App& app) {
   CLI::App* train = app.add_subcommand("train", "Train a model");
   auto command = std::make_shared<TrainCommand>(*train);
   train->footer(
-      "Ctrl-C saves a checkpoint and ends; --resume goes on from there.\n"
+      "Ctrl-C saves a checkpoint and ends; --resume goes on from there. Several processes, each with a GPU of its own "
+      "or\n"
+      "a part of the cores, share every batch when mpirun or srun starts them: mpirun -n 4 furious train ...\n"
       "Example: furious train --arch 2mamba --size tiny --data shards --out run --steps 2000 --lr 1e-3");
   train->callback([command] { command->run(); });
 }

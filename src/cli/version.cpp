@@ -5,6 +5,7 @@
 #include "base/build_info.h"
 #include "base/parallel.h"
 #include "cli/commands.h"
+#include "dist/link.h"
 #include "ops/matmul.h"
 #include "tensor/device.h"
 
@@ -21,14 +22,20 @@ std::string cuda_text() {
 #endif
 }
 
+std::string several_text() {
+  const auto or_not = [](const std::string& library) { return library.empty() ? "not built in" : library; };
+  return fmt::format("\nprocesses       {}", or_not(mpi_library())) +
+         fmt::format("\nseveral GPUs    {}", or_not(nccl_library()));
+}
+
 }  // namespace
 
 std::string version_text() {
   const std::string bf16 = matmul_supports(MatmulPrecision::bf16) ? "f32, bf16" : "f32";
   return fmt::format(
       "furious {}\ncompiler        {}\nvector code     {}\nmatrix products {} ({})\ndevice          cpu: {}, {} "
-      "threads{}",
-      version(), compiler(), simd_target(), matmul_library(), bf16, cpu_name(), threads(), cuda_text());
+      "threads{}{}",
+      version(), compiler(), simd_target(), matmul_library(), bf16, cpu_name(), threads(), cuda_text(), several_text());
 }
 
 }  // namespace furious::cli

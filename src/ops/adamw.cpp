@@ -97,19 +97,21 @@ void adamw_update(std::span<const AdamWTensors> tensors, const Tensor& numbers) 
   }
 }
 
-void gradient_norm(const Tensor& norm, std::span<const Tensor> gradients) {
+void sum_of_squares(const Tensor& sum, std::span<const Tensor> gradients) {
   const std::vector<Block> blocks = blocks_of(gradients);
   std::vector<double> sums(blocks.size());
   parallel_ranges(static_cast<int64_t>(blocks.size()), 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) sums[i] = sum_of_squares(blocks[i].data, blocks[i].count);
   });
   double total = 0;
-  for (double sum : sums) total += sum;
-  *norm.data<double>() = std::sqrt(total);
+  for (double part : sums) total += part;
+  *sum.data<double>() = total;
 }
 
 void set_scale(const Tensor& numbers, const Tensor& norm, double most) {
-  *numbers.data<float>() = scale_for(*norm.data<double>(), most);
+  double& value = *norm.data<double>();
+  value = std::sqrt(value);
+  *numbers.data<float>() = scale_for(value, most);
 }
 
 }  // namespace cpu
@@ -153,18 +155,20 @@ double gradient_norm(std::span<const Tensor> gradients) {
   const std::vector<Tensor> present = present_of(ArgumentCheck("gradient_norm"), gradients);
   if (present.empty()) return 0;
   const Device device = present.front().device();
-  const Tensor norm = Tensor::empty({1}, DType::f64, device);
-  FURIOUS_DISPATCH(device, gradient_norm(norm, present));
-  return *to_device(norm, {}).data<double>();
+  const Tensor sum = Tensor::empty({1}, DType::f64, device);
+  FURIOUS_DISPATCH(device, sum_of_squares(sum, present));
+  return std::sqrt(*to_device(sum, {}).data<double>());
 }
 
-void clip_gradients(const Tensor& norm, const Tensor& numbers, std::span<const Tensor> gradients, double most) {
+void clip_gradients(const Tensor& norm, const Tensor& numbers, std::span<const Tensor> gradients, double most,
+                    const std::function<void(const Tensor& squares)>& add_others) {
   const ArgumentCheck check("clip_gradients");
   const Device device = numbers.device();
   check.dense("numbers", numbers, DType::f32, {kAdamWConstants}, device);
   check.dense("norm", norm, DType::f64, {1}, device);
   const std::vector<Tensor> present = present_of(check, gradients);
-  FURIOUS_DISPATCH(device, gradient_norm(norm, present));
+  FURIOUS_DISPATCH(device, sum_of_squares(norm, present));
+  if (add_others) add_others(norm);
   FURIOUS_DISPATCH(device, set_scale(numbers, norm, most));
 }
 

@@ -7,6 +7,7 @@
 // All f32, contiguous and on one device. Every element is computed alone, so the same bits for any number of threads.
 #pragma once
 
+#include <functional>
 #include <span>
 
 #include "tensor/tensor.h"
@@ -51,21 +52,23 @@ double gradient_norm(std::span<const Tensor> gradients);
 // The same two for a step that waits for nothing and can be captured in a graph: what changes from step to step lies
 // on the device, `numbers` (f32 [kAdamWConstants]) in the order of AdamWConstants. clip_gradients writes the norm (f64
 // [1]) and, into the numbers, the scale that brings a norm above `most` down to it (`most` 0: any norm is left). Where
-// the norm is not finite the scale is NaN, and the update changes nothing.
-void clip_gradients(const Tensor& norm, const Tensor& numbers, std::span<const Tensor> gradients, double most);
+// the norm is not finite the scale is NaN, and the update changes nothing. Where the gradients given are a part of all,
+// `add_others` is called with the sum of their squares (f64 [1]), to add those of the rest.
+void clip_gradients(const Tensor& norm, const Tensor& numbers, std::span<const Tensor> gradients, double most,
+                    const std::function<void(const Tensor& squares)>& add_others = {});
 void adamw_update(std::span<const AdamWTensors> tensors, const Tensor& numbers);
 
 namespace cpu {
 void adamw_update(std::span<const AdamWTensors> tensors, const Tensor& numbers);
 void adamw_update(int64_t count, const AdamWConstants& constants, float* parameter, const float* gradient,
                   float* first_moment, float* second_moment);
-void gradient_norm(const Tensor& norm, std::span<const Tensor> gradients);
-void set_scale(const Tensor& numbers, const Tensor& norm, double most);
+void sum_of_squares(const Tensor& sum, std::span<const Tensor> gradients);
+void set_scale(const Tensor& numbers, const Tensor& norm, double most);  // norm: holds its square
 double sum_of_squares(const float* x, int64_t count);
 }  // namespace cpu
 namespace cuda {
 void adamw_update(std::span<const AdamWTensors> tensors, const Tensor& numbers);
-void gradient_norm(const Tensor& norm, std::span<const Tensor> gradients);
+void sum_of_squares(const Tensor& sum, std::span<const Tensor> gradients);
 void set_scale(const Tensor& numbers, const Tensor& norm, double most);
 }  // namespace cuda
 

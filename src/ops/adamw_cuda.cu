@@ -112,14 +112,15 @@ __global__ void __launch_bounds__(kThreads) square_kernel(const __grid_constant_
   if (threadIdx.x == 0) sums[blockIdx.x] = sum;
 }
 
-__global__ void __launch_bounds__(kThreads) norm_kernel(const double* sums, int64_t count, double* norm) {
+__global__ void __launch_bounds__(kThreads) total_kernel(const double* sums, int64_t count, double* total) {
   double sum = 0;
   for (int64_t i = threadIdx.x; i < count; i += kThreads) sum += sums[i];
   sum = block_total(sum);
-  if (threadIdx.x == 0) *norm = sqrt(sum);
+  if (threadIdx.x == 0) *total = sum;
 }
 
-__global__ void scale_kernel(AdamWConstants* numbers, const double* norm, double most) {
+__global__ void scale_kernel(AdamWConstants* numbers, double* norm, double most) {
+  *norm = sqrt(*norm);
   const float scale = most > 0 && *norm > most ? static_cast<float>(most / *norm) : 1.0f;
   numbers->gradient_scale = isfinite(*norm) ? scale : __int_as_float(0x7FC00000);
 }
@@ -152,8 +153,8 @@ void adamw_update(std::span<const AdamWTensors> tensors, const Tensor& numbers) 
       });
 }
 
-void gradient_norm(const Tensor& norm, std::span<const Tensor> gradients) {
-  const Device device = norm.device();
+void sum_of_squares(const Tensor& sum, std::span<const Tensor> gradients) {
+  const Device device = sum.device();
   const cudaStream_t s = stream(device);
   int64_t blocks = 0;
   for (const Tensor& gradient : gradients) blocks += blocks_for(gradient.elements(), kBlock);
@@ -169,7 +170,7 @@ void gradient_norm(const Tensor& norm, std::span<const Tensor> gradients) {
         check_launch("gradient_norm");
         done += table.blocks();
       });
-  norm_kernel<<<1, kThreads, 0, s>>>(sums.data<double>(), done, norm.data<double>());
+  total_kernel<<<1, kThreads, 0, s>>>(sums.data<double>(), done, sum.data<double>());
   check_launch("gradient_norm");
 }
 

@@ -126,7 +126,7 @@ CrossEntropyResult cross_entropy_forward(const Tensor& hidden, const Tensor& wei
   result.loss = Tensor::zeros({1}, DType::f32, device);
   result.counted = Tensor::zeros({1}, DType::i32, device);
   if (options.hidden_gradient) result.hidden_gradient = gradient(hidden);
-  if (options.weight_gradient) result.weight_gradient = gradient(weight);
+  if (options.weight_gradient) result.weight_gradient = options.place ? options.place : gradient(weight);
   if (rows == 0) return result;
   FURIOUS_DISPATCH(device, count_targets(result.counted, targets));
   const Tensor losses = Tensor::empty({rows}, DType::f64, device);
@@ -138,10 +138,12 @@ CrossEntropyResult cross_entropy_forward(const Tensor& hidden, const Tensor& wei
 
 Variable cross_entropy(Tape& tape, const Variable& hidden, const Variable& weight, const Tensor& targets,
                        const Tensor& row_losses, MatmulPrecision precision) {
+  const bool weight_gradient = tape.recording() && weight.needs_gradient();
   const CrossEntropyResult result =
       cross_entropy_forward(hidden.value(), weight.value(), targets,
                             {.hidden_gradient = tape.recording() && hidden.needs_gradient(),
-                             .weight_gradient = tape.recording() && weight.needs_gradient(),
+                             .weight_gradient = weight_gradient,
+                             .place = weight_gradient && targets.elements() > 0 ? weight.new_gradient() : Tensor(),
                              .row_losses = row_losses,
                              .precision = precision});
   return tape.record(

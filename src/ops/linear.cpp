@@ -161,14 +161,14 @@ Variable joined_linear(Tape& tape, const Variable& x, const std::vector<Variable
   const Tensor rows = checked_rows(check, "x", x.value(), ArgumentCheck::kAny, device);
   const MatmulPrecision used = precision_for(rows, precision);
   int64_t out = 0;
-  Variable trained = weights.front();
+  std::vector<Variable> inputs{x};
   bool rounds = true;
   for (const Variable& weight : weights) {
     check.shape("weights", weight.value(), {ArgumentCheck::kAny, rows.size(1)});
     check.contiguous("weights", weight.value());
     check.device("weights", weight.value(), device);
     out += weight.value().size(0);
-    if (weight.needs_gradient()) trained = weight;
+    inputs.push_back(weight);
     rounds = rounds && is_rounded(weight.value(), rows, precision);
   }
   Shape shape = x.value().shape();
@@ -189,7 +189,7 @@ Variable joined_linear(Tape& tape, const Variable& x, const std::vector<Variable
     for_each_weight(y.as_matrix(), [&](const Tensor& columns, const Variable& weight, bool) {
       matmul(columns, rows, weight.value(), {.transpose_b = true, .precision = used});
     });
-  return tape.record(y, {x, trained}, [=](const Tensor& dy) {
+  return tape.record(y, inputs, [=](const Tensor& dy) {
     const Tensor from = dy.as_matrix();
     if (x.needs_gradient()) {
       const GradientTarget dx = x.gradient_target();

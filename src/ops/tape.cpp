@@ -21,12 +21,13 @@ GradientTarget Variable::gradient_target() const {
   require(needs_gradient(), "tape: a gradient for a variable that needs none");
   if (node_->whole) place_in_whole();
   const bool holds_sum = node_->gradient.defined();
-  if (!holds_sum) node_->gradient = Tensor::empty_like(node_->value);
+  if (!holds_sum) node_->gradient = node_->gradient_place ? node_->gradient_place : Tensor::empty_like(node_->value);
   return {node_->gradient, holds_sum};
 }
 
 Tensor Variable::new_gradient() const {
   if (node_->source) return Variable(node_->source).new_gradient();
+  if (node_->gradient_place && !node_->gradient) return node_->gradient_place;
   if (!node_->whole || node_->place_taken || node_->gradient) return Tensor::empty_like(node_->value);
   node_->place_taken = true;
   return place_in_whole();
@@ -53,17 +54,36 @@ void Variable::add_gradient(const Tensor& contribution) const {
   if (node_->whole) place_in_whole();
   require(contribution.shape() == node_->value.shape(), "tape: a gradient of shape {} for a variable of shape {}",
           to_string(contribution.shape()), to_string(node_->value.shape()));
-  if (node_->gradient)
-    add_into(node_->gradient, contribution);
-  else
-    node_->gradient = contribution;
+  if (node_->gradient) return add_into(node_->gradient, contribution);
+  if (node_->gradient_place && contribution.raw() != node_->gradient_place.raw())
+    copy(node_->gradient_place, contribution);
+  node_->gradient = node_->gradient_place ? node_->gradient_place : contribution;
 }
 
-Variable Tape::record(Tensor result, std::initializer_list<Variable> inputs, Backward backward) {
+void Variable::settle(Tensor value, Tensor gradient, std::function<void()> complete) const {
+  require(value.shape() == node_->value.shape() && gradient.shape() == node_->value.shape(),
+          "tape: a variable of shape {} cannot settle at {} and {}", to_string(node_->value.shape()),
+          to_string(value.shape()), to_string(gradient.shape()));
+  node_->value = std::move(value);
+  node_->gradient_place = std::move(gradient);
+  node_->complete = std::move(complete);
+}
+
+std::vector<Variable> Tape::settled_of(const std::vector<Variable>& inputs) {
+  std::vector<Variable> settled;
+  for (const Variable& input : inputs) {
+    if (!input || !input.node_->complete) continue;
+    ++input.node_->uses;
+    settled.push_back(input);
+  }
+  return settled;
+}
+
+Variable Tape::record(Tensor result, const std::vector<Variable>& inputs, Backward backward) {
   const bool needed =
       recording_ && std::any_of(inputs.begin(), inputs.end(), [](const Variable& v) { return v.needs_gradient(); });
   Variable variable(std::move(result), needed);
-  if (needed) entries_.push_back({variable, std::move(backward)});
+  if (needed) entries_.push_back({variable, std::move(backward), settled_of(inputs)});
   return variable;
 }
 
@@ -82,10 +102,12 @@ std::vector<Variable> Tape::parts(const Variable& x, const std::vector<Part>& fu
   require(covered == x.value().elements(), "tape: parts of {} elements for a variable of {}", covered,
           x.value().elements());
   if (whole.needs_gradient()) {
-    entries_.push_back({whole, [x, parts](const Tensor& gradient) {
+    entries_.push_back({whole,
+                        [x, parts](const Tensor& gradient) {
                           for (const Variable& part : parts) part.settle_in_whole();
                           x.add_gradient(gradient);
-                        }});
+                        },
+                        settled_of({x})});
   }
   return parts;
 }
@@ -108,10 +130,13 @@ void Tape::run_backward() {
   while (!entries_.empty()) {
     const Entry entry = std::move(entries_.back());
     entries_.pop_back();
-    if (!entry.result.gradient()) continue;
-    entry.backward(entry.result.gradient());
-    // Nothing reads the gradient of an intermediate result again; its memory serves the next one.
-    entry.result.clear_gradient();
+    if (entry.result.gradient()) {
+      entry.backward(entry.result.gradient());
+      // Nothing reads the gradient of an intermediate result again; its memory serves the next one.
+      entry.result.clear_gradient();
+    }
+    for (const Variable& input : entry.settled)
+      if (--input.node_->uses == 0) input.node_->complete();
   }
 }
 

@@ -45,7 +45,15 @@ class Variable {
   // The gradient itself, made if none has arrived: the caller must add its whole contribution to it. Only for a
   // variable that needs a gradient.
   GradientTarget gradient_target() const;
-  void clear_gradient() const { node_->gradient = {}; }
+  void clear_gradient() const {
+    node_->gradient = {};
+    node_->uses = 0;
+  }
+
+  // For a variable that outlives tapes, a parameter: from now on its value lies at `value`, which holds the same
+  // numbers, and its gradient arrives at `gradient`; `complete` is called when a backward pass has added the last
+  // contribution to it.
+  void settle(Tensor value, Tensor gradient, std::function<void()> complete) const;
 
   bool same_as(const Variable& other) const { return node_ == other.node_; }
 
@@ -63,6 +71,11 @@ class Variable {
     bool place_taken = false;
     // Of such a whole: the variable it stands for, which may itself be a part and have a place to offer.
     std::shared_ptr<Node> source;
+    // Of a variable that has settled: where its gradient belongs, the recorded operations that have yet to add to it,
+    // and who is told when none is left.
+    Tensor gradient_place;
+    int64_t uses = 0;
+    std::function<void()> complete;
   };
 
   explicit Variable(std::shared_ptr<Node> node) : node_(std::move(node)) {}
@@ -77,7 +90,7 @@ class Tape {
   // Records `backward` for an operation with this result if any of its inputs needs a gradient; returns the result as a
   // variable. `backward` is called with the gradient of the result, and never called if none arrives.
   using Backward = std::function<void(const Tensor& gradient)>;
-  Variable record(Tensor result, std::initializer_list<Variable> inputs, Backward backward);
+  Variable record(Tensor result, const std::vector<Variable>& inputs, Backward backward);
 
   // Views of a variable, one per function, that together cover each element once. A function is applied to the value
   // and, later, to the gradient: it must only slice, select, split or view. A part that receives no gradient has zero.
@@ -97,7 +110,9 @@ class Tape {
   struct Entry {
     Variable result;
     Backward backward;
+    std::vector<Variable> settled;  // of the inputs
   };
+  static std::vector<Variable> settled_of(const std::vector<Variable>& inputs);
   void run_backward();
 
   std::vector<Entry> entries_;

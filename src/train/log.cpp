@@ -33,6 +33,18 @@ TrainStep step_of(const Json& line) {
   if (const auto values = line.find("value_rms"); values != line.end() && values->is_array())
     for (const Json& value : *values) step.value_rms.push_back(value.is_number() ? value.get<double>() : std::nan(""));
   if (const auto sample = line.find("sample"); sample != line.end() && sample->is_string()) step.sample = *sample;
+  if (const auto ranks = line.find("ranks"); ranks != line.end() && ranks->is_object()) {
+    const auto whole = [&](const char* key) {
+      const auto found = ranks->find(key);
+      return found != ranks->end() && found->is_number_integer() ? found->get<int64_t>() : 0;
+    };
+    step.ranks = {whole("count"),
+                  whole("slowest"),
+                  whole("fastest"),
+                  number(*ranks, "slowest_seconds"),
+                  number(*ranks, "fastest_seconds"),
+                  number(*ranks, "waiting_seconds")};
+  }
   return step;
 }
 
@@ -48,6 +60,13 @@ std::string to_line(const TrainStep& step) {
   if (step.test_loss) line["test_loss"] = *step.test_loss;
   if (!step.value_rms.empty()) line["value_rms"] = step.value_rms;
   if (!step.sample.empty()) line["sample"] = step.sample;
+  if (step.ranks)
+    line["ranks"] = {{"count", step.ranks->ranks},
+                     {"slowest", step.ranks->slowest},
+                     {"slowest_seconds", step.ranks->slowest_seconds},
+                     {"fastest", step.ranks->fastest},
+                     {"fastest_seconds", step.ranks->fastest_seconds},
+                     {"waiting_seconds", step.ranks->waiting_seconds}};
   return dumped(line);
 }
 

@@ -4,9 +4,15 @@
 #include <charconv>
 #include <cmath>
 #include <limits>
+#include <nlohmann/json.hpp>
+#include <set>
 
+#include "base/build_info.h"
 #include "base/error.h"
+#include "base/file.h"
+#include "base/hash.h"
 #include "base/names.h"
+#include "base/parallel.h"
 #include "data/batches.h"
 #include "model/config_json.h"
 #include "tensor/device.h"
@@ -108,6 +114,8 @@ std::vector<TrainOption> make_table() {
          {"auto", "f32", "tf32", "bf16"});
   t.number("threads", &O::threads, 0, 4096, "0: all cores");
   t.flag("recompute", &O::recompute, "Run layers again in the backward pass: less memory, more work");
+  t.text("reduce", &O::reduce, "With several processes, what gradients are sent in: f32, bf16", {"f32", "bf16"});
+  t.number("timeout", &O::timeout, 1, 1e9, "Seconds after which a process that does not answer is lost");
   t.text("out", &O::out, "Folder of the run");
   t.flag("resume", &O::resume, "Go on from the newest checkpoint, bit for bit");
   t.number("eval-every", &O::eval_every, 0, kAny, "Steps between test losses; 0: never");
@@ -171,11 +179,65 @@ void check_train_options(const TrainOptions& options) {
           options.beta1, options.beta2);
 }
 
-TrainOptions resolved(TrainOptions options) {
-  const Device device = usable_device(options.device);
+void check_division(const TrainOptions& options, int ranks) {
+  const int64_t unit = ranks * options.accumulate;
+  if (options.batch % unit == 0) return;
+  std::vector<int64_t> counts;
+  for (int64_t count = 1; count <= options.batch / options.accumulate && counts.size() < 12; ++count)
+    if (options.batch % (count * options.accumulate) == 0) counts.push_back(count);
+  const int64_t below = options.batch / unit * unit;
+  fail("train: a batch of {} cannot be shared by {} ranks{}; start {} of them, or take a batch of {}{}", options.batch,
+       ranks, options.accumulate > 1 ? fmt::format(" in {} parts each", options.accumulate) : "",
+       fmt::join(counts, ", "), below > 0 ? fmt::format("{} or ", below) : "", below + unit);
+}
+
+namespace {
+
+// Where a launcher shows every process one GPU, that is its own.
+Device device_of_rank(const std::string& name, const Communicator& ranks) {
+  if (ranks.size() == 1) return usable_device(name);
+  Device device = usable_device(name.starts_with("cuda") ? "cuda" : name);
+  if (device.is_cpu()) return device;
+  const auto found = static_cast<int>(describe_cuda_devices().size());
+  require(found == 1 || found >= ranks.local_size(),
+          "train: {} ranks on this machine, but {} GPUs; start as many ranks as there are GPUs, or use --device cpu",
+          ranks.local_size(), found);
+  device.index = ranks.local_rank() % found;
+  return device;
+}
+
+}  // namespace
+
+TrainOptions resolved(TrainOptions options, const Communicator& ranks) {
+  const Device device = device_of_rank(options.device, ranks);
   options.device = name_of(device);
   if (options.dtype == "auto") options.dtype = device.is_cpu() ? "f32" : "bf16";
   return options;
+}
+
+void check_same_everywhere(const TrainOptions& options, std::map<std::string, std::string> things,
+                           Communicator& ranks) {
+  if (ranks.size() == 1) return;
+  ranks.agree([&] {
+    for (const auto& [name, text] : to_texts(options))
+      if (!std::set<std::string>{"device", "threads", "data"}.contains(name)) things["--" + name] = text;
+    things["device"] = device_from_name(options.device).is_cpu() ? "cpu" : "cuda";
+    things["program"] =
+        fmt::format("furious {}, {:016x}", version(), hash_of_large(MappedFile("/proc/self/exe").bytes()));
+  });
+  const std::vector<std::string> all = ranks.all_gather(nlohmann::json(things).dump());
+  ranks.agree([&] {
+    for (const auto& [name, text] : nlohmann::json::parse(all.front()).get<std::map<std::string, std::string>>())
+      require(things[name] == text, "its {} is {}, but rank 0 has {}; start all ranks with the same", name,
+              things[name], text);
+  });
+}
+
+void use_threads(const TrainOptions& options, const Communicator& ranks) {
+  if (ranks.size() > 1)
+    set_threads(static_cast<int>(std::clamp<int64_t>(options.threads > 0 ? options.threads : kAny, 1, ranks.cores())));
+  else if (options.threads > 0)
+    set_threads(static_cast<int>(options.threads));
 }
 
 std::vector<KeyValue> key_values(const std::string& text) {

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "dist/communicator.h"
 #include "furious/train.h"
 #include "model/config.h"
 
@@ -38,8 +39,16 @@ std::map<std::string, std::string> to_texts(const TrainOptions& options);
 
 // What the options must fulfil, each and together. Throws with the reason.
 void check_train_options(const TrainOptions& options);
-// With the device and dtype that "auto" stands for here. Throws if there is no such device.
-TrainOptions resolved(TrainOptions options);
+// That so many ranks can share a batch.
+void check_division(const TrainOptions& options, int ranks);
+// With the device and dtype that "auto" stands for here; each of several ranks on a machine has a GPU of its own.
+// Throws if there is no such device.
+TrainOptions resolved(TrainOptions options, const Communicator& ranks = Communicator::alone());
+// A rank that was started with another program, other options (but for those that say where it runs) or other things
+// than the first would do something else: all throw, and it is named.
+void check_same_everywhere(const TrainOptions& options, std::map<std::string, std::string> things, Communicator& ranks);
+// Sets the number of threads: those asked for, or all cores; of a rank no more than its share.
+void use_threads(const TrainOptions& options, const Communicator& ranks = Communicator::alone());
 ModelConfig model_config(const TrainOptions& options, int64_t vocabulary);
 
 // Linear growth over the warm-up, then a linear fall that would reach zero at schedule_steps. Steps count from 1.

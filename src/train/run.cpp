@@ -1,5 +1,6 @@
 // A training run: its folder, log and checkpoints around a Trainer.
 #include <algorithm>
+#include <cstdlib>
 #include <fstream>
 
 #include "base/error.h"
@@ -37,14 +38,18 @@ std::vector<fs::path> checkpoints_in(const fs::path& folder) {
 
 class Run {
  public:
-  Run(const TrainOptions& options, const TrainObserver& observer)
-      : options_(options), observer_(observer), folder_(options.out) {}
+  Run(const TrainOptions& options, const TrainObserver& observer, const Team& team)
+      : options_(options), observer_(observer), team_(team), folder_(options.out) {}
+  ~Run() { team_.ranks.set_stop({}); }  // the observer may be gone when this is
 
   TrainResult train();
 
  private:
+  void open_folder();
+  void find_newest();
   void begin();
   void resume();
+  void tell_story() const;
   fs::path checkpoint_path() const { return folder_ / fmt::format("step-{:08}", trainer_->steps_done()); }
   std::string last_good() const;
   void check_unchanged(const TrainOptions& saved, const fs::path& checkpoint) const;
@@ -56,24 +61,27 @@ class Run {
   void point_to_newest() const;
   void remove_old() const;
   bool every(int64_t steps) const { return steps > 0 && trainer_->steps_done() % steps == 0; }
-  bool stop_wanted() const { return observer_.stop && observer_.stop(); }
+  bool stop_wanted() const;
   void say(const std::string& text) const {
-    if (observer_.message) observer_.message(text);
+    if (observer_.message && leads()) observer_.message(text);
   }
+  bool leads() const { return team_.ranks.leads(); }
 
   TrainOptions options_;
   const TrainObserver& observer_;
+  Team team_;
   fs::path folder_;
+  std::optional<DirectoryLock> lock_;
   std::unique_ptr<Trainer> trainer_;
   fs::path newest_;
   int64_t saved_step_ = -1;
 };
 
 void Run::begin() {
-  require(checkpoints_in(folder_).empty(),
-          "train: {} holds a run already; go on with it by --resume, or choose another --out", folder_.string());
-  trainer_ = std::make_unique<Trainer>(options_);
-  write_text(folder_ / kLogFile, "");
+  require(newest_.empty(), "train: {} holds a run already; go on with it by --resume, or choose another --out",
+          folder_.string());
+  trainer_ = std::make_unique<Trainer>(options_, team_);
+  if (leads()) write_text(folder_ / kLogFile, "");
 }
 
 void Run::check_unchanged(const TrainOptions& saved, const fs::path& checkpoint) const {
@@ -95,18 +103,18 @@ void Run::cut_log() {
 }
 
 void Run::resume() {
-  const std::vector<fs::path> found = checkpoints_in(folder_);
-  if (found.empty()) {
+  if (newest_.empty()) {
     say(fmt::format("{} holds no checkpoint yet: the run begins", folder_.string()));
     return begin();
   }
-  newest_ = found.back();
   const TrainOptions saved = saved_options(newest_);
   check_unchanged(saved, newest_);
-  trainer_ = std::make_unique<Trainer>(options_, newest_);
+  trainer_ = std::make_unique<Trainer>(options_, newest_, team_);
   saved_step_ = trainer_->steps_done();
-  point_to_newest();  // in case the run was killed before it could
-  cut_log();
+  if (leads()) {
+    point_to_newest();  // in case the run was killed before it could
+    cut_log();
+  }
   const double was = learning_rate(saved, saved_step_ + 1), is = learning_rate(options_, saved_step_ + 1);
   if (was != is && saved_step_ < options_.steps)
     say(fmt::format("the learning rate goes on with {:.3g}; with the options the run had, it would with {:.3g}", is,
@@ -127,6 +135,15 @@ void Run::announce() const {
                     static_cast<double>(memory.total()) / 1e9));
   else
     say(fmt::format("{} steps are done, nothing is left to do; a larger --steps goes on", trainer_->steps_done()));
+  if (const int ranks = team_.ranks.size(); ranks > 1) {
+    say(
+        fmt::format("{} ranks, {} on this machine, each with {} rows of a batch, these threads and this memory; "
+                    "gradients are sent in {}",
+                    ranks, team_.ranks.local_size(), options_.batch / ranks, options_.reduce));
+    if (std::getenv("OMPI_COMM_WORLD_SIZE") != nullptr && mpi_library().starts_with("Open MPI 4") &&
+        std::getenv("OMPI_MCA_odls_base_sigkill_timeout") == nullptr)
+      say("Ctrl-C leaves one second to save; mpirun --mca odls_base_sigkill_timeout 60 leaves a minute");
+  }
   if (saved_step_ >= 0) say(fmt::format("resumed from {}", newest_.string()));
   if (!trainer_->data().test && options_.eval_every > 0)
     say("no test loss: the data has no test part (furious tokenize --test-fraction)");
@@ -165,17 +182,39 @@ void Run::remove_old() const {
   }
 }
 
+// By all ranks; the first writes what it has of its own and what the others give it.
 void Run::save() {
   if (saved_step_ == trainer_->steps_done()) return;
-  try {
-    replace_directory(checkpoint_path(), [&](const fs::path& temporary) { trainer_->save(temporary); });
-  } catch (const Error& error) {
-    fail("{}\n{}", error.what(), last_good());
+  std::optional<Communicator::Alone> alone;
+  if (leads()) {
+    alone.emplace(team_.ranks);
+    try {
+      replace_directory(checkpoint_path(), [&](const fs::path& temporary) { trainer_->save(temporary); });
+    } catch (const Error& error) {
+      fail("{}\n{}", error.what(), last_good());
+    }
+  } else {
+    trainer_->save({});
   }
   newest_ = checkpoint_path();
   saved_step_ = trainer_->steps_done();
+  if (!leads()) return;
   point_to_newest();
   remove_old();
+}
+
+// A signal on any rank ends them all, after the same step.
+bool Run::stop_wanted() const {
+  const int wanted = observer_.stop && observer_.stop() ? 1 : 0;
+  return std::ranges::max(team_.ranks.all_gather(wanted)) > 0;
+}
+
+// What is to be said, should a rank be lost now.
+void Run::tell_story() const {
+  team_.ranks.set_story(trainer_->steps_done() + 1, newest_.empty()
+                                                        ? "there is no checkpoint to resume from"
+                                                        : fmt::format("furious train --out {} --resume goes on from {}",
+                                                                      folder_.string(), newest_.string()));
 }
 
 void Run::point_to_newest() const {
@@ -186,36 +225,59 @@ void Run::point_to_newest() const {
   fs::rename(link, folder_ / kLatest, ignored);
 }
 
-TrainResult Run::train() {
+void Run::open_folder() {
+  if (!leads()) return;
   std::error_code problem;
   fs::create_directories(folder_, problem);
   require(!problem, "train: cannot make the folder {}: {}", folder_.string(), problem.message());
-  const DirectoryLock lock(folder_);
+  lock_.emplace(folder_);
   remove_leftovers(folder_);  // a checkpoint that was being written when the run was killed
-  options_.resume ? resume() : begin();
-  write_text(folder_ / "run.toml", to_toml(options_));
+}
+
+void Run::find_newest() {
+  const std::vector<fs::path> found = checkpoints_in(folder_);
+  newest_ = team_.ranks.from_first(found.empty() ? "" : found.back().string());
+}
+
+TrainResult Run::train() {
+  team_.ranks.set_timeout(options_.timeout);
+  std::string data;
+  team_.ranks.agree([&] { data = TrainData::open(options_, team_.ranks.size()).fingerprint; });
+  check_same_everywhere(options_, {{"data", data}}, team_.ranks);
+  team_.ranks.agree([this] { open_folder(); });
+  find_newest();
+  team_.ranks.agree([this] {
+    options_.resume ? resume() : begin();
+    if (leads()) write_text(folder_ / "run.toml", to_toml(options_));
+  });
   announce();
+  team_.ranks.set_stop(observer_.stop);
   TrainResult result;
   while (trainer_->steps_done() < options_.steps && !result.stopped) {
     bool finished = false;
+    tell_story();
     try {
       result.last = trainer_->step();
       finished = trainer_->steps_done() == options_.steps;
       if (every(options_.eval_every) || (finished && options_.eval_every > 0)) test(result.last);
     } catch (const Diverged& error) {
-      log(diverged_line(trainer_->steps_done() + 1, error.what()));
+      if (leads()) log(diverged_line(trainer_->steps_done() + 1, error.what()));
       throw Diverged(fmt::format("{}\n{}", error.what(), last_good()));
     } catch (const OutOfMemory& error) {
       fail("{}\n{}", error.what(),
            newest_.empty() ? "there is no checkpoint yet" : fmt::format("--resume goes on from {}", newest_.string()));
     }
-    if (every(options_.sample_every)) result.last.sample = trainer_->sample(options_.sample_tokens);
-    log(to_line(result.last));
-    if (observer_.step) observer_.step(result.last);
+    if (leads()) {
+      const Communicator::Alone alone(team_.ranks);
+      if (every(options_.sample_every)) result.last.sample = trainer_->sample(options_.sample_tokens);
+      log(to_line(result.last));
+      if (observer_.step) observer_.step(result.last);
+    }
     if (every(options_.save_every)) save();
     result.stopped = !finished && stop_wanted();
   }
   save();
+  team_.ranks.all_gather(0);  // no rank leaves, and seems lost, while the first still writes
   result.steps = trainer_->steps_done();
   result.checkpoint = newest_.string();
   return result;
@@ -227,12 +289,18 @@ TrainResult train(const TrainOptions& given, const TrainObserver& observer) {
   check_train_options(given);
   require(!given.data.empty(), "train: no data; give --data with a folder of `furious tokenize`");
   require(!given.out.empty(), "train: no folder for the run; give --out");
-  TrainOptions options = resolved(given);
-  if (options.threads > 0) set_threads(static_cast<int>(options.threads));
-  options.threads = threads();
-  if (given.device == "auto" && options.device == "cpu" && observer.message)
-    observer.message(fmt::format("no GPU ({}): the CPU trains", cuda_problem()));
-  return Run(options, observer).train();
+  const Team team{Communicator::world()};
+  TrainResult result;
+  together(team.ranks, [&] {
+    TrainOptions options;
+    team.ranks.agree([&] { options = resolved(given, team.ranks); });
+    use_threads(options, team.ranks);
+    if (team.ranks.size() == 1) options.threads = threads();  // several may go on as one, with all cores
+    if (given.device == "auto" && options.device == "cpu" && observer.message && team.ranks.leads())
+      observer.message(fmt::format("no GPU ({}): the CPU trains", cuda_problem()));
+    result = Run(options, observer, team).train();
+  });
+  return result;
 }
 
 std::optional<TrainOptions> options_of_run(const std::string& folder) {

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <numeric>
 
 #include "base/error.h"
 #include "base/hash.h"
@@ -46,14 +47,14 @@ std::string fingerprint_of(const Dataset& dataset) {
   return fmt::format("fnv1a64:{:016x}", hash_of(text));
 }
 
-TrainData open_dataset(const TrainOptions& options) {
+TrainData open_dataset(const TrainOptions& options, int ranks) {
   TrainData data;
   data.dataset = std::make_unique<Dataset>(options.data);
   BatchOptions batches{options.batch,   options.length, packing_from_name(options.packing),
                        Order::shuffled, options.seed,   {}};
   data.batches = std::make_unique<DatasetBatches>(*data.dataset, Split::train, batches);
   if (data.dataset->tokens(Split::test).size() > 1) {
-    batches.batch = options.batch / options.accumulate;
+    batches.batch = options.batch / options.accumulate / ranks;
     batches.order = Order::once;
     auto test = std::make_unique<DatasetBatches>(*data.dataset, Split::test, batches);
     data.test_batches = test->steps();
@@ -64,13 +65,13 @@ TrainData open_dataset(const TrainOptions& options) {
 }
 
 template <class Task, class Options>
-TrainData open_task(const TrainOptions& options, Options task) {
+TrainData open_task(const TrainOptions& options, int ranks, Options task) {
   TrainData data;
   task.batch = options.batch;
   task.length = options.length;
   task.seed = options.seed;
   data.batches = std::make_unique<Task>(task);
-  task.batch = options.batch / options.accumulate;
+  task.batch = options.batch / options.accumulate / ranks;
   task.seed = ~options.seed;
   data.test = std::make_unique<Task>(task);
   data.fingerprint = options.data;
@@ -96,18 +97,27 @@ double known_rate(MatmulPrecision precision, Device device) {
   return rate;
 }
 
-TrainingMemory needed_memory(const TrainOptions& options, const ModelConfig& config, int64_t parts, bool recompute) {
+// A rank's rows of every batch.
+TrainOptions own_options(TrainOptions options, const Team& team) {
+  options.batch /= team.ranks.size();
+  return options;
+}
+
+// Of one rank, with its own options.
+TrainingMemory needed_memory(const TrainOptions& options, const ModelConfig& config, int64_t parts, bool recompute,
+                             const Team& team) {
   const Device device = device_from_name(options.device);
   TrainingMemory memory = training_memory(config, options.batch / parts, options.length, recompute, device,
                                           compute_of(options, device).activations);
+  if (team.sharded) memory.parameters = Shards::bytes(parameter_count(config), team.ranks.size());
   // Parts after the first make the gradient of the output projection beside the sum so far.
   if (parts > 1) memory.activations += config.vocabulary * config.hidden * static_cast<int64_t>(sizeof(float));
   return memory;
 }
 
 // What would fit into so many bytes.
-std::string memory_advice(const TrainOptions& options, const ModelConfig& config, int64_t available) {
-  const auto needed = [&](int64_t parts) { return needed_memory(options, config, parts, true).total(); };
+std::string memory_advice(const TrainOptions& options, const ModelConfig& config, int64_t available, const Team& team) {
+  const auto needed = [&](int64_t parts) { return needed_memory(options, config, parts, true, team).total(); };
   if (!options.recompute && needed(options.accumulate) <= available)
     return fmt::format("--recompute would need {}", gib(needed(options.accumulate)));
   for (int64_t parts = options.accumulate + 1; parts <= options.batch; ++parts)
@@ -116,18 +126,33 @@ std::string memory_advice(const TrainOptions& options, const ModelConfig& config
   return "take a smaller --size, --length or --batch";
 }
 
-void check_memory(const TrainOptions& options, const ModelConfig& config) {
+void check_memory(const TrainOptions& options, const ModelConfig& config, const Team& team) {
   const Device device = device_from_name(options.device);
   const Arena::Usage held = Arena::of(device).usage();  // what is held and not in use serves as well
-  const int64_t available = memory::available(device) + static_cast<int64_t>(held.reserved - held.live);
-  const TrainingMemory memory = needed_memory(options, config, options.accumulate, options.recompute);
+  const int64_t available = memory::available(device) / (device.is_cpu() ? team.ranks.local_size() : 1) +
+                            static_cast<int64_t>(held.reserved - held.live);
+  const TrainingMemory memory = needed_memory(options, config, options.accumulate, options.recompute, team);
   if (memory.total() <= available) return;
   fail(
       "train: needs about {} of memory on {} ({} for {} parameters with gradients and optimizer, {} for activations), "
       "but {} are free; {}",
       gib(memory.total()), options.device, gib(memory.parameters), parameter_count(config), gib(memory.activations),
-      gib(available), memory_advice(options, config, available));
+      gib(available), memory_advice(options, config, available, team));
 }
+
+// Batches `first`, `first` + n, … of another source.
+class EveryNth final : public BatchSource {
+ public:
+  EveryNth(const BatchSource& of, int64_t first, int64_t n) : of_(of), first_(first), n_(n) {}
+  int64_t batch() const override { return of_.batch(); }
+  int64_t length() const override { return of_.length(); }
+  int32_t vocabulary_size() const override { return of_.vocabulary_size(); }
+  Batch at(int64_t step, RowRange rows = {}) const override { return of_.at(first_ + n_ * step, rows); }
+
+ private:
+  const BatchSource& of_;
+  int64_t first_, n_;
+};
 
 int64_t counted(const Tensor& targets) {
   const int32_t* const ids = targets.data<int32_t>();
@@ -154,18 +179,37 @@ SavedTraining saved_training(const SafetensorsReader& file) {
 
 }  // namespace
 
-TrainData TrainData::open(const TrainOptions& options) {
-  if (options.data == "synthetic:recall") return open_task<RecallTask>(options, RecallOptions{});
-  if (options.data == "synthetic:passkey") return open_task<PasskeyTask>(options, PasskeyOptions{});
-  if (options.data == "synthetic:lookup") return open_task<LookupTask>(options, LookupOptions{});
+void together(Communicator& ranks, const std::function<void()>& work) {
+  try {
+    work();
+  } catch (const AgreedError&) {
+    throw;
+  } catch (const Diverged&) {  // a trainer throws it on all ranks
+    throw;
+  } catch (const std::exception& error) {
+    if (ranks.size() == 1) throw;
+    ranks.abort(error.what());  // the others would wait for this one
+  }
+}
+
+TrainData TrainData::open(const TrainOptions& options, int ranks) {
+  check_division(options, ranks);
+  if (options.data == "synthetic:recall") return open_task<RecallTask>(options, ranks, RecallOptions{});
+  if (options.data == "synthetic:passkey") return open_task<PasskeyTask>(options, ranks, PasskeyOptions{});
+  if (options.data == "synthetic:lookup") return open_task<LookupTask>(options, ranks, LookupOptions{});
   require(!options.data.starts_with("synthetic:"),
           "train: unknown task \"{}\"; there are synthetic:recall, synthetic:passkey and synthetic:lookup",
           options.data);
-  return open_dataset(options);
+  return open_dataset(options, ranks);
 }
 
-Trainer::Trainer(const TrainOptions& options, TrainData data)
-    : options_(resolved(options)), device_(device_from_name(options_.device)), data_(std::move(data)) {
+Trainer::Trainer(const TrainOptions& options, TrainData data, const Team& team)
+    : team_(team),
+      options_(resolved(options, team.ranks)),
+      own_(own_options(options_, team)),
+      device_(device_from_name(options_.device)),
+      data_(std::move(data)) {
+  check_division(options, team.ranks.size());
   const int64_t vocabulary = data_.batches->vocabulary_size();
   ModelConfig config;
   if (options.init.empty()) {
@@ -175,34 +219,55 @@ Trainer::Trainer(const TrainOptions& options, TrainData data)
     require(config.vocabulary >= vocabulary, "train: {} knows {} tokens, but the data has {}", options.init,
             config.vocabulary, vocabulary);
   }
-  check_memory(options_, config);
+  check_memory(own_, config, team_);
   model_ = std::make_unique<LanguageModel>(options.init.empty() ? LanguageModel(config, options.seed, device_)
                                                                 : load_model(options.init, "", device_));
-  for (const Parameter& parameter : model_->parameters()) {
-    const Shape& shape = parameter.value.value().shape();
-    moments_.push_back({Tensor::zeros(shape, DType::f32, device_), Tensor::zeros(shape, DType::f32, device_)});
-  }
+  add_moments(nullptr);
   prepare();
 }
 
-Trainer::Trainer(const TrainOptions& options, const fs::path& checkpoint)
-    : options_(resolved(options)), device_(device_from_name(options_.device)), data_(TrainData::open(options)) {
+Trainer::Trainer(const TrainOptions& options, const fs::path& checkpoint, const Team& team)
+    : team_(team),
+      options_(resolved(options, team.ranks)),
+      own_(own_options(options_, team)),
+      device_(device_from_name(options_.device)),
+      data_(TrainData::open(options, team.ranks.size())) {
   const SafetensorsReader file(checkpoint / kTrainingFile);
   const SavedTraining saved = saved_training(file);
   require(saved.data == data_.fingerprint,
           "train: {} was trained on other data than {} holds; to go on with new data, "
           "begin a new run with --init",
           checkpoint.string(), options.data);
-  check_memory(options_, load_config(checkpoint));
+  check_memory(own_, load_config(checkpoint), team_);
   model_ = std::make_unique<LanguageModel>(load_model(checkpoint, "", device_));
-  for (const Parameter& parameter : model_->parameters()) {
-    Moments moments{Tensor::empty_like(parameter.value.value()), Tensor::empty_like(parameter.value.value())};
-    file.load_into(first_moment_of(parameter), moments.first);
-    file.load_into(second_moment_of(parameter), moments.second);
-    moments_.push_back(moments);
-  }
+  add_moments(&file);
   step_ = saved.step;
   prepare();
+}
+
+// Zeros, or those of a file.
+void Trainer::add_moments(const SafetensorsReader* file) {
+  const std::vector<Parameter>& parameters = model_->parameters();
+  if (team_.sharded) {
+    std::vector<Variable> variables;
+    for (const Parameter& parameter : parameters) variables.push_back(parameter.value);
+    const DType sent = options_.reduce == "bf16" ? DType::bf16 : DType::f32;
+    shards_ = std::make_unique<Shards>(team_.ranks, variables, sent, team_.bucket);
+  }
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const Shape& shape = parameters[i].value.value().shape();
+    const Device where = shards_ ? Device{} : device_;
+    if (file == nullptr && shards_) continue;
+    const Moments moments{Tensor::zeros(shape, DType::f32, where), Tensor::zeros(shape, DType::f32, where)};
+    if (file != nullptr) {
+      file->load_into(first_moment_of(parameters[i]), moments.first);
+      file->load_into(second_moment_of(parameters[i]), moments.second);
+    }
+    if (shards_)
+      shards_->set_moments(i, moments.first, moments.second);
+    else
+      moments_.push_back(moments);
+  }
 }
 
 void Trainer::prepare() {
@@ -211,9 +276,9 @@ void Trainer::prepare() {
           matmul_library(device_));
   require(options_.dtype != "tf32" || !device_.is_cpu(), "train: a CPU has no TF32; use --dtype f32");
   model_->set_compute(compute);
-  flops_ = training_flops(model_->config(), options_.batch, options_.length);
+  flops_ = training_flops(model_->config(), own_.batch, own_.length);
   flops_rate_ = known_rate(compute.precision, device_);
-  given_ = Tensor::zeros({Given::size(options_)}, DType::i32, device_);
+  given_ = Tensor::zeros({Given::size(own_)}, DType::i32, device_);
   feed_ = std::make_unique<Feed>(given_);
   results_ = Tensor::zeros({1 + options_.accumulate}, DType::f64, device_);
 }
@@ -241,15 +306,25 @@ Trainer::Given::Given(const Tensor& memory, const TrainOptions& options) {
 }
 
 TrainingMemory Trainer::memory() const {
-  return needed_memory(options_, model_->config(), options_.accumulate, options_.recompute);
+  return needed_memory(own_, model_->config(), own_.accumulate, own_.recompute, team_);
 }
 
-void Trainer::diverged(const std::string& what) const {
-  throw Diverged(fmt::format("train: step {}: {}", step_ + 1, what));
+void Trainer::diverged(const std::string& what, Of whom) const {
+  const std::string who =
+      whom == Of::rank && team_.ranks.size() > 1 ? fmt::format("rank {}: ", team_.ranks.rank()) : "";
+  throw Diverged(fmt::format("train: {}step {}: {}", who, step_ + 1, what));
+}
+
+// What one rank has failed with, all fail with.
+void Trainer::agree(const std::string& failure) const {
+  const std::vector<size_t> lengths = team_.ranks.all_gather(failure.size());
+  if (std::ranges::count(lengths, size_t{0}) == team_.ranks.size()) return;
+  for (const std::string& text : team_.ranks.all_gather(failure))
+    if (!text.empty()) throw Diverged(text);
 }
 
 Batch Trainer::batch_of(int64_t step, int64_t part) const {
-  return data_.batches->at(step, {part * rows(), rows()});
+  return data_.batches->at(step, {team_.ranks.rank() * own_.batch + part * rows(), rows()});
 }
 
 // Says where in the model numbers end, if they do for this batch.
@@ -266,7 +341,7 @@ void Trainer::loss_not_finite(const Batch& batch) const {
 // Sends what a step works on to the device, which may still be busy with the step before.
 void Trainer::fetch(int64_t step) {
   if (next_.step == step) return;
-  const Given given(feed_->next(), options_);
+  const Given given(feed_->next(), own_);
   next_ = {step, {}, {}};
   int64_t all = 0;
   for (int64_t part = 0; part < options_.accumulate; ++part) {
@@ -278,6 +353,10 @@ void Trainer::fetch(int64_t step) {
     copy(given.targets[part], batch.targets);
     next_.boundaries.push_back(batch.boundaries);
     all += counted(batch.targets);
+  }
+  if (team_.sharded) {
+    const std::vector<int64_t> counts = team_.ranks.all_gather(all);
+    all = std::accumulate(counts.begin(), counts.end(), int64_t{0});
   }
   for (int64_t part = 0; part < options_.accumulate; ++part)
     next_.weights.push_back(static_cast<float>(counted(given.targets[part])) /
@@ -307,15 +386,25 @@ Variable Trainer::part_loss(Tape& tape, const Given& given, int64_t part) const 
 // All of a step: forward, backward, clipping, AdamW. On a GPU nothing in it waits, and without boundaries nothing in it
 // comes from the host.
 void Trainer::compute() {
-  const Given given(given_, options_);
+  const Given given(given_, own_);
   const std::vector<Parameter>& parameters = model_->parameters();
+  const Tensor norm = results_.slice(0, 0, 1);
   forget_gradients();
-  for (int64_t part = 0; part < options_.accumulate; ++part) {
-    Tape tape;
-    const Variable loss = part_loss(tape, given, part);
-    copy(results_.slice(0, 1 + part, 1), loss.value());
-    tape.backward(loss, given.weights.slice(0, part, 1));
+  if (shards_) {
+    shards_->begin_step();
+    compute_parts(given);
+    shards_->finish();
+    clip_gradients(norm, given.numbers, shards_->sums(), options_.clip,
+                   [this](const Tensor& squares) { shards_->add_squares(squares); });
+    adamw_update(shards_->to_update(), given.numbers);
+    shards_->gather_parameters();
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      gradients_.push_back(shards_->gradient(i));
+      parameters[i].value.clear_gradient();
+    }
+    return;
   }
+  compute_parts(given);
   std::vector<AdamWTensors> tensors;
   for (size_t i = 0; i < parameters.size(); ++i) {
     const Variable& parameter = parameters[i].value;
@@ -324,8 +413,26 @@ void Trainer::compute() {
       tensors.push_back({parameter.value(), parameter.gradient(), moments_[i].first, moments_[i].second});
     parameter.clear_gradient();
   }
-  clip_gradients(results_.slice(0, 0, 1), given.numbers, gradients_, options_.clip);
+  clip_gradients(norm, given.numbers, gradients_, options_.clip);
   adamw_update(tensors, given.numbers);
+}
+
+// Forward and backward. A rank that fails still takes part in the step, so that all learn of it.
+void Trainer::compute_parts(const Given& given) {
+  for (int64_t part = 0; part < own_.accumulate; ++part) {
+    if (shards_ && part + 1 == own_.accumulate) shards_->send();
+    Tape tape;
+    Variable loss;
+    try {
+      loss = part_loss(tape, given, part);
+    } catch (const Diverged& error) {
+      if (!shards_) throw;
+      failure_ = error.what();
+      return shards_->fail();
+    }
+    copy(results_.slice(0, 1 + part, 1), loss.value());
+    tape.backward(loss, given.weights.slice(0, part, 1));
+  }
 }
 
 // A graph cannot hold the tables of packed documents, which the host makes anew for every batch: such a run launches
@@ -363,23 +470,35 @@ void Trainer::drop_graph() {
   graph_.reset();
 }
 
+// Says which gradient of this rank is not finite, if one is.
+void Trainer::check_gradients() const {
+  // The backward pass goes from the last parameter to the first: the last that is broken was the first to break.
+  for (size_t i = gradients_.size(); i-- > 0;)
+    if (!std::isfinite(gradient_norm(std::span(&gradients_[i], 1))))
+      diverged(fmt::format("the gradient is not a number, first at {}", model_->parameters()[i].name));
+}
+
 void Trainer::check_divergence(const TrainStep& done) const {
   const std::vector<Parameter>& parameters = model_->parameters();
   if (!std::isfinite(done.gradient_norm)) {
-    // The backward pass goes from the last parameter to the first: the last that is broken was the first to break.
-    for (size_t i = parameters.size(); i-- > 0;)
-      if (!std::isfinite(gradient_norm(std::span(&gradients_[i], 1))))
-        diverged(fmt::format("the gradient is not a number, first at {}", parameters[i].name));
+    std::string failure;
+    try {
+      check_gradients();
+    } catch (const Diverged& error) {
+      failure = error.what();
+    }
+    agree(failure);
+    diverged("the sum of the gradients is not a number", Of::all);  // though each of them is
   }
   const double guessing = std::log(static_cast<double>(model_->config().vocabulary));
   if (done.loss > kExploded * guessing) {
     std::vector<double> norms;
     for (const Tensor& gradient : gradients_) norms.push_back(gradient_norm(std::span(&gradient, 1)));
     const auto largest = static_cast<size_t>(std::max_element(norms.begin(), norms.end()) - norms.begin());
-    diverged(
-        fmt::format("the loss has exploded to {:.4g} (guessing has {:.4g}); the largest gradient is at {} (norm "
-                    "{:.3g}); a smaller --lr, a longer --warmup or --clip 1 may help",
-                    done.loss, guessing, parameters[largest].name, norms[largest]));
+    diverged(fmt::format("the loss has exploded to {:.4g} (guessing has {:.4g}); the largest gradient is at {} (norm "
+                         "{:.3g}); a smaller --lr, a longer --warmup or --clip 1 may help",
+                         done.loss, guessing, parameters[largest].name, norms[largest]),
+             Of::all);
   }
 }
 
@@ -394,17 +513,18 @@ TrainStep Trainer::step() {
     drop_graph();
     const int64_t estimate = memory().total();
     throw OutOfMemory(fmt::format("train: step {}: {}; {} were expected to be enough; {}", step_ + 1, error.what(),
-                                  gib(estimate), memory_advice(options_, model_->config(), estimate - 1)));
+                                  gib(estimate), memory_advice(own_, model_->config(), estimate - 1, team_)));
   }
   if (!device_.is_cpu()) fetch(step_ + 1);
-  const Tensor results = to_device(results_, {});  // waits for the device
+  Tensor results;
+  {
+    const Communicator::Watch watch(team_.ranks);
+    results = to_device(results_, {});  // waits for the device
+  }
   TrainStep done;
   done.gradient_norm = results.data<double>()[0];
-  for (int64_t part = 0; part < options_.accumulate; ++part) {
-    const double loss = results.data<double>()[1 + part];
-    if (!std::isfinite(loss)) loss_not_finite(batch_of(step_, part));
-    done.loss += loss * static_cast<double>(now_.weights[static_cast<size_t>(part)]);
-  }
+  done.loss = add_losses(results);
+  if (shards_) add_times(done);
   check_divergence(done);
   ++step_;
   done.step = step_;
@@ -415,28 +535,73 @@ TrainStep Trainer::step() {
   return done;
 }
 
+// The loss of the batch, from those of the parts and of the other ranks.
+double Trainer::add_losses(const Tensor& results) {
+  double sum = 0;
+  try {
+    for (int64_t part = 0; part < own_.accumulate && failure_.empty(); ++part) {
+      const double loss = results.data<double>()[1 + part];
+      if (!std::isfinite(loss)) loss_not_finite(batch_of(step_, part));
+      sum += loss * static_cast<double>(now_.weights[static_cast<size_t>(part)]);
+    }
+  } catch (const Diverged& error) {
+    failure_ = error.what();
+  }
+  agree(std::exchange(failure_, {}));
+  if (!shards_) return sum;
+  const std::vector<double> sums = team_.ranks.all_gather(sum);
+  return std::accumulate(sums.begin(), sums.end(), 0.0);
+}
+
+void Trainer::add_times(TrainStep& done) const {
+  const std::vector<LinkTimes> times = team_.ranks.all_gather(shards_->end_step());
+  const auto [fastest, slowest] = std::ranges::minmax_element(times, {}, &LinkTimes::work);
+  done.ranks = {static_cast<int64_t>(times.size()),
+                slowest - times.begin(),
+                fastest - times.begin(),
+                slowest->work,
+                fastest->work,
+                times.front().waiting};
+}
+
 std::optional<double> Trainer::test_loss() const {
   if (!data_.test) return {};
   constexpr int64_t kEndless = 8;  // batches of a task that has no end
-  // A part of a batch at a time: in more parts the same tokens.
-  int64_t batches = data_.test_batches > 0 ? data_.test_batches : kEndless * options_.accumulate;
-  if (options_.eval_batches > 0) batches = std::min(batches, options_.eval_batches * options_.accumulate);
-  const Batch first = data_.test->at(0);
+  // A part of a rank's batch at a time: in more parts, and by more ranks, the same tokens.
+  const int64_t rank = team_.ranks.rank(), ranks = team_.ranks.size(), parts = options_.accumulate * ranks;
+  int64_t batches = data_.test_batches > 0 ? data_.test_batches : kEndless * parts;
+  if (options_.eval_batches > 0) batches = std::min(batches, options_.eval_batches * parts);
+  const EveryNth own(*data_.test, rank, ranks);
+  const Batch first = own.at(0);
   TestLoss loss;
+  std::string failure;
   try {
-    loss = furious::test_loss(*model_, *data_.test, batches);
+    loss = furious::test_loss(*model_, own, (batches - rank + ranks - 1) / ranks);
+    if (!std::isfinite(loss.sum)) loss_not_finite(first);
   } catch (const OutOfMemory&) {
     throw;
+  } catch (const Diverged& error) {
+    failure = error.what();
   } catch (const Error&) {
-    if (device_.is_cpu()) check_finite(first);
-    throw;
+    if (!device_.is_cpu()) throw;
+    try {
+      check_finite(first);
+    } catch (const Diverged& error) {
+      failure = error.what();
+    }
+    if (failure.empty()) throw;
   }
-  if (!std::isfinite(loss.sum)) loss_not_finite(first);
-  return loss.mean();
+  agree(failure);
+  TestLoss all;
+  for (const TestLoss& each : team_.ranks.all_gather(loss)) {
+    all.sum += each.sum;
+    all.tokens += each.tokens;
+  }
+  return all.mean();
 }
 
 std::vector<double> Trainer::value_rms() const {
-  const Batch batch = data_.batches->at(std::max<int64_t>(0, step_ - 1), {0, options_.batch / options_.accumulate});
+  const Batch batch = batch_of(std::max<int64_t>(0, step_ - 1), 0);
   return model_->value_rms(batch.inputs, batch.boundaries);
 }
 
@@ -452,12 +617,16 @@ std::string Trainer::sample(int64_t tokens) const {
 }
 
 void Trainer::save(const fs::path& directory) const {
+  Shards::Moments moments;
+  if (shards_) moments = shards_->moments();
+  if (!team_.ranks.leads()) return;
   save_model(directory, *model_);
   if (data_.dataset) save_tokenizer(directory, *data_.dataset->tokenizer());
   std::map<std::string, Tensor> tensors;
-  for (size_t i = 0; i < moments_.size(); ++i) {
-    tensors[first_moment_of(model_->parameters()[i])] = moments_[i].first;
-    tensors[second_moment_of(model_->parameters()[i])] = moments_[i].second;
+  for (size_t i = 0; i < model_->parameters().size(); ++i) {
+    const Parameter& parameter = model_->parameters()[i];
+    tensors[first_moment_of(parameter)] = shards_ ? moments.first[i] : moments_[i].first;
+    tensors[second_moment_of(parameter)] = shards_ ? moments.second[i] : moments_[i].second;
   }
   // The place in the data is the step: batches are a pure function of it.
   const Json saved{{"step", step_}, {"data", data_.fingerprint}, {"options", to_texts(options_)}};

@@ -8,6 +8,7 @@
 
 #include "data/batches.h"
 #include "data/dataset.h"
+#include "dist/shards.h"
 #include "furious/train.h"
 #include "model/cost.h"
 #include "model/language_model.h"
@@ -15,6 +16,8 @@
 #include "tensor/graph.h"
 
 namespace furious {
+
+class SafetensorsReader;
 
 // What a model is trained on and tested with.
 struct TrainData {
@@ -24,7 +27,15 @@ struct TrainData {
   int64_t test_batches = 0;           // that there are; 0: endless
   std::string fingerprint;            // of the data
 
-  static TrainData open(const TrainOptions& options);
+  // `ranks`: that share a batch of the test part.
+  static TrainData open(const TrainOptions& options, int ranks = 1);
+};
+
+// Who trains: this process alone, or one of several that each take some rows of every batch.
+struct Team {
+  Communicator& ranks = Communicator::alone();
+  bool sharded = ranks.size() > 1;  // gradients and moments as several ranks have them (dist/shards.h)
+  int64_t bucket = 0;               // of gradients; 0: what suits the device
 };
 
 // The loss is no number, or has left all bounds: training has failed.
@@ -33,21 +44,26 @@ class Diverged : public Error {
   using Error::Error;
 };
 
+// Does what all ranks do together. What only one of them fails with ends them all; what all fail with is thrown.
+void together(Communicator& ranks, const std::function<void()>& work);
+
 class Trainer {
  public:
-  // Begins anew, or with options.init; on the data that the options name, or on other data.
-  explicit Trainer(const TrainOptions& options) : Trainer(options, TrainData::open(options)) {}
-  Trainer(const TrainOptions& options, TrainData data);
-  // Continues from a checkpoint that save() wrote.
-  Trainer(const TrainOptions& options, const std::filesystem::path& checkpoint);
+  // Begins anew, or with options.init; on the data that the options name, or on other data. Talks to no other rank.
+  explicit Trainer(const TrainOptions& options, const Team& team = {})
+      : Trainer(options, TrainData::open(options, team.ranks.size()), team) {}
+  Trainer(const TrainOptions& options, TrainData data, const Team& team = {});
+  // Continues from a checkpoint that save() wrote, by as many ranks as may be.
+  Trainer(const TrainOptions& options, const std::filesystem::path& checkpoint, const Team& team = {});
 
+  // All ranks call step, test_loss and save together. What has diverged on one throws on all.
   TrainStep step();  // one step of the optimizer; without test loss and sample
   // Mean loss on the test part, per token; nothing if there is none.
   std::optional<double> test_loss() const;
   std::vector<double> value_rms() const;     // of the rows of the last step's batch that are computed first
   std::string sample(int64_t tokens) const;  // what the model writes now; empty without a tokenizer
 
-  void save(const std::filesystem::path& directory) const;  // into an existing directory
+  void save(const std::filesystem::path& directory) const;  // into an existing directory; rank 0 writes
 
   int64_t steps_done() const { return step_; }
   const LanguageModel& model() const { return *model_; }
@@ -78,24 +94,35 @@ class Trainer {
   };
 
   void prepare();
-  int64_t rows() const { return options_.batch / options_.accumulate; }
+  void add_moments(const SafetensorsReader* file);
+  int64_t rows() const { return own_.batch / own_.accumulate; }
   Batch batch_of(int64_t step, int64_t part) const;
   void fetch(int64_t step);
   void launch();
   void drop_graph();
   void forget_gradients();
   void compute();
+  void compute_parts(const Given& given);
   Variable part_loss(Tape& tape, const Given& given, int64_t part) const;
   void check_finite(const Batch& batch) const;
   [[noreturn]] void loss_not_finite(const Batch& batch) const;
+  void check_gradients() const;
   void check_divergence(const TrainStep& done) const;
-  [[noreturn]] void diverged(const std::string& what) const;
+  enum class Of { rank, all };
+  [[noreturn]] void diverged(const std::string& what, Of whom = Of::rank) const;
+  void agree(const std::string& failure) const;
+  double add_losses(const Tensor& results);
+  void add_times(TrainStep& done) const;
 
+  Team team_;
   TrainOptions options_;  // resolved
+  TrainOptions own_;      // with the part of the batch that is this rank's
   Device device_;
   TrainData data_;
   std::unique_ptr<LanguageModel> model_;
-  std::vector<Moments> moments_;
+  std::vector<Moments> moments_;    // of all parameters; none where shards have them
+  std::unique_ptr<Shards> shards_;  // outlives graph_, which works on it
+  std::string failure_;             // of this rank in this step
   int64_t step_ = 0;
 
   Tensor given_;                // Given, on the device

@@ -39,6 +39,8 @@ TEST_F(TrainCommandTest, TrainsAndSaysSo) {
   expect_run(command("run", "--steps 6 --eval-every 3 --sample-every 3 --warmup 0"), 0,
              {"2mamba: 0.0", "steps 1 to 6", "test loss", "writes:", "done after 6 steps", "step-00000006"});
   expect_run("train --help", 0, {"--schedule-steps", "=0.0001", "Example: furious train"});
+  const RunResult said = run(command("again", "--steps 1"));
+  EXPECT_EQ(said.output.find("nothing is left to do"), std::string::npos) << said.output;
 }
 
 TEST_F(TrainCommandTest, ConfigFileAndFlags) {

@@ -62,5 +62,36 @@ TEST(Tape, PartsOfALinearLayersInputReachTheWhole) {
   EXPECT_EQ(testing::to_doubles(x.gradient()), (std::vector<double>{0, 0, 10, 20}));
 }
 
+TEST(Tape, TellsWhenTheGradientOfASettledVariableIsComplete) {
+  const Variable w(testing::tensor_of({1, 2}, {1, 2}), true);
+  const Tensor value = to_dtype(w.value(), DType::f32), gradient = Tensor::empty_like(value);
+  int complete = 0;
+  w.settle(value, gradient, [&] { ++complete; });
+  EXPECT_EQ(w.value().raw(), value.raw());
+  const Variable x(testing::tensor_of({3, 4}, {1, 2}), true);
+  for (const bool recompute : {false, true}) {
+    const auto twice = [&](Tape& tape, const Variable& in) {
+      return add(tape, linear(tape, in, w), linear(tape, in, w));
+    };
+    complete = 0;
+    Tape abandoned;
+    twice(abandoned, x);  // its backward pass never comes
+    w.clear_gradient();
+    Tape tape;
+    const Variable y = recompute ? recomputed(tape, x, twice) : twice(tape, x);
+    EXPECT_EQ(complete, 0);
+    tape.backward(y);
+    EXPECT_EQ(complete, 1);
+    EXPECT_EQ(w.gradient().raw(), gradient.raw());
+    EXPECT_EQ(testing::to_doubles(w.gradient()), (std::vector<double>{6, 8}));
+    Tape again;
+    again.backward(twice(again, x));
+    EXPECT_EQ(complete, 2);
+    EXPECT_EQ(testing::to_doubles(w.gradient()), (std::vector<double>{12, 16}));  // gradients add up
+    w.clear_gradient();
+    x.clear_gradient();
+  }
+}
+
 }  // namespace
 }  // namespace furious
