@@ -406,8 +406,8 @@ std::string ablation_notes(const Ablation& ablation) {
         "between rows, not losses.\n",
         fmt::join(tables, ", "));
   if (const auto [pairs, agreeing] = order_of_the_paper(ablation); pairs > 0)
-    text += fmt::format("Of {} pairs of rows whose test losses differ in the paper, {} come in its order here.\n",
-                        pairs, agreeing);
+    text += fmt::format("Of {} pair{} of rows whose test losses differ in the paper, {} come{} in its order here.\n",
+                        pairs, pairs == 1 ? "" : "s", agreeing, agreeing == 1 ? "s" : "");
   if (has_values(ablation))
     text +=
         "Value RMS: root mean square of the values that enter the mixer, of the layer where it is largest, at the "

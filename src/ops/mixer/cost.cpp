@@ -77,6 +77,19 @@ int64_t default_chunk(const MixerSpec& spec, int64_t qk_dim, int64_t v_dim, Devi
   return state_rows(spec, qk_dim) * v_dim <= (1 << 18) ? 192 : 384;
 }
 
+int64_t longest_parallel(Score score) {
+  return score == Score::squared ? 3072 : 1024;  // measured on an H200 (docs/performance.md)
+}
+
+int64_t kept_state_bytes(const MixerSpec& spec, int64_t dim, int64_t length, Device device, DType dtype) {
+  const bool squared = spec.score == Score::squared;
+  if (device.is_cpu() || dtype != DType::bf16 || dim != 64 || !spec.has_state() ||
+      (!squared && spec.norm != Norm::none) || length <= longest_parallel(spec.score))
+    return 0;
+  const int64_t chunk = default_chunk(spec, dim, dim, device, dtype), tiles = squared ? 41 : 1;  // of 64 x 64
+  return (length + chunk - 1) / chunk * tiles * 64 * 64 * 2;
+}
+
 Form choose_form(const MixerSpec& spec, const MixerShape& shape, const MixerInputs& inputs,
                  const std::vector<Segment>& segments, int64_t chunk) {
   if (!spec.has_state()) return Form::parallel;

@@ -1,5 +1,6 @@
 // The mixers on a GPU: choosing kernels, cumulative decays and their gradient, heads that share an input.
 #include "ops/elementwise.h"
+#include "ops/mixer/cost.h"
 #include "ops/mixer/cuda.h"
 #include "ops/mixer/heads.cuh"
 #include "ops/mixer/states.h"
@@ -185,8 +186,9 @@ Form choose_form(const MixerCall& call) {
   // The lengths up to which the parallel form is faster, measured on an H200 (docs/performance.md).
   constexpr int64_t kOnTensorCores = 65536;
   constexpr int64_t kSimple = 512;
-  const int64_t with_states = call.spec.score == Score::squared ? 3072 : 1024;
-  const int64_t longest = states_take(call) ? with_states : parallel_takes(call) ? kOnTensorCores : kSimple;
+  const int64_t longest = states_take(call)      ? longest_parallel(call.spec.score)
+                          : parallel_takes(call) ? kOnTensorCores
+                                                 : kSimple;
   return call.spec.has_state() && call.shape.length > longest ? Form::chunked : Form::parallel;
 }
 

@@ -22,6 +22,19 @@ Form chosen(const MixerSpec& spec, const MixerInputs& in) {
                      default_chunk(spec, shape.qk_dim, shape.v_dim));
 }
 
+TEST(MixerCost, StatesThatAGpuKeeps) {
+  const MixerSpec squared{.score = Score::squared, .norm = Norm::sum},
+      linear{.score = Score::linear, .norm = Norm::none}, exponential{.score = Score::exponential, .norm = Norm::sum};
+  const Device gpu{DeviceKind::cuda, 0};
+  EXPECT_EQ(kept_state_bytes(squared, 64, 8192, gpu, DType::bf16), 11 * 41 * 8192);  // chunks, tiles, bytes of a tile
+  EXPECT_EQ(kept_state_bytes(linear, 64, 8192, gpu, DType::bf16), 32 * 8192);
+  EXPECT_EQ(kept_state_bytes(exponential, 64, 8192, gpu, DType::bf16), 0);
+  EXPECT_EQ(kept_state_bytes(squared, 64, 2048, gpu, DType::bf16), 0);  // in the parallel form
+  EXPECT_EQ(kept_state_bytes(squared, 128, 8192, gpu, DType::bf16), 0);
+  EXPECT_EQ(kept_state_bytes(squared, 64, 8192, gpu, DType::f32), 0);
+  EXPECT_EQ(kept_state_bytes(squared, 64, 8192, {}, DType::bf16), 0);
+}
+
 TEST(MixerCost, CountsTheFlopsOfThePaper) {
   MixerShape shape;
   shape.batch = 1;
