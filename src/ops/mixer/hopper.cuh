@@ -156,6 +156,13 @@ __device__ inline void fence_shared_writes() {
   asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
 }
 
+// Whether a block of `groups` warpgroups that take registers and one that gives some away was launched with as many as
+// they then have: else who takes waits for ever. A thread starts with a multiple of 8.
+constexpr bool registers_suffice(int groups, int taken, int kept) {
+  const int at_start = 65536 / (128 * (groups + 1)) / 8 * 8;
+  return groups * taken + kept <= (groups + 1) * at_start;
+}
+
 // Registers of a thread move from warpgroups that need few to those that need many.
 template <int kCount>
 __device__ inline void take_registers() {

@@ -46,6 +46,7 @@ struct QueryLayout {
   static constexpr int kGroups = kDim == 64 ? 3 : 2;  // warpgroups that multiply: as many as registers hold
   static constexpr int kRegisters = kDim == 64 ? 160 : 232, kCopyRegisters = kDim == 64 ? 32 : 40;
   static constexpr int kThreads = 128 * (kGroups + 1);
+  static_assert(registers_suffice(kGroups, kRegisters, kCopyRegisters));
   static constexpr int kRows = 64 * kGroups;
   static constexpr int kPieces = kDim / 64;
   static constexpr int kStages = kDim == 64 ? 4 : 3;
@@ -218,6 +219,7 @@ struct KeyLayout {
   static constexpr int kGroups = 2;
   static constexpr int kRegisters = kDim == 64 ? 232 : 240, kCopyRegisters = kDim == 64 ? 40 : 24;
   static constexpr int kThreads = 128 * (kGroups + 1);
+  static_assert(registers_suffice(kGroups, kRegisters, kCopyRegisters));
   static constexpr int kRows = 64 * kGroups;
   static constexpr int kPieces = kDim / 64;
   static constexpr int kStages = kDim == 64 ? 4 : 3;

@@ -9,6 +9,7 @@ struct Layout {
   static constexpr int kGroups = kDim == 64 ? 4 : 2;  // warpgroups that multiply: as many as registers hold
   static constexpr int kRegisters = kDim == 64 ? 112 : 232, kCopyRegisters = kDim == 64 ? 32 : 40;
   static constexpr int kThreads = 128 * (kGroups + 1);
+  static_assert(registers_suffice(kGroups, kRegisters, kCopyRegisters));
   static constexpr int kRows = 64 * kGroups;
   static constexpr int kPieces = kDim / 64;
   static constexpr int kStages = kDim == 64 ? 4 : 3;
