@@ -1,5 +1,7 @@
 #include "dist/talk.h"
 
+#include "base/error.h"
+
 #ifdef FURIOUS_MPI
 
 #include <mpi.h>
@@ -12,8 +14,6 @@
 #include <fstream>
 #include <limits>
 #include <sstream>
-
-#include "base/error.h"
 
 namespace furious {
 namespace {
@@ -379,8 +379,6 @@ void Communicator::Talk::end_all(const std::string& line) {
 }  // namespace furious
 
 #else
-
-#include "base/error.h"
 
 namespace furious {
 
