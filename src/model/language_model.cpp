@@ -453,7 +453,7 @@ Tensor LanguageModel::token_pass(ModelCache& cache, const Tensor& tokens) const 
 // Whether token_pass() can be one kernel.
 bool LanguageModel::fits_program(const ModelCache& cache) const {
   const BlockConfig& block = config_.block;
-  if (!compute_.token_program || compute_.activations != DType::bf16 ||
+  if (device_.is_cpu() || !compute_.token_program || compute_.activations != DType::bf16 ||
       output_weight().value().dtype() != DType::bf16 || block.rope || block.discretize || block.d_residual ||
       !cache.layers_.front().mixer.has_folded())
     return false;
@@ -467,10 +467,10 @@ Tensor LanguageModel::step(ModelCache& cache, const Tensor& tokens) const {
   const Tensor ids = here("tokens", tokens, 0);
   for (ModelCache::Layer& layer : cache.layers_) layer.mixer.prepare(compute_.activations);
   if (!cache.ids_) cache.ids_ = Tensor::empty_like(ids);
-  copy(cache.ids_, ids);
+  const bool as_program = fits_program(cache);
+  if (!as_program) copy(cache.ids_, ids);
   if (device_.is_cpu()) return token_pass(cache, cache.ids_);
   ModelCache::Recording& recorded = cache.recorded_;
-  const bool as_program = fits_program(cache);
   if (recorded.version != version_) {
     recorded = {version_, {}, {}, {}};
     if (!as_program) return token_pass(cache, cache.ids_);  // the first token makes everything ready
@@ -492,11 +492,16 @@ Tensor LanguageModel::step(ModelCache& cache, const Tensor& tokens) const {
       // The logits lie in the record's memory: who holds them holds the record.
       const auto owner = std::make_shared<std::pair<std::shared_ptr<Record>, Tensor>>(made, logits);
       recorded.logits = Tensor::wrap(logits.raw(), logits.shape(), logits.dtype(), device_, owner);
-      recorded.run = [made] { made->run(); };
+      recorded.run = [made](const Tensor& own) {
+        if constexpr (std::is_same_v<Record, TokenProgram>)
+          made->run(own);
+        else
+          made->run();
+      };
     };
     as_program ? record.operator()<TokenProgram>() : record.operator()<Graph>();
   }
-  recorded.run();
+  recorded.run(ids);
   return recorded.logits;
 }
 

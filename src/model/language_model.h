@@ -48,8 +48,8 @@ class ModelCache {
   struct Recording {
     int64_t version = 0;  // of the model
     std::vector<const void*> places;
-    std::function<void()> run;  // a graph, or one kernel where that can do it
-    Tensor logits;              // in the memory of what runs
+    std::function<void(const Tensor& ids)> run;  // a graph, or one kernel where that can do it
+    Tensor logits;                               // in the memory of what runs
   };
 
   int64_t batch_;

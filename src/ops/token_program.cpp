@@ -11,7 +11,7 @@ bool TokenProgram::fits(Device, const Sizes&) {
 }
 TokenProgram::TokenProgram(Device, const std::function<void()>&) {}
 TokenProgram::~TokenProgram() = default;
-void TokenProgram::run() const {}
+void TokenProgram::run(const Tensor&) const {}
 
 }  // namespace furious
 

@@ -8,7 +8,6 @@
 namespace furious::cuda {
 
 struct EmbeddingCall {
-  const int32_t* ids;
   const float* table;
   __nv_bfloat16* out;  // [batch, dim]
   int batch, dim;

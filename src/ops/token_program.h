@@ -4,13 +4,13 @@
 // The program is made once, from work that calls embedding_forward, the functions of ops/token_linear.h and
 // MixerCache::step: on this device they then run nothing, but each becomes an operation of the program. Like a graph
 // (tensor/graph.h) it keeps the memory that the work takes, and what it reads and writes besides must stay where it
-// was.
+// was, but for the ids of the tokens.
 #pragma once
 
 #include <functional>
 #include <memory>
 
-#include "tensor/device.h"
+#include "tensor/tensor.h"
 
 namespace furious {
 
@@ -29,7 +29,8 @@ class TokenProgram {
   TokenProgram(const TokenProgram&) = delete;
   TokenProgram& operator=(const TokenProgram&) = delete;
 
-  void run() const;  // in the order of the device's other work
+  // In the order of the device's other work. The ids, [batch, 1], are read in place of those that the work had.
+  void run(const Tensor& ids) const;
 
  private:
   struct Parts;

@@ -125,6 +125,8 @@ struct Program {
   int warp_activations;  // units of shared memory of each warp
   int sums;              // bytes of it; the ring follows
   int operations;
+  const int32_t* ids;  // of the tokens
+  int id_stride;
 };
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
@@ -456,12 +458,12 @@ __device__ void release(Barrier& used) {
   if (threadIdx.x % 32 == 0) used.arrive();
 }
 
-__device__ void embed(const EmbeddingCall& call, const Tagged& written) {
+__device__ void embed(const Program& program, const EmbeddingCall& call, const Tagged& written) {
   const int all = call.batch * call.dim;
 #pragma unroll 1
   for (int i = static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x); i < all;
        i += static_cast<int>(gridDim.x) * kThreads) {
-    const int64_t id = __ldcg(call.ids + i / call.dim);
+    const int64_t id = __ldcg(program.ids + i / call.dim * program.id_stride);
     written.activation(call.out, i, call.table[id * call.dim + i % call.dim]);
   }
 }
@@ -895,7 +897,7 @@ __global__ void __launch_bounds__(kAllThreads, 1) token_kernel(const __grid_cons
     } else if (piece.kind == Piece::Kind::step) {
       run_step(piece, used, ring + piece.at, memory.shares[slot], first_tag, turns, memory);
     } else {
-      embed(piece.embedding, Tagged(first_tag + piece.operation));
+      embed(program, piece.embedding, Tagged(first_tag + piece.operation));
       release(used);
     }
     // What this block has waited for by now comes after all steps, and so after all have read what counts the tokens.
@@ -1205,8 +1207,11 @@ TokenProgram::~TokenProgram() {
   if (parts_) synchronize(parts_->device);
 }
 
-void TokenProgram::run() const {
+void TokenProgram::run(const Tensor& ids) const {
   using namespace cuda;
+  Program program = parts_->program;
+  program.ids = ids.data<int32_t>();
+  program.id_stride = static_cast<int>(ids.stride(0));
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeCooperative;  // all blocks are there at once, or none
   attribute.val.cooperative = 1;
@@ -1217,7 +1222,7 @@ void TokenProgram::run() const {
   config.dynamicSmemBytes = static_cast<size_t>(parts_->bytes);
   config.attrs = &attribute;
   config.numAttrs = 1;
-  check(cudaLaunchKernelEx(&config, token_kernel, parts_->program), "token_program");
+  check(cudaLaunchKernelEx(&config, token_kernel, program), "token_program");
 }
 
 }  // namespace furious

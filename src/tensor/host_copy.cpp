@@ -16,7 +16,7 @@ void wait_cuda(void*) {}
 }  // namespace memory
 #endif
 
-HostCopy::HostCopy(const Tensor& from) : to_(from) {
+HostCopy::HostCopy(const Tensor& from) : from_(from), to_(from) {
   if (from.device().is_cpu()) return;
   require(from.is_contiguous(), "copy to the host: a tensor of shape {} that is not contiguous",
           to_string(from.shape()));

@@ -17,7 +17,7 @@ class HostCopy {
   Tensor wait() const;                    // on the CPU; the tensor itself if it was there
 
  private:
-  Tensor to_;
+  Tensor from_, to_;  // both stay until the copy is done
   std::shared_ptr<void> done_;
 };
 

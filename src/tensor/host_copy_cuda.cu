@@ -18,6 +18,16 @@ Pool& pool() {
   return only;
 }
 
+// Copies have a stream of their own: work that follows does not wait for them.
+cudaStream_t copy_stream(int index) {
+  static std::mutex mutex;
+  static std::map<int, cudaStream_t> streams;
+  const std::lock_guard lock(mutex);
+  const auto [entry, is_new] = streams.try_emplace(index);
+  if (is_new) cuda::check(cudaStreamCreateWithFlags(&entry->second, cudaStreamNonBlocking), "stream of copies");
+  return entry->second;
+}
+
 }  // namespace
 
 std::shared_ptr<void> pinned_cuda(size_t bytes) {
@@ -45,8 +55,11 @@ std::shared_ptr<void> copy_later_cuda(int index, void* to, const void* from, siz
     (void)cudaEventSynchronize(static_cast<cudaEvent_t>(pointer));
     (void)cudaEventDestroy(static_cast<cudaEvent_t>(pointer));
   });
-  cuda::check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream), "copy to the host");
+  const cudaStream_t copies = copy_stream(index);
   cuda::check(cudaEventRecord(event, stream), "event");
+  cuda::check(cudaStreamWaitEvent(copies, event), "event");
+  cuda::check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, copies), "copy to the host");
+  cuda::check(cudaEventRecord(event, copies), "event");
   return done;
 }
 
