@@ -409,6 +409,7 @@ __device__ void fetch(const Program& program, Memory& memory, char* ring) {
   };
   uint4 next = description(0), after = description(1);
   Pace pace{2 * Pace::kCycles, static_cast<unsigned>(clock())}, state_pace{Pace::kCycles, pace.next};
+  bool waited = false;  // for the kernels before, which may have written states and windows, but no weights
 #pragma unroll 1
   for (int p = 0; p < program.count; ++p) {
     const uint4 own = next;
@@ -420,6 +421,10 @@ __device__ void fetch(const Program& program, Memory& memory, char* ring) {
     __syncwarp();
     const Piece& piece = *reinterpret_cast<const Piece*>(memory.pieces[slot]);
     Barrier& fetched = memory.fetched[slot];
+    if (!waited && piece.kind == Piece::Kind::step) {
+      wait_for_previous();
+      waited = true;
+    }
     if (blockIdx.x == 0 && piece.kind == Piece::Kind::linear && piece.linear.norm != nullptr)
       for (int i = 32 * lane; i < piece.linear.k; i += 1024) prefetch(piece.linear.norm + i);
     if (lane == 0) {
@@ -437,11 +442,16 @@ __device__ void fetch(const Program& program, Memory& memory, char* ring) {
 // Another fetches what a step needs besides, and half of the weights.
 __device__ void fetch_windows(const Program& program, Memory& memory, char* ring) {
   Pace pace{2 * Pace::kCycles, static_cast<unsigned>(clock())};
+  bool waited = false;
 #pragma unroll 1
   for (int p = 0; p < program.count; ++p) {
     const int slot = p % kSlots;
     memory.described[slot].wait(p / kSlots);
     const Piece& piece = *reinterpret_cast<const Piece*>(memory.pieces[slot]);
+    if (!waited && piece.kind == Piece::Kind::step) {
+      wait_for_previous();
+      waited = true;
+    }
     if (piece.kind == Piece::Kind::step) {
       fetch_window(piece, memory.fetched[slot], ring + piece.at, memory.shares[slot]);
     } else if (lane_of_thread() == 0) {
@@ -873,11 +883,13 @@ __global__ void __launch_bounds__(kAllThreads, 1) token_kernel(const __grid_cons
     memory.finished[thread].init(kFinishers);
   }
   if (thread < kSlots) fence_barriers();
-  const unsigned first_tag = __ldcg(program.tags + blockIdx.x);
+  start_next();
   __syncthreads();
   if (thread >= kAllThreads - 32) return fetch(program, memory, ring);
   if (thread >= kAllThreads - 64) return fetch_windows(program, memory, ring);
 
+  wait_for_previous();
+  const unsigned first_tag = __ldcg(program.tags + blockIdx.x);
   const bool finishes = thread >= kThreads;
   Turns turns{};
   turns.first_row = -1;
@@ -1212,17 +1224,9 @@ void TokenProgram::run(const Tensor& ids) const {
   Program program = parts_->program;
   program.ids = ids.data<int32_t>();
   program.id_stride = static_cast<int>(ids.stride(0));
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeCooperative;  // all blocks are there at once, or none
-  attribute.val.cooperative = 1;
-  cudaLaunchConfig_t config{};
-  config.stream = stream(parts_->device);
-  config.gridDim = static_cast<unsigned>(multiprocessors());
-  config.blockDim = kAllThreads;
-  config.dynamicSmemBytes = static_cast<size_t>(parts_->bytes);
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  check(cudaLaunchKernelEx(&config, token_kernel, program), "token_program");
+  // A block for each multiprocessor: all of them come to run, since the kernels before end without them.
+  launch_early(true, token_kernel, static_cast<unsigned>(multiprocessors()), kAllThreads,
+               static_cast<size_t>(parts_->bytes), stream(parts_->device), program);
 }
 
 }  // namespace furious
