@@ -41,9 +41,9 @@ __global__ void table_kernel(float* in, float* out, float* through, int* starts,
   const double before = decay && begin > 0 ? decay[row + begin - 1] : 0.0;
   const double last = decay ? decay[row + end - 1] : 0.0;
   // What comes in belongs to the document that reaches back behind the chunk: the first one's reaches to the state.
-  const float from_start = start < begin || start == 0 ? expf(static_cast<float>(own - before)) : 0.0f;
+  const float from_start = start < begin || start == 0 ? decay_factor(own - before) : 0.0f;
   in[row + t] = from_start;
-  out[row + t] = stop >= end ? expf(static_cast<float>(last - own)) : 0.0f;
+  out[row + t] = stop >= end ? decay_factor(last - own) : 0.0f;
   if (t == end - 1) through[(b * heads + h) * ((length + chunk - 1) / chunk) + c] = from_start;
 }
 

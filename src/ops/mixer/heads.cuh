@@ -1,9 +1,15 @@
 // The rows of one head in a tensor [batch, length, heads or a divisor, dim] on a GPU.
 #pragma once
 
+#include "ops/mixer/shape.h"
 #include "tensor/cuda.cuh"
 
 namespace furious::cuda {
+
+// exp of a log-decay, where what is too small counts as zero.
+__device__ inline float decay_factor(double log_decay) {
+  return log_decay < kErased ? 0.0f : expf(static_cast<float>(log_decay));
+}
 
 template <class T>
 struct Heads {

@@ -7,6 +7,7 @@
 
 #include <numbers>
 
+#include "ops/mixer/heads.cuh"
 #include "ops/mixer/recurrent_kernels.h"
 #include "tensor/cuda.cuh"
 
@@ -28,11 +29,6 @@ inline constexpr int kPending = 0, kTokens = 1, kHeadsDone = 2, kBlocksDone = 3;
 
 __host__ __device__ inline int padded(int64_t dim) {
   return static_cast<int>((dim + 3) / 4 * 4);
-}
-
-// exp of a log-decay, where what is too small counts as zero.
-__device__ inline float decay_factor(double log_decay) {
-  return log_decay < kErased ? 0.0f : expf(static_cast<float>(log_decay));
 }
 
 // Only linear scores can sum to a negative n by right; others do so by rounding.

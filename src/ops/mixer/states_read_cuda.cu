@@ -20,7 +20,8 @@ struct Reading {
   Heads<bf16> out;
   float* normalizer;  // [batch, heads, length]
   int length, chunk, chunks, heads, batch, x_group, u_group, tiles;
-  int empty;  // the chunk that no state enters, or −1
+  int empty;   // the chunk that no state enters, or −1
+  bool falls;  // factors within a chunk, which else rise
   float constant;
   bool sum_norm;
 };
@@ -49,14 +50,35 @@ __device__ float factor_of(const Reading& m, int head, int t) {
   return m.factors ? m.constant * m.factors[place_of(m, head, t)] : m.constant;
 }
 
-// A block's work, kRows tokens of a chunk at a time. f(head of all, chunk, first token).
+// kRows tokens of a chunk.
+struct Item {
+  int head, chunk, token;  // head of all; the first token
+
+  __device__ Item(const Reading& m, int item) {
+    const int per_chunk = m.chunk / kRows;
+    head = item / per_chunk / m.chunks;
+    chunk = item / per_chunk % m.chunks;
+    token = chunk * m.chunk + item % per_chunk * kRows;
+  }
+  // Whether nothing reaches its tokens: no state enters, or decay has erased it.
+  __device__ bool erased(const Reading& m) const {
+    if (chunk == m.empty || !m.factors || token >= m.length) return chunk == m.empty;
+    const int largest = m.falls ? token : min(token + kRows, m.length) - 1;
+    return m.factors[place_of(m, head, largest)] == 0.0f;
+  }
+};
+
+// A block's work: f(item, whether it is erased). That of the next item is looked up while f has the one before.
 template <class F>
 __device__ void each_item(const Reading& m, F&& f) {
-  const int per_chunk = m.chunk / kRows, items = m.batch * m.heads * m.chunks * per_chunk;
-  for (int item = static_cast<int>(blockIdx.x); item < items; item += static_cast<int>(gridDim.x)) {
-    const int head = item / per_chunk / m.chunks, c = item / per_chunk % m.chunks;
-    const int token = c * m.chunk + item % per_chunk * kRows;
-    if (token < m.length) f(head, c, token);
+  const int items = m.batch * m.heads * m.chunks * (m.chunk / kRows), step = static_cast<int>(gridDim.x);
+  int i = static_cast<int>(blockIdx.x);
+  bool next = Item(m, i).erased(m);
+  for (; i < items; i += step) {
+    const bool erased = next;
+    next = Item(m, min(i + step, items - 1)).erased(m);
+    const Item item(m, i);
+    if (item.token < m.length) f(item, erased);
   }
 }
 
@@ -81,8 +103,9 @@ template <class Shared>
 __device__ void copy_all(Shared& shared, const CUtensorMap& x, const CUtensorMap& u, const Reading& m, int first_tile) {
   constexpr int kStages = Shared::kStages, kInputs = Shared::kInputs;
   int turn = 0, pass = 0;
-  each_item(m, [&](int head, int c, int token) {
-    if (c == m.empty) return;
+  each_item(m, [&](const Item& item, bool erased) {
+    if (erased) return;
+    const int head = item.head, c = item.chunk, token = item.token;
     const int b = head / m.heads, h = head % m.heads, place = pass % 2;
     if (pass >= 2) shared.x_empty[place].wait(pass / 2 - 1);
     shared.x_full[place].arrive_and_expect(kInputs * kGroups * kPieceBytes);
@@ -148,9 +171,9 @@ __global__ void __launch_bounds__(kThreads, 1) read_kernel(const __grid_constant
   }
   take_registers<112>();
   int turn = 0, pass = 0;
-  each_item(m, [&](int head, int c, int token) {
-    const int first = token + group * kPieceRows + warp * 16, row = first + lane / 4;
-    if (c == m.empty) {
+  each_item(m, [&](const Item& item, bool erased) {
+    const int head = item.head, first = item.token + group * kPieceRows + warp * 16, row = first + lane / 4;
+    if (erased) {
       write_zeros(m, head, first);
       if (sums && lane % 4 == 0)
         for (int i = 0; i < 2; ++i)
@@ -266,10 +289,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   take_registers<112>();
   int turn = 0, pass = 0;
-  each_item(m, [&](int head, int c, int token) {
-    const int first = token + group * kPieceRows + warp * 16, row = first + lane / 4;
+  each_item(m, [&](const Item& item, bool erased) {
+    const int head = item.head, first = item.token + group * kPieceRows + warp * 16, row = first + lane / 4;
     float dx[8][4] = {};
-    if (c == m.empty) return write_zeros(m, head, first);
+    if (erased) return write_zeros(m, head, first);
     const int place = pass % 2;
     shared.x_full[place].wait(pass / 2);
     ++pass;
@@ -423,7 +446,7 @@ void allow_memory(Kernel kernel, size_t bytes) {
 }
 
 Reading reading_of(const MixerCall& call, const Tensor& states, const Tensor& x, const Tensor& u, const Tensor& factors,
-                   float constant, int empty, const Tensor& out) {
+                   bool falls, float constant, int empty, const Tensor& out) {
   const MixerShape& shape = call.shape;
   Reading m = {};
   m.states = pointer<bfloat16>(states);
@@ -438,6 +461,7 @@ Reading reading_of(const MixerCall& call, const Tensor& states, const Tensor& x,
   m.u_group = static_cast<int>(shape.heads / u.size(2));
   m.tiles = static_cast<int>(states.size(3));
   m.empty = empty;
+  m.falls = falls;
   m.constant = constant;
   m.sum_norm = call.spec.norm == Norm::sum;
   return m;
@@ -482,7 +506,8 @@ bool states_take(const MixerCall& call) {
 void read_states(const MixerCall& call, const ChunkTables& tables, const Tensor& states, const Tensor& past,
                  const Tensor& past_n) {
   const Tensor& q = call.inputs.q;
-  Reading m = reading_of(call, states, q, q, tables.in, score_constant(call), call.inputs.initial_state ? -1 : 0, past);
+  Reading m =
+      reading_of(call, states, q, q, tables.in, true, score_constant(call), call.inputs.initial_state ? -1 : 0, past);
   m.normalizer = floats(past_n);
   const cudaStream_t here = stream(q.device());
   if (call.spec.score == Score::linear) return linear<false>(m, tile_map(q), here);
@@ -499,12 +524,12 @@ void state_gradients(const MixerCall& call, const ChunkTables& tables, const Ten
   const cudaStream_t here = stream(q.device());
   const CUtensorMap q_map = tile_map(q), k_map = tile_map(k), v_map = tile_map(v), g_map = tile_map(g);
   const int first = initial ? -1 : 0, last = static_cast<int>(tables.chunks) - 1;
-  Reading dq = reading_of(call, states, q, g, tables.in, constant, first, gradients.q);
+  Reading dq = reading_of(call, states, q, g, tables.in, true, constant, first, gradients.q);
   dq.shift = floats(delta);
   const Tensor gradient_states =
       walk_states(call, tables, {q, g, tables.in, delta, {}, initial_state_gradient, constant, true});
-  const Reading dk = reading_of(call, gradient_states, k, v, tables.out, 1.0f, last, gradients.k);
-  const Reading dv = reading_of(call, gradient_states, k, k, tables.out, 1.0f, last, gradients.v);
+  const Reading dk = reading_of(call, gradient_states, k, v, tables.out, false, 1.0f, last, gradients.k);
+  const Reading dv = reading_of(call, gradient_states, k, k, tables.out, false, 1.0f, last, gradients.v);
   if (call.spec.score == Score::linear) {
     Reading dq_of_g = dq, dk_of_v = dk;
     dq_of_g.x_group = dq.u_group;

@@ -47,6 +47,26 @@ __device__ float weight_of(const Walk& m, int64_t row, int t) {
   return w;
 }
 
+// The tiles of a chunk's tokens of which decay lets anything reach the state: [begin, end). Factors rise along the
+// chunk, in a reverse walk they fall. A lane of the warp looks up the largest of one tile, a chunk ahead.
+struct Kept {
+  int begin, end;
+
+  __device__ static float look_up(const Walk& m, int64_t head, int i) {
+    const int c = m.chunks.at(min(i, m.chunks.chunks - 1)), tiles = m.chunks.tiles(c);
+    const int lane = static_cast<int>(threadIdx.x) % 32, from = c * m.chunks.chunk + lane * kPieceRows;
+    if (!m.factors || tiles > 32) return 1.0f;  // of chunks that long, nothing is left out
+    if (lane >= tiles) return 0.0f;
+    const int largest = m.chunks.reverse ? from : min(from + kPieceRows, m.chunks.length) - 1;
+    return m.factors[head * m.chunks.length + largest];
+  }
+  __device__ Kept(const Walk& m, int c, float largest) {
+    const int tiles = m.chunks.tiles(c), kept = min(tiles, __popc(__ballot_sync(0xFFFFFFFFu, largest != 0.0f)));
+    begin = m.chunks.reverse || tiles > 32 ? 0 : tiles - kept;
+    end = m.chunks.reverse && tiles <= 32 ? kept : tiles;
+  }
+};
+
 // One warpgroup: kTiles tiles of block B, from `first_a` on; its rows of `scaled` begin with a = first_a / 8 · 8.
 template <int kGroup, int kTiles>
 __device__ void accumulate(UpdateShared& shared, const Walk& m, int block, int first_a, int scaled_row,
@@ -69,8 +89,11 @@ __device__ void accumulate(UpdateShared& shared, const Walk& m, int block, int f
       x = m.first[(head * 2080 + pair_row(a, b)) * m.columns + column] * (a == b ? 1.0f : 1 / kSqrt2);
     });
   int turn = 0;
+  float next = Kept::look_up(m, head, 0);
   for (int i = 0; i < chunks.chunks; ++i) {
     const int c = chunks.at(i);
+    const Kept kept(m, c, next);
+    next = Kept::look_up(m, head, i + 1);
     if (i > 0 || m.first) {
       if (threadIdx.x % 128 == 0) wait_for_reads_of_stores();
       meet<kGroup>();
@@ -101,8 +124,7 @@ __device__ void accumulate(UpdateShared& shared, const Walk& m, int block, int f
       each([&](float& x, int, int, int) { x *= through; });
     }
     if (i == chunks.chunks - 1 && !m.last) break;
-    const int tiles = chunks.tiles(c);
-    for (int tile = 0; tile < tiles; ++tile, ++turn) {
+    for (int tile = kept.begin; tile < kept.end; ++tile, ++turn) {
       const int stage = turn % UpdateShared::kStages, phase = turn / UpdateShared::kStages;
       const Tile<64> x = piece_of(shared.x[stage]);
       shared.full[stage].wait(phase);
@@ -172,9 +194,12 @@ __global__ void __launch_bounds__(kUpdateThreads, 1)
   const auto each_tile = [&](auto&& f) {
     const int walked = m.chunks.chunks - (m.last ? 0 : 1);
     int turn = 0;
+    float next = Kept::look_up(m, head, 0);
     for (int i = 0; i < walked; ++i) {
-      const int c = m.chunks.at(i), tiles = m.chunks.tiles(c);
-      for (int tile = 0; tile < tiles; ++tile, ++turn) f(turn, c * m.chunks.chunk + tile * kPieceRows);
+      const int c = m.chunks.at(i);
+      const Kept kept(m, c, next);
+      next = Kept::look_up(m, head, i + 1);
+      for (int tile = kept.begin; tile < kept.end; ++tile, ++turn) f(turn, c * m.chunks.chunk + tile * kPieceRows);
     }
   };
   if (warp < 4) {
