@@ -1,4 +1,5 @@
 #include "ops/mixer/recurrent.cuh"
+#include "tensor/launch.cuh"
 
 namespace furious::cuda {
 namespace {
@@ -60,84 +61,93 @@ __global__ void append_kernel(Cache cache, Tokens<T> k, Tokens<T> v, Tokens<floa
 }
 
 // state = exp(A_end)·state + Σ_j exp(A_end − A_j) φ(k_j)[v_j, 1]ᵀ over the pending tokens. A block has 64 rows and 64
-// columns of one head's state, a thread 4 × 4 of them.
-constexpr int kFoldTile = 64, kFoldTokens = 16;
+// columns of one head's state, a thread 4 × 4 of them. A fold of all layers is what every so many tokens wait for: the
+// blocks of a head of 64 all fit on the multiprocessors at once, and a block asks for its state first and for all k and
+// v of a page together.
+constexpr int kFoldTile = 64, kFoldTokens = kPageTokens, kFoldBlocks = 4;
 
 template <class T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kFoldBlocks)
     fold_kernel(Cache cache, float* states, int64_t state_numbers, int pending, int row_tiles, int column_tiles) {
+  constexpr int kWarps = kThreads / 32, kOfWarp = kFoldTokens / kWarps;
+  static_assert(kFoldTokens % kWarps == 0 && kFoldTile == 2 * 32);
   __shared__ float k[kFoldTokens * kLargestDim];
   __shared__ alignas(16) float phi[kFoldTokens][kFoldTile];
   __shared__ alignas(16) float v[kFoldTokens][kFoldTile];
   __shared__ float weights[kFoldTokens];
-  const int thread = static_cast<int>(threadIdx.x);
+  start_next();
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   const int64_t sequence_head = blockIdx.x / (row_tiles * column_tiles);
   const int tile = static_cast<int>(blockIdx.x % (row_tiles * column_tiles));
   const int first_row = tile / column_tiles * kFoldTile, first_column = tile % column_tiles * kFoldTile;
   const int batch = static_cast<int>(sequence_head / cache.heads);
   const int head = static_cast<int>(sequence_head % cache.heads);
-  const double end = cache.decay ? cache.total(sequence_head, pending - 1) : 0;
-
-  const int own = thread % kFoldTile;  // the row of φ and the column of v that this thread prepares
+  const int own = thread % kFoldTile;  // the row of φ that this thread prepares
   const bool own_row = first_row + own < cache.state_rows;
   const Feature feature(cache.score, own_row ? first_row + own : 0, cache.qk_dim);
-  const int row = thread / 16 * 4, column = thread % 16 * 4;
+  const int row = thread / 16 * 4, column = thread % 16 * 4, ld = padded(cache.v_dim);
+  float4* const state = reinterpret_cast<float4*>(states + sequence_head * state_numbers +
+                                                  static_cast<int64_t>(first_row + row) * ld + first_column + column);
+  float* const z =
+      states + sequence_head * state_numbers + static_cast<int64_t>(cache.state_rows) * ld + first_row + own;
+  const int rows = first_column + column < ld ? min(4, cache.state_rows - first_row - row) : 0;
+  const bool has_normalizer = cache.sum && first_column == 0 && thread < kFoldTile && own_row;
+
+  wait_for_previous();
+  float4 old[4];
+#pragma unroll
+  for (int r = 0; r < 4; ++r) old[r] = r < rows ? __ldcg(state + r * (ld / 4)) : float4{0, 0, 0, 0};
+  const double end = cache.decay ? __ldcg(cache.total_of(sequence_head, pending - 1)) : 0;
   float sums[4][4] = {};
   float normalizer = 0;  // of row `own`, in the first 64 threads
+#pragma unroll 1
   for (int t0 = 0; t0 < pending; t0 += kFoldTokens) {
-    const int count = min(kFoldTokens, pending - t0);
     const Page page = cache.pages[t0 / kPageTokens];
     __syncthreads();
-    for (int i = thread; i < kFoldTokens * cache.qk_dim; i += kThreads) {
-      const int t = i / cache.qk_dim, c = i % cache.qk_dim;
-      k[i] = t < count ? to_float(cache.template k_row<T>(page, batch, head, t0 + t)[c]) : 0.0f;
-    }
-    if (thread < kFoldTokens) {
-      float weight = thread < count ? 1.0f : 0.0f;
-      if (cache.decay && thread < count) weight = decay_factor(end - cache.total(sequence_head, t0 + thread));
-      weights[thread] = weight;
+    // A warp has some of the tokens.
+#pragma unroll
+    for (int i = 0; i < kOfWarp; ++i) {
+      const int t = warp + i * kWarps;
+      const bool there = t0 + t < pending;
+      float weight = there ? 1.0f : 0.0f;
+      if (cache.decay && there) weight = decay_factor(end - __ldcg(page.total + cache.decay_at(sequence_head, t)));
+      if (lane == 0) weights[t] = weight;
+      const T* const from_k = cache.template k_row<T>(page, batch, head, t);
+      const T* const from_v = cache.template v_row<T>(page, batch, head, t) + first_column;
+      for (int c = lane; c < cache.qk_dim; c += 32) k[t * cache.qk_dim + c] = there ? to_float(__ldcg(from_k + c)) : 0;
+#pragma unroll
+      for (int c = lane; c < kFoldTile; c += 32)
+        v[t][c] = there && first_column + c < cache.v_dim ? to_float(__ldcg(from_v + c)) * weight : 0;
     }
     __syncthreads();
-    for (int t = thread / kFoldTile; t < kFoldTokens; t += kThreads / kFoldTile) {
+    for (int t = thread / kFoldTile; t < kFoldTokens; t += kThreads / kFoldTile)
       phi[t][own] = own_row ? feature.of(k + t * cache.qk_dim) : 0.0f;
-      const bool is_value = t < count && first_column + own < cache.v_dim;
-      v[t][own] = is_value
-                      ? to_float(cache.template v_row<T>(page, batch, head, t0 + t)[first_column + own]) * weights[t]
-                      : 0.0f;
-    }
     __syncthreads();
 #pragma unroll
     for (int t = 0; t < kFoldTokens; ++t) {
       const float4 p = *reinterpret_cast<const float4*>(&phi[t][row]);
       const float4 x = *reinterpret_cast<const float4*>(&v[t][column]);
-      const float rows[4] = {p.x, p.y, p.z, p.w}, columns[4] = {x.x, x.y, x.z, x.w};
+      const float rows_of[4] = {p.x, p.y, p.z, p.w}, columns[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
       for (int r = 0; r < 4; ++r)
 #pragma unroll
-        for (int c = 0; c < 4; ++c) sums[r][c] = fmaf(rows[r], columns[c], sums[r][c]);
+        for (int c = 0; c < 4; ++c) sums[r][c] = fmaf(rows_of[r], columns[c], sums[r][c]);
     }
-    if (thread < kFoldTile)
+    if (has_normalizer)
       for (int t = 0; t < kFoldTokens; ++t) normalizer = fmaf(phi[t][thread], weights[t], normalizer);
   }
 
-  const int ld = padded(cache.v_dim);
-  float* state = states + sequence_head * state_numbers;
   const float left = cache.decay ? decay_factor(end) : 1.0f;
+#pragma unroll
   for (int r = 0; r < 4; ++r) {
-    if (first_row + row + r >= cache.state_rows || first_column + column >= ld) continue;
-    float4* to =
-        reinterpret_cast<float4*>(state + static_cast<int64_t>(first_row + row + r) * ld + first_column + column);
-    float4 x = *to;
+    float4 x = old[r];
     x.x = fmaf(left, x.x, sums[r][0]);
     x.y = fmaf(left, x.y, sums[r][1]);
     x.z = fmaf(left, x.z, sums[r][2]);
     x.w = fmaf(left, x.w, sums[r][3]);
-    *to = x;
+    if (r < rows) state[r * (ld / 4)] = x;
   }
-  if (cache.sum && first_column == 0 && thread < kFoldTile && own_row) {
-    float* z = state + static_cast<int64_t>(cache.state_rows) * ld + first_row + own;
-    *z = fmaf(left, *z, normalizer);
-  }
+  if (has_normalizer) *z = fmaf(left, __ldcg(z), normalizer);
 }
 
 // Between the packed state and the public layout, element by element of the latter.
@@ -170,7 +180,9 @@ struct PageList {
   Page pages[kMost];
 };
 
+// The next kernel starts when this one has ended: a step may read the state before it waits.
 __global__ void list_pages_kernel(Page* table, PageList list, int count, int* counters, int pending, int tokens) {
+  wait_for_previous();
   const int i = static_cast<int>(threadIdx.x);
   if (i < count) table[i] = list.pages[i];
   if (i == 0) counters[kPending] = pending;
@@ -200,10 +212,9 @@ void cache_window_changed(Device device, const MixerShape& shape, CacheWindow& w
       list.pages[i] = {page.k.raw(), page.v.raw(), page.log_decay ? page.log_decay.data<float>() : nullptr,
                        page.total ? page.total.data<double>() : nullptr};
     }
-    list_pages_kernel<<<1, PageList::kMost, 0, stream(device)>>>(
-        static_cast<Page*>(window.table.raw()) + window.listed, list, static_cast<int>(some),
-        window.counters.data<int32_t>(), static_cast<int>(window.pending), static_cast<int>(window.tokens));
-    check_launch("mixer_cache");
+    launch_early(true, list_pages_kernel, 1, PageList::kMost, 0, stream(device),
+                 static_cast<Page*>(window.table.raw()) + window.listed, list, static_cast<int>(some),
+                 window.counters.data<int32_t>(), static_cast<int>(window.pending), static_cast<int>(window.tokens));
     window.listed += some;
   } while (window.listed < count);
 }
@@ -239,11 +250,10 @@ void cache_fold(const MixerSpec& spec, const MixerShape& shape, const CacheWindo
   const int64_t blocks = shape.batch * shape.heads * row_tiles * column_tiles;
   with_activation_type(window.pages[0].k.dtype(), [&](auto zero) {
     using T = typename OnDevice<decltype(zero)>::Type;
-    fold_kernel<T><<<blocks_for(blocks, 1), kThreads, 0, stream(state.device())>>>(
-        cache_of(spec, shape, window), state.data<float>(), state.stride(1), static_cast<int>(window.pending),
-        row_tiles, column_tiles);
+    launch_early(true, fold_kernel<T>, blocks_for(blocks, 1), kThreads, 0, stream(state.device()),
+                 cache_of(spec, shape, window), state.data<float>(), state.stride(1), static_cast<int>(window.pending),
+                 row_tiles, column_tiles);
   });
-  check_launch("mixer_cache.fold");
 }
 
 void cache_load(const MixerSpec& spec, const MixerShape& shape, const Tensor& from, const Tensor& state) {
