@@ -13,7 +13,9 @@
 //
 // An activation travels as a word that holds its 16 bits and a tag, the number of the operation that wrote it counted
 // over all tokens: who reads it reads until the tag is the one he waits for. That takes one way through the L2 cache,
-// where a meeting of all blocks takes three. Numbers of f32 travel the same way in two words. Nobody can be overtaken:
+// where a meeting of all blocks takes three. Numbers of f32 travel the same way in two words. All blocks read the same
+// words at the same time, from one place in the cache: so there are some copies of them, and some blocks for each.
+// Nobody can be overtaken:
 // who writes an activation anew does so after all warps of his block have read all that the operation before wrote, and
 // each block of that had read its own input before it wrote. Only a step reads less than all, its own head; but the
 // operation after it reads all heads.
@@ -44,6 +46,8 @@ constexpr int kFewestRows = 64;                             // of a state, in a 
 constexpr int kMostRows = 512;                              // the same
 constexpr int kLargestHead = 128;
 static_assert(8 * kMostGroups == 32);
+constexpr int kCopies = 4;               // of what travels from block to block
+constexpr int64_t kCopyBytes = 1 << 20;  // between a word and its next copy
 
 // Units are eight neighbouring columns, 16 bytes. Rows of weights lie apart so that eight of them fall into different
 // banks, and so do the columns of a warp of a sequence's activations, of which it takes four units at a time.
@@ -192,6 +196,17 @@ __device__ float value_of(uint32_t word) {
   return __uint_as_float(word << 16);
 }
 
+// Of what travels, the copy that this block reads.
+template <class T>
+__device__ const T* own_copy(const T* from) {
+  return from + blockIdx.x % kCopies * (kCopyBytes / static_cast<int64_t>(sizeof(T)));
+}
+template <class T>
+__device__ void store_copies(T* to, T x) {
+#pragma unroll
+  for (int i = 0; i < kCopies; ++i) store_relaxed(to + i * (kCopyBytes / static_cast<int64_t>(sizeof(T))), x);
+}
+
 // How numbers travel from block to block: an activation under its tag in a word, a number of f32 in two.
 struct Tagged {
   uint32_t tag;  // of 16 bits
@@ -199,19 +214,23 @@ struct Tagged {
   __device__ explicit Tagged(uint32_t number) : tag(number & 0xFFFFu) {}
 
   __device__ void activation(void* out, int64_t at, float x) const {
-    store_relaxed(static_cast<uint32_t*>(out) + at, tag << 16 | bits_of(x));
+    store_copies(static_cast<uint32_t*>(out) + at, tag << 16 | bits_of(x));
   }
   __device__ void number(void* out, int64_t at, float x) const {
-    store_relaxed(static_cast<uint64_t*>(out) + at, uint64_t{tag} << 32 | __float_as_uint(x));
+    store_copies(static_cast<uint64_t*>(out) + at, uint64_t{tag} << 32 | __float_as_uint(x));
   }
+  // A number of which there is one copy.
+  __device__ void partial(uint64_t* to, float x) const { store_relaxed(to, uint64_t{tag} << 32 | __float_as_uint(x)); }
   __device__ uint32_t wait_word(const uint32_t* from) const {
     uint32_t word;
+    from = own_copy(from);
     do word = load_relaxed(from);
     while (word >> 16 != tag);
     return word;
   }
   __device__ float wait_activation(const uint32_t* from) const { return value_of(wait_word(from)); }
-  __device__ float wait_number(const uint64_t* from) const {
+  __device__ float wait_number(const uint64_t* from) const { return wait_partial(own_copy(from)); }
+  __device__ float wait_partial(const uint64_t* from) const {
     uint64_t both;
     do both = load_relaxed(from);
     while (both >> 32 != tag);
@@ -221,6 +240,7 @@ struct Tagged {
   __device__ uint4 wait_eight(const uint4* from) const {
     uint4 low, high;
     uint32_t other;
+    from = own_copy(from);
     do {
       low = load_relaxed(from);
       high = load_relaxed(from + 1);
@@ -838,7 +858,7 @@ __device__ void run_step(const Piece& piece, Barrier& used, char* area, const St
       } else {
         sum = memory.normalizer;
       }
-      written.number(own.partials, own.block * ld + thread, sum);
+      written.partial(own.partials + own.block * ld + thread, sum);
     }
     // The blocks of a head share out its columns. A warp adds up one: half of it y, the others n.
 #pragma unroll 1
@@ -846,7 +866,7 @@ __device__ void run_step(const Piece& piece, Barrier& used, char* area, const St
       float sum = 0;
 #pragma unroll 1
       for (int part = lane % 16; part < step.blocks; part += 16)
-        sum += written.wait_number(own.partials + part * ld + (lane < 16 ? c : cache.v_dim));
+        sum += written.wait_partial(own.partials + part * ld + (lane < 16 ? c : cache.v_dim));
 #pragma unroll
       for (int offset = 8; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, offset);
       const float all = __shfl_xor_sync(0xFFFFFFFFu, sum, 16);
@@ -951,7 +971,7 @@ struct Recorder {
   struct Mail {
     const char* begin;  // of what it stands for
     int64_t numbers, bytes_each;
-    Tensor words;
+    char* words;    // the first copy
     int operation;  // that wrote it last
   };
   Device device;
@@ -960,7 +980,23 @@ struct Recorder {
   std::vector<Mail> mails = {};
 
   Tensor partials = {};
+  char* free = nullptr;  // what is left of the memory for mail
+  int64_t free_bytes = 0;
 
+  // Of the first copy; the others lie kCopyBytes apart. No word of them has a tag.
+  char* room_for(int64_t bytes) {
+    constexpr int64_t kLine = 128;
+    bytes = (bytes + kLine - 1) / kLine * kLine;
+    require(bytes <= kCopyBytes, "token_program: {} bytes of activations, expected {} at most", bytes, kCopyBytes);
+    if (bytes > free_bytes) {
+      held.push_back(Tensor::zeros({kCopies * kCopyBytes / 4}, DType::i32, device));
+      free = static_cast<char*>(held.back().raw());
+      free_bytes = kCopyBytes;
+    }
+    free += bytes;
+    free_bytes -= bytes;
+    return free - bytes;
+  }
   // Steps have one memory for their partial sums, which so stays in the L2 cache: who writes there for the next step
   // has read what comes of all sums of the one before.
   uint64_t* partials_for(int64_t numbers) {
@@ -983,7 +1019,7 @@ struct Recorder {
   T* mail_of(T* x) {
     const Mail& mail = latest(x);
     const int64_t offset = reinterpret_cast<const char*>(x) - mail.begin;
-    return reinterpret_cast<T*>(static_cast<char*>(mail.words.raw()) + 2 * offset);
+    return reinterpret_cast<T*>(mail.words + 2 * offset);
   }
   // Twice the bytes, for the tags. What comes to lie in the same place again, of the same size, has the same.
   template <class T>
@@ -993,13 +1029,12 @@ struct Recorder {
         Mail again = mail;
         again.operation = static_cast<int>(operations.size());
         mails.push_back(again);
-        return static_cast<T*>(again.words.raw());
+        return reinterpret_cast<T*>(again.words);
       }
-    const Tensor words = Tensor::zeros({numbers * bytes_each / 2}, DType::i32, device);
-    held.push_back(words);
+    char* const words = room_for(2 * numbers * bytes_each);
     mails.push_back(
         {reinterpret_cast<const char*>(x), numbers, bytes_each, words, static_cast<int>(operations.size())});
-    return static_cast<T*>(words.raw());
+    return reinterpret_cast<T*>(words);
   }
 };
 
