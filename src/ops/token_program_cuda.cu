@@ -183,11 +183,6 @@ __device__ void store_relaxed(uint64_t* to, uint64_t x) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;\n" ::"l"(to), "l"(x) : "memory");
 }
 
-// Into the L2 cache, a line of 128 bytes.
-__device__ void prefetch(const float* from) {
-  asm volatile("prefetch.global.L2 [%0];\n" ::"l"(from));
-}
-
 // The 16 bits of an activation, and its value.
 __device__ uint32_t bits_of(float x) {
   return pack(x, 0.0f);

@@ -192,11 +192,11 @@ __global__ void __launch_bounds__(QueryLayout<kDim>::kThreads, 1)
     wait_for_products<0>();
     settle(acc);
     __syncwarp();
-    if (lane == 0) shared.empty[stage].arrive();
+    shared.empty[stage].arrive();
   }
   for (; tile <= last_tile; ++tile, pipe.next()) {
     shared.full[pipe.stage].wait(pipe.phase);
-    if (lane == 0) shared.empty[pipe.stage].arrive();
+    shared.empty[pipe.stage].arrive();
   }
 
   constexpr float kDegree = kScore == Score::squared ? 2 : 1;
@@ -284,7 +284,7 @@ __device__ void copy_queries(Shared& shared, const CUtensorMap& q, const CUtenso
       shared.deltas[stage][i * 32 + lane] = delta[i];
       shared.begins[stage][i * 32 + lane] = begin[i];
     }
-    __syncwarp();
+    if (lane > 0) shared.full[stage].arrive();
     if (lane == 0) {
       shared.full[stage].arrive_and_expect(2 * Shared::kPieces * kPieceBytes);
       for (int piece = 0; piece < Shared::kPieces; ++piece) {
@@ -460,11 +460,11 @@ __global__ void __launch_bounds__(KeyLayout<kDim>::kThreads, 1)
     settle(dk);
     settle(dv);
     __syncwarp();
-    if (lane == 0) shared.empty[stage].arrive();
+    shared.empty[stage].arrive();
   }
   for (; tile >= block.row0 / kTile; --tile, pipe.next()) {
     shared.full[pipe.stage].wait(pipe.phase);
-    if (lane == 0) shared.empty[pipe.stage].arrive();
+    shared.empty[pipe.stage].arrive();
   }
 
   constexpr float kDegree = kScore == Score::squared ? 2 : 1;

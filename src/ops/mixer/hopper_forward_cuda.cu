@@ -182,12 +182,12 @@ __global__ void __launch_bounds__(Layout<kDim>::kThreads, 1)
     wait_for_products<0>();
     settle(acc);
     __syncwarp();
-    if (lane == 0) shared.empty[stage].arrive();
+    shared.empty[stage].arrive();
   }
   // Other warpgroups may have tiles to come; the warp that copies waits for all.
   for (; tile <= last_tile; ++tile, pipe.next()) {
     shared.full[pipe.stage].wait(pipe.phase);
-    if (lane == 0) shared.empty[pipe.stage].arrive();
+    shared.empty[pipe.stage].arrive();
   }
 
   const int64_t head_row = (static_cast<int64_t>(b) * m.heads + h) * m.length;

@@ -90,14 +90,15 @@ __device__ int count_erased_by_warp(int count, Erased&& erased) {
   return total;
 }
 
-// By all threads, before anything else uses the barriers: every warp of `readers` warpgroups lets go of a stage. The
+// By all threads, before anything else uses the barriers: every thread of the warp that copies fills a stage, and every
+// thread of `readers` warpgroups lets go of it, so that each of them has said so of its own reads and writes. The
 // block's own rows are ready when the copies have come and the warp that asked for them has said so once more.
 template <class Shared>
 __device__ void init_barriers(Shared& shared, int readers) {
   if (threadIdx.x == 0) {
     for (int i = 0; i < Shared::kStages; ++i) {
-      shared.full[i].init(1);
-      shared.empty[i].init(4 * readers);
+      shared.full[i].init(32);
+      shared.empty[i].init(128 * readers);
     }
     shared.ready.init(2);
     fence_barriers();
@@ -146,7 +147,7 @@ __device__ void copy_keys(Shared& shared, const CUtensorMap& k, const CUtensorMa
       shared.columns[stage][i * 32 + lane] = column[i];
       shared.locals[stage][i * 32 + lane] = local[i];
     }
-    __syncwarp();
+    if (lane > 0) shared.full[stage].arrive();
     if (lane == 0) {
       shared.full[stage].arrive_and_expect(2 * Shared::kPieces * kPieceBytes);
       for (int piece = 0; piece < Shared::kPieces; ++piece) {

@@ -61,92 +61,111 @@ __global__ void append_kernel(Cache cache, Tokens<T> k, Tokens<T> v, Tokens<floa
 }
 
 // state = exp(A_end)·state + Σ_j exp(A_end − A_j) φ(k_j)[v_j, 1]ᵀ over the pending tokens. A block has 64 rows and 64
-// columns of one head's state, a thread 4 × 4 of them. A fold of all layers is what every so many tokens wait for: the
-// blocks of a head of 64 all fit on the multiprocessors at once, and a block asks for its state first and for all k and
-// v of a page together.
-constexpr int kFoldTile = 64, kFoldTokens = kPageTokens, kFoldBlocks = 4;
+// columns of one head's state, a thread 8 × 4 of them. A fold of all layers is what every so many tokens wait for: the
+// blocks of 16 heads of 64 all fit on the multiprocessors at once, and a block asks for its state first and then for
+// all of a page together.
+constexpr int kFoldTile = 64, kFoldThreads = 128, kFoldRows = 8, kFoldBlocks = 4;
 
 template <class T>
-__global__ void __launch_bounds__(kThreads, kFoldBlocks)
+__global__ void __launch_bounds__(kFoldThreads, kFoldBlocks)
     fold_kernel(Cache cache, float* states, int64_t state_numbers, int pending, int row_tiles, int column_tiles) {
-  constexpr int kWarps = kThreads / 32, kOfWarp = kFoldTokens / kWarps;
-  static_assert(kFoldTokens % kWarps == 0 && kFoldTile == 2 * 32);
-  __shared__ float k[kFoldTokens * kLargestDim];
-  __shared__ alignas(16) float phi[kFoldTokens][kFoldTile];
-  __shared__ alignas(16) float v[kFoldTokens][kFoldTile];
-  __shared__ float weights[kFoldTokens];
+  constexpr int kOfThread = kPageTokens * kFoldTile / kFoldThreads;  // numbers of a page, for a tile of columns
+  constexpr int kStep = kFoldThreads / kFoldTile;                    // tokens between them
+  __shared__ float k[kPageTokens * kLargestDim];
+  __shared__ alignas(16) float phi[kPageTokens][kFoldTile];  // weighted
+  __shared__ alignas(16) float v[kPageTokens][kFoldTile];
+  __shared__ float weights[kPageTokens];
   start_next();
-  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
-  const int64_t sequence_head = blockIdx.x / (row_tiles * column_tiles);
-  const int tile = static_cast<int>(blockIdx.x % (row_tiles * column_tiles));
+  const int thread = static_cast<int>(threadIdx.x), tiles = row_tiles * column_tiles;
+  const int sequence_head = static_cast<int>(blockIdx.x) / tiles, tile = static_cast<int>(blockIdx.x) % tiles;
   const int first_row = tile / column_tiles * kFoldTile, first_column = tile % column_tiles * kFoldTile;
-  const int batch = static_cast<int>(sequence_head / cache.heads);
-  const int head = static_cast<int>(sequence_head % cache.heads);
-  const int own = thread % kFoldTile;  // the row of φ that this thread prepares
-  const bool own_row = first_row + own < cache.state_rows;
+  const int batch = sequence_head / cache.heads, head = sequence_head % cache.heads;
+  // The row of φ and the column of v that this thread prepares, and of which tokens first.
+  const int own = thread % kFoldTile, own_token = thread / kFoldTile;
+  const bool own_row = first_row + own < cache.state_rows, own_column = first_column + own < cache.v_dim;
   const Feature feature(cache.score, own_row ? first_row + own : 0, cache.qk_dim);
-  const int row = thread / 16 * 4, column = thread % 16 * 4, ld = padded(cache.v_dim);
-  float4* const state = reinterpret_cast<float4*>(states + sequence_head * state_numbers +
-                                                  static_cast<int64_t>(first_row + row) * ld + first_column + column);
-  float* const z =
-      states + sequence_head * state_numbers + static_cast<int64_t>(cache.state_rows) * ld + first_row + own;
-  const int rows = first_column + column < ld ? min(4, cache.state_rows - first_row - row) : 0;
+  const int row = thread / 16 * kFoldRows, column = thread % 16 * 4, ld = padded(cache.v_dim);
+  float* const state = states + sequence_head * state_numbers;
+  float* const to = state + static_cast<int64_t>(first_row + row) * ld + first_column + column;
+  float* const z = state + static_cast<int64_t>(cache.state_rows) * ld + first_row + own;
+  const int rows = first_column + column < ld ? cache.state_rows - first_row - row : 0;
   const bool has_normalizer = cache.sum && first_column == 0 && thread < kFoldTile && own_row;
 
   wait_for_previous();
-  float4 old[4];
 #pragma unroll
-  for (int r = 0; r < 4; ++r) old[r] = r < rows ? __ldcg(state + r * (ld / 4)) : float4{0, 0, 0, 0};
+  for (int r = 0; r < kFoldRows; ++r)
+    if (r < rows) prefetch(to + r * ld);
   const double end = cache.decay ? __ldcg(cache.total_of(sequence_head, pending - 1)) : 0;
-  float sums[4][4] = {};
-  float normalizer = 0;  // of row `own`, in the first 64 threads
+  float sums[kFoldRows][4] = {};
+  float normalizer = 0;
 #pragma unroll 1
-  for (int t0 = 0; t0 < pending; t0 += kFoldTokens) {
+  for (int t0 = 0; t0 < pending; t0 += kPageTokens) {
     const Page page = cache.pages[t0 / kPageTokens];
-    __syncthreads();
-    // A warp has some of the tokens.
+    const int count = min(kPageTokens, pending - t0);
+    // The tokens of a head lie one behind the other.
+    const T* const page_k = cache.template k_row<T>(page, batch, head, 0);
+    const T* const page_v = cache.template v_row<T>(page, batch, head, 0) + first_column + own;
+    T some_v[kOfThread];
 #pragma unroll
-    for (int i = 0; i < kOfWarp; ++i) {
-      const int t = warp + i * kWarps;
-      const bool there = t0 + t < pending;
-      float weight = there ? 1.0f : 0.0f;
-      if (cache.decay && there) weight = decay_factor(end - __ldcg(page.total + cache.decay_at(sequence_head, t)));
-      if (lane == 0) weights[t] = weight;
-      const T* const from_k = cache.template k_row<T>(page, batch, head, t);
-      const T* const from_v = cache.template v_row<T>(page, batch, head, t) + first_column;
-      for (int c = lane; c < cache.qk_dim; c += 32) k[t * cache.qk_dim + c] = there ? to_float(__ldcg(from_k + c)) : 0;
-#pragma unroll
-      for (int c = lane; c < kFoldTile; c += 32)
-        v[t][c] = there && first_column + c < cache.v_dim ? to_float(__ldcg(from_v + c)) * weight : 0;
+    for (int i = 0; i < kOfThread; ++i) {
+      const int t = own_token + i * kStep;
+      some_v[i] = own_column && t < count ? __ldcg(page_v + t * cache.v_dim) : T(0.0f);
     }
+    float weight = 1;
+    if (cache.decay && thread < count)
+      weight = decay_factor(end - __ldcg(page.total + cache.decay_at(sequence_head, thread)));
     __syncthreads();
-    for (int t = thread / kFoldTile; t < kFoldTokens; t += kThreads / kFoldTile)
-      phi[t][own] = own_row ? feature.of(k + t * cache.qk_dim) : 0.0f;
-    __syncthreads();
+#pragma unroll 1
+    for (int first = thread; first < kPageTokens * cache.qk_dim; first += kOfThread * kFoldThreads) {
+      T some_k[kOfThread];
 #pragma unroll
-    for (int t = 0; t < kFoldTokens; ++t) {
-      const float4 p = *reinterpret_cast<const float4*>(&phi[t][row]);
+      for (int i = 0; i < kOfThread; ++i) {
+        const int at = first + i * kFoldThreads;
+        some_k[i] = at < count * cache.qk_dim ? __ldcg(page_k + at) : T(0.0f);
+      }
+#pragma unroll
+      for (int i = 0; i < kOfThread; ++i) {
+        const int at = first + i * kFoldThreads;
+        if (at < kPageTokens * cache.qk_dim) k[at] = to_float(some_k[i]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kOfThread; ++i) v[own_token + i * kStep][own] = to_float(some_v[i]);
+    if (thread < kPageTokens) weights[thread] = weight;
+    __syncthreads();
+#pragma unroll 4
+    for (int t = own_token; t < kPageTokens; t += kStep)
+      phi[t][own] = own_row ? feature.of(k + t * cache.qk_dim) * weights[t] : 0.0f;
+    __syncthreads();
+#pragma unroll 4
+    for (int t = 0; t < kPageTokens; ++t) {
       const float4 x = *reinterpret_cast<const float4*>(&v[t][column]);
-      const float rows_of[4] = {p.x, p.y, p.z, p.w}, columns[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
-      for (int r = 0; r < 4; ++r)
+      for (int r = 0; r < kFoldRows; r += 4) {
+        const float4 p = *reinterpret_cast<const float4*>(&phi[t][row + r]);
+        const float by_row[4] = {p.x, p.y, p.z, p.w}, by_column[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
-        for (int c = 0; c < 4; ++c) sums[r][c] = fmaf(rows_of[r], columns[c], sums[r][c]);
+        for (int i = 0; i < 4; ++i)
+#pragma unroll
+          for (int c = 0; c < 4; ++c) sums[r + i][c] = fmaf(by_row[i], by_column[c], sums[r + i][c]);
+      }
     }
-    if (has_normalizer)
-      for (int t = 0; t < kFoldTokens; ++t) normalizer = fmaf(phi[t][thread], weights[t], normalizer);
+    if (has_normalizer) {
+#pragma unroll 8
+      for (int t = 0; t < kPageTokens; ++t) normalizer += phi[t][own];
+    }
   }
 
   const float left = cache.decay ? decay_factor(end) : 1.0f;
+  float4 old[kFoldRows];
 #pragma unroll
-  for (int r = 0; r < 4; ++r) {
-    float4 x = old[r];
-    x.x = fmaf(left, x.x, sums[r][0]);
-    x.y = fmaf(left, x.y, sums[r][1]);
-    x.z = fmaf(left, x.z, sums[r][2]);
-    x.w = fmaf(left, x.w, sums[r][3]);
-    if (r < rows) state[r * (ld / 4)] = x;
-  }
+  for (int r = 0; r < kFoldRows; ++r)
+    if (r < rows) old[r] = __ldcg(reinterpret_cast<const float4*>(to + r * ld));
+#pragma unroll
+  for (int r = 0; r < kFoldRows; ++r)
+    if (r < rows)
+      *reinterpret_cast<float4*>(to + r * ld) = {fmaf(left, old[r].x, sums[r][0]), fmaf(left, old[r].y, sums[r][1]),
+                                                 fmaf(left, old[r].z, sums[r][2]), fmaf(left, old[r].w, sums[r][3])};
   if (has_normalizer) *z = fmaf(left, __ldcg(z), normalizer);
 }
 
@@ -250,7 +269,7 @@ void cache_fold(const MixerSpec& spec, const MixerShape& shape, const CacheWindo
   const int64_t blocks = shape.batch * shape.heads * row_tiles * column_tiles;
   with_activation_type(window.pages[0].k.dtype(), [&](auto zero) {
     using T = typename OnDevice<decltype(zero)>::Type;
-    launch_early(true, fold_kernel<T>, blocks_for(blocks, 1), kThreads, 0, stream(state.device()),
+    launch_early(true, fold_kernel<T>, blocks_for(blocks, 1), kFoldThreads, 0, stream(state.device()),
                  cache_of(spec, shape, window), state.data<float>(), state.stride(1), static_cast<int>(window.pending),
                  row_tiles, column_tiles);
   });
