@@ -111,9 +111,10 @@ struct WarpSums {
 struct Memory {
   alignas(16) char pieces[kSlots][kDescriptionBytes];
   StepShare shares[kSlots];
-  Barrier described[kSlots], fetched[kSlots], used[kSlots];
-  Barrier multiplied[2], finished[2];  // products, by turns
-  NewToken tokens[2];                  // by turns, since the step before may still be reading its own
+  // Every thread arrives for itself, once it has read or written all that it has to.
+  Barrier described[kSlots], fetched[kSlots], used[kSlots];  // pieces
+  Barrier multiplied[2], finished[2];                        // products, by turns
+  NewToken tokens[2];  // by turns, since the step before may still be reading its own
   float phi[kMostRows];
   float weights[kMostTokens];
   float normalizer;
@@ -360,7 +361,7 @@ __device__ void fetch_window(const Piece& piece, Barrier& fetched, char* area, S
   const OwnHead own(piece);
   if (lane == 0) share.there = own.there;
   if (!own.there) {
-    if (lane == 0) fetched.arrive();
+    fetched.arrive();
     return;
   }
   const int batch = quotient(own.sequence_head, cache.heads), head = own.sequence_head - batch * cache.heads;
@@ -405,7 +406,7 @@ __device__ void fetch_window(const Piece& piece, Barrier& fetched, char* area, S
     for (int j = lane; j < tokens; j += 32) share.totals[j] = cache.total(own.sequence_head, first_token + j);
   __syncwarp();
   const int k_bytes = cache.qk_dim * 2, v_bytes = cache.v_dim * 2;
-  if (lane == 0) fetched.arrive_and_expect(tokens * (k_bytes + v_bytes));
+  if (lane == 0) fetched.expect(tokens * (k_bytes + v_bytes));
   __syncwarp();
 #pragma unroll 1
   for (int j = lane; j < tokens; j += 32) {
@@ -414,6 +415,7 @@ __device__ void fetch_window(const Piece& piece, Barrier& fetched, char* area, S
     stream_bytes(to.k + j * k_bytes, k_at(page, token), k_bytes, fetched);
     stream_bytes(to.v + j * v_bytes, v_at(page, token), v_bytes, fetched);
   }
+  fetched.arrive();
 }
 
 // One warp fetches descriptions, weights and states. The descriptions of two further pieces are on their way meanwhile.
@@ -442,14 +444,14 @@ __device__ void fetch(const Program& program, Memory& memory, char* ring) {
     }
     if (blockIdx.x == 0 && piece.kind == Piece::Kind::linear && piece.linear.norm != nullptr)
       for (int i = 32 * lane; i < piece.linear.k; i += 1024) prefetch(piece.linear.norm + i);
+    memory.described[slot].arrive();
     if (lane == 0) {
-      memory.described[slot].arrive();
       if (piece.kind == Piece::Kind::linear)
         fetch_linear(piece, fetched, ring + piece.at, 0, pace);
       else if (piece.kind == Piece::Kind::step)
         fetch_state(piece, fetched, ring + piece.at, state_pace);
-      fetched.arrive();
     }
+    fetched.arrive();
     __syncwarp();
   }
 }
@@ -469,18 +471,13 @@ __device__ void fetch_windows(const Program& program, Memory& memory, char* ring
     }
     if (piece.kind == Piece::Kind::step) {
       fetch_window(piece, memory.fetched[slot], ring + piece.at, memory.shares[slot]);
-    } else if (lane_of_thread() == 0) {
-      if (piece.kind == Piece::Kind::linear) fetch_linear(piece, memory.fetched[slot], ring + piece.at, 1, pace);
+    } else {
+      if (lane_of_thread() == 0 && piece.kind == Piece::Kind::linear)
+        fetch_linear(piece, memory.fetched[slot], ring + piece.at, 1, pace);
       memory.fetched[slot].arrive();
     }
     __syncwarp();
   }
-}
-
-// When a warp has read all it needs of a piece.
-__device__ void release(Barrier& used) {
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) used.arrive();
 }
 
 __device__ void embed(const Program& program, const EmbeddingCall& call, const Tagged& written) {
@@ -590,7 +587,7 @@ __device__ void multiply(const Piece& piece, Barrier& used, const uint4* weights
                          unsigned first_tag, Turns& turns, Memory& memory) {
   const LinearCall& call = piece.linear;
   const Tiles tiles(piece);
-  if (tiles.first >= tiles.end) return release(used);
+  if (tiles.first >= tiles.end) return used.arrive();
   const int lane = lane_of_thread(), batch = call.batch, stride = row_units(call.k);
   const int groups = (tiles.end - tiles.first) * (call.pairs() ? 2 : 1);
   const bool wide = groups > 2;  // more than 16 rows
@@ -624,14 +621,14 @@ __device__ void multiply(const Piece& piece, Barrier& used, const uint4* weights
       load_matrices(w[i][1], w_even + 2);
       load_matrices(w[i + 1][0], w_odd);
       load_matrices(w[i + 1][1], w_odd + 2);
-      // A few units behind the last may be read, but not many: then the first are read again.
+      // A few units behind the last may be read (Room::kBehind), but not many: then the first are read again.
       const int step = i % 4 == 0 || (i + 2) / 2 * further < left ? further : -further;
       w_even += step;
       w_odd += step;
     }
     const int next = unit + kTiles / 2 * further;
     more = next < own.end;
-    if (!more) release(used);
+    if (!more) used.arrive();
     if (fresh) turns.squares = load_input(call, own, first_tag + piece.operation, activations, x_stride);
     fresh = false;
 #pragma unroll
@@ -671,7 +668,7 @@ __device__ void multiply(const Piece& piece, Barrier& used, const uint4* weights
       }
     }
   if (squares_of < batch) sums[squares_of].squares[warp_of_thread()] = turns.squares;
-  release(memory.multiplied[turn % 2]);
+  memory.multiplied[turn % 2].arrive();
 }
 
 // A warp finishes the results of a sequence, or of some: a lane for each.
@@ -680,7 +677,7 @@ __device__ void finish_product(const Piece& piece, Barrier& used, const WarpSums
   const LinearCall& call = piece.linear;
   const int lane = lane_of_thread(), warp = warp_of_thread() - kWarps;
   const Tiles tiles(piece);
-  release(used);
+  used.arrive();
   if (tiles.first >= tiles.end) return;
   const unsigned turn = turns++;
   const bool pairs = call.pairs();
@@ -716,7 +713,7 @@ __device__ void finish_product(const Piece& piece, Barrier& used, const WarpSums
     finish(part, sequence, row, sum, other, old, before, written);
   }
   memory.multiplied[turn % 2].wait(static_cast<int>(turn / 2));  // where a warp has no sequence
-  release(memory.finished[turn % 2]);
+  memory.finished[turn % 2].arrive();
 }
 
 // The weight of a token, or of none, by the eight threads that share it.
@@ -744,7 +741,7 @@ __device__ float weigh_token(const Cache& cache, const StepShare& own, const uin
 __device__ void run_step(const Piece& piece, Barrier& used, char* area, const StepShare& own, unsigned first_tag,
                          Turns& turns, Memory& memory) {
   constexpr int kAtOnce = 128 / kWarps;  // rows of the state that a thread reads before the input is there
-  if (!own.there) return release(used);
+  if (!own.there) return used.arrive();
   const StepCall& step = piece.step;
   const Cache& cache = step.cache;
   const int thread = static_cast<int>(threadIdx.x), warp = warp_of_thread(), lane = lane_of_thread();
@@ -822,7 +819,7 @@ __device__ void run_step(const Piece& piece, Barrier& used, char* area, const St
 #pragma unroll 1
     for (int j = lane; j < tokens; j += 32) n += memory.weights[j];
   }
-  release(used);
+  used.arrive();
   // The sums of a warp lie in shared memory, from piece to piece.
   float4 all = y;
 #pragma unroll 1
@@ -889,13 +886,13 @@ __global__ void __launch_bounds__(kAllThreads, 1) token_kernel(const __grid_cons
   WarpSums* const sums = reinterpret_cast<WarpSums*>(dynamic + kWarps * program.warp_activations);
   char* const ring = reinterpret_cast<char*>(sums) + program.sums;
   if (thread < kSlots) {
-    memory.described[thread].init(1);
-    memory.fetched[thread].init(2);
-    memory.used[thread].init(kWarps + kFinishers);
+    memory.described[thread].init(32);
+    memory.fetched[thread].init(64);
+    memory.used[thread].init(32 * (kWarps + kFinishers));
   }
   if (thread < 2) {
-    memory.multiplied[thread].init(kWarps);
-    memory.finished[thread].init(kFinishers);
+    memory.multiplied[thread].init(32 * kWarps);
+    memory.finished[thread].init(32 * kFinishers);
   }
   if (thread < kSlots) fence_barriers();
   start_next();
@@ -917,7 +914,7 @@ __global__ void __launch_bounds__(kAllThreads, 1) token_kernel(const __grid_cons
       if (piece.kind == Piece::Kind::linear)
         finish_product(piece, used, sums, first_tag, turns.products, memory);
       else
-        release(used);
+        used.arrive();
     } else if (piece.kind == Piece::Kind::linear) {
       multiply(piece, used, reinterpret_cast<const uint4*>(ring + piece.at), activations, sums, first_tag, turns,
                memory);
@@ -925,7 +922,7 @@ __global__ void __launch_bounds__(kAllThreads, 1) token_kernel(const __grid_cons
       run_step(piece, used, ring + piece.at, memory.shares[slot], first_tag, turns, memory);
     } else {
       embed(program, piece.embedding, Tagged(first_tag + piece.operation));
-      release(used);
+      used.arrive();
     }
     // What this block has waited for by now comes after all steps, and so after all have read what counts the tokens.
     if (piece.first && piece.final && blockIdx.x == 0 && finishes)
@@ -941,17 +938,17 @@ __global__ void __launch_bounds__(kAllThreads, 1) token_kernel(const __grid_cons
 
 // Bytes of shared memory.
 struct Room {
-  static constexpr int kBehind = 256;  // that may be read after the ring
+  static constexpr int kBehind = 256;  // a piece's weights, that may be read and come to nothing
   int activations, sums, ring;
 
   Room(int64_t batch, int64_t widest) {
-    constexpr int64_t kSpare = 512 + kBehind;  // where parts begin at round addresses
+    constexpr int64_t kSpare = 512;  // where parts begin at round addresses
     activations = kWarps * static_cast<int>(batch) * (warp_units(static_cast<int>(widest)) + 1) * 16;
     sums = 2 * static_cast<int>(batch) * static_cast<int>(sizeof(WarpSums));
     const int64_t left = most_shared_memory() - static_cast<int64_t>(sizeof(Memory)) - kSpare - activations - sums;
     ring = static_cast<int>(std::max<int64_t>(left, 0) / 128 * 128);
   }
-  int largest() const { return ring / 2; }  // piece: while one is used another is fetched
+  int largest() const { return ring / 2 - kBehind; }  // piece: while one is used another is fetched
 };
 
 int window_bytes(int tokens, int qk_dim, int v_dim) {
@@ -1043,7 +1040,8 @@ std::vector<int> cut(const Piece& operation, const Room& room, int blocks, std::
     const int groups = operation.linear.pairs() ? 2 : 1, tile = groups * 8 * row_units(operation.linear.k) * 16;
     share = divide_up(operation.linear.tiles, blocks);
     most = std::clamp(room.largest() / tile, 1, kMostGroups / groups);
-    for (int begin = 0; begin < share; begin += most) bytes.push_back(std::min(most, share - begin) * tile);
+    for (int begin = 0; begin < share; begin += most)
+      bytes.push_back(std::min(most, share - begin) * tile + Room::kBehind);
   } else if (operation.kind == Piece::Kind::step) {
     const StepCall& step = operation.step;
     const int window = window_bytes(step.tokens, step.cache.qk_dim, step.cache.v_dim),
@@ -1239,7 +1237,7 @@ TokenProgram::TokenProgram(Device device, const std::function<void()>& work) : p
   program.caches = static_cast<int>(counters.size());
   program.warp_activations = room.activations / (16 * kWarps);
   program.sums = room.sums;
-  parts_->bytes = room.activations + room.sums + room.ring + Room::kBehind;
+  parts_->bytes = room.activations + room.sums + room.ring;
   check(cudaFuncSetAttribute(token_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, parts_->bytes),
         "token_program");
 }

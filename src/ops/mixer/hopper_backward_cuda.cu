@@ -191,7 +191,6 @@ __global__ void __launch_bounds__(QueryLayout<kDim>::kThreads, 1)
     commit_products();
     wait_for_products<0>();
     settle(acc);
-    __syncwarp();
     shared.empty[stage].arrive();
   }
   for (; tile <= last_tile; ++tile, pipe.next()) {
@@ -459,7 +458,6 @@ __global__ void __launch_bounds__(KeyLayout<kDim>::kThreads, 1)
     wait_for_products<0>();
     settle(dk);
     settle(dv);
-    __syncwarp();
     shared.empty[stage].arrive();
   }
   for (; tile >= block.row0 / kTile; --tile, pipe.next()) {

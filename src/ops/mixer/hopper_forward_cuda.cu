@@ -181,7 +181,6 @@ __global__ void __launch_bounds__(Layout<kDim>::kThreads, 1)
     // Products left running into the next turn of a loop would be serialized by the assembler.
     wait_for_products<0>();
     settle(acc);
-    __syncwarp();
     shared.empty[stage].arrive();
   }
   // Other warpgroups may have tiles to come; the warp that copies waits for all.
