@@ -74,9 +74,9 @@ __global__ void __launch_bounds__(kFoldThreads, kFoldBlocks)
   __shared__ float k[kPageTokens * kLargestDim];
   __shared__ alignas(16) float phi[kPageTokens][kFoldTile];  // weighted
   __shared__ alignas(16) float v[kPageTokens][kFoldTile];
-  __shared__ float weights[kPageTokens];
+  static_assert(kPageTokens == 32);  // one for each lane
   start_next();
-  const int thread = static_cast<int>(threadIdx.x), tiles = row_tiles * column_tiles;
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, tiles = row_tiles * column_tiles;
   const int sequence_head = static_cast<int>(blockIdx.x) / tiles, tile = static_cast<int>(blockIdx.x) % tiles;
   const int first_row = tile / column_tiles * kFoldTile, first_column = tile % column_tiles * kFoldTile;
   const int batch = sequence_head / cache.heads, head = sequence_head % cache.heads;
@@ -111,9 +111,9 @@ __global__ void __launch_bounds__(kFoldThreads, kFoldBlocks)
       const int t = own_token + i * kStep;
       some_v[i] = own_column && t < count ? __ldcg(page_v + t * cache.v_dim) : T(0.0f);
     }
-    float weight = 1;
-    if (cache.decay && thread < count)
-      weight = decay_factor(end - __ldcg(page.total + cache.decay_at(sequence_head, thread)));
+    float weight = 1;  // of the token that is the lane's
+    if (cache.decay && lane < count)
+      weight = decay_factor(end - __ldcg(page.total + cache.decay_at(sequence_head, lane)));
     __syncthreads();
 #pragma unroll 1
     for (int first = thread; first < kPageTokens * cache.qk_dim; first += kOfThread * kFoldThreads) {
@@ -131,11 +131,12 @@ __global__ void __launch_bounds__(kFoldThreads, kFoldBlocks)
     }
 #pragma unroll
     for (int i = 0; i < kOfThread; ++i) v[own_token + i * kStep][own] = to_float(some_v[i]);
-    if (thread < kPageTokens) weights[thread] = weight;
     __syncthreads();
 #pragma unroll 4
-    for (int t = own_token; t < kPageTokens; t += kStep)
-      phi[t][own] = own_row ? feature.of(k + t * cache.qk_dim) * weights[t] : 0.0f;
+    for (int t = own_token; t < kPageTokens; t += kStep) {
+      const float weight_of_token = __shfl_sync(0xFFFFFFFFu, weight, t);
+      phi[t][own] = own_row ? feature.of(k + t * cache.qk_dim) * weight_of_token : 0.0f;
+    }
     __syncthreads();
 #pragma unroll 4
     for (int t = 0; t < kPageTokens; ++t) {
