@@ -15,10 +15,9 @@
 // over all tokens: who reads it reads until the tag is the one he waits for. That takes one way through the L2 cache,
 // where a meeting of all blocks takes three. Numbers of f32 travel the same way in two words. All blocks read the same
 // words at the same time, from one place in the cache: so there are some copies of them, and some blocks for each.
-// Nobody can be overtaken:
-// who writes an activation anew does so after all warps of his block have read all that the operation before wrote, and
-// each block of that had read its own input before it wrote. Only a step reads less than all, its own head; but the
-// operation after it reads all heads.
+// Nobody can be overtaken: who writes an activation anew does so after all warps of his block have read all that the
+// operation before wrote, and each block of that had read its own input before it wrote. Only a step reads less than
+// all, its own head; but the operation after it reads all heads.
 //
 // From operation to operation there is one long chain, and what counts is how short it is. So the warps that multiply
 // share out the columns of a product, and each waits for its own columns of the input alone, with its weights already
@@ -944,7 +943,9 @@ struct Room {
   Room(int64_t batch, int64_t widest) {
     constexpr int64_t kSpare = 512;  // where parts begin at round addresses
     activations = kWarps * static_cast<int>(batch) * (warp_units(static_cast<int>(widest)) + 1) * 16;
-    sums = 2 * static_cast<int>(batch) * static_cast<int>(sizeof(WarpSums));
+    // All parts are whole lines: so every program asks for the same in all, which is set for the kernel, not for a
+    // launch.
+    sums = divide_up(2 * batch * static_cast<int64_t>(sizeof(WarpSums)), 128) * 128;
     const int64_t left = most_shared_memory() - static_cast<int64_t>(sizeof(Memory)) - kSpare - activations - sums;
     ring = static_cast<int>(std::max<int64_t>(left, 0) / 128 * 128);
   }
@@ -1252,7 +1253,8 @@ void TokenProgram::run(const Tensor& ids) const {
   Program program = parts_->program;
   program.ids = ids.data<int32_t>();
   program.id_stride = static_cast<int>(ids.stride(0));
-  // A block for each multiprocessor: all of them come to run, since the kernels before end without them.
+  // A block for each multiprocessor: all of them come to run, since the kernels before end without them, and no other
+  // kernel of this process waits for blocks of its own.
   launch_early(true, token_kernel, static_cast<unsigned>(multiprocessors()), kAllThreads,
                static_cast<size_t>(parts_->bytes), stream(parts_->device), program);
 }

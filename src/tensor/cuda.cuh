@@ -1,5 +1,6 @@
 // What every CUDA kernel of ours needs. Work of a device goes to one stream, in order: memory that a tensor has left
-// may be given to the next one at once, and a captured graph sees it all.
+// may be given to the next one at once, and a captured graph sees it all. Only copies from and to the host have streams
+// of their own (tensor/host_copy.h, tensor/feed.h).
 #pragma once
 
 #include <cuda_bf16.h>

@@ -2,7 +2,8 @@
 //
 //   HostCopy copy(tensor);    ... more work for the device ...    copy.wait()
 //
-// waits for what was given to the device before the copy, not for what came after it.
+// waits for what was given to the device before the copy, not for what came after it. Nor does that wait for the copy:
+// nothing may write to the tensor before wait().
 #pragma once
 
 #include <memory>
@@ -14,7 +15,9 @@ namespace furious {
 class HostCopy {
  public:
   explicit HostCopy(const Tensor& from);  // contiguous
-  Tensor wait() const;                    // on the CPU; the tensor itself if it was there
+  HostCopy(HostCopy&&) = default;
+  HostCopy& operator=(HostCopy&&) = delete;  // would let go of the tensors before the copy is done
+  Tensor wait() const;                       // on the CPU; the tensor itself if it was there
 
  private:
   Tensor from_, to_;  // both stay until the copy is done

@@ -95,6 +95,14 @@ TEST(ModelCacheCuda, RecordedStepsGiveTheSameBits) {
   }
 }
 
+// Ids [batch, 1] as argmax() leaves them on the device: each has a neighbour.
+Tensor as_chosen(const Tensor& ids) {
+  const Tensor pairs = Tensor::empty({ids.size(0), 2}, DType::i32);
+  copy(pairs.slice(1, 0, 1), ids);
+  copy(pairs.slice(1, 1, 1), ids);
+  return to_device(pairs, kGpu).slice(1, 0, 1);
+}
+
 // Models of many shapes, whose caches have folded: a token as one kernel, as a graph of kernels, and on the CPU.
 TEST(ModelCacheCuda, OneKernelReadsAsManyDo) {
   SKIP_WITHOUT_GPU();
@@ -137,13 +145,49 @@ TEST(ModelCacheCuda, OneKernelReadsAsManyDo) {
       const Tensor logits = one.read(cache, token);
       errors += relative_error(logits, many.read(expected_cache, token));
       cpu_errors += relative_error(logits, cpu.read(here, token));
-      ASSERT_TRUE(same_bits(logits, one.read(again, token))) << "token " << t;
+      ASSERT_TRUE(same_bits(logits, one.read(again, as_chosen(token)))) << "token " << t;
       if (t % 37 == 0) again = ModelCache(config, batch, cache.contents(kGpu), kGpu);
     }
     EXPECT_LE(errors / static_cast<double>(steps), 2e-2);
     EXPECT_LE(cpu_errors / static_cast<double>(steps), 3e-2);
     EXPECT_EQ(cache.tokens(), first + steps);
   }
+}
+
+// Kernels of two caches that follow each other at once, without the host waiting between them.
+TEST(ModelCacheCuda, SeveralCachesByTurns) {
+  SKIP_WITHOUT_GPU();
+  Random random(5);
+  ModelConfig config = little(preset("2mamba"));
+  config.hidden = 64;
+  config.intermediate = 72;
+  config.head_dim = 16;
+  config.q_heads = config.k_heads = config.v_heads = 2;
+  const LanguageModel model = rounded_on_gpu(config);
+  constexpr int64_t kBefore = 2048, kSteps = 80;
+  const std::vector<int64_t> batches = {1, 2, 5};
+  std::vector<ModelCache> caches;
+  std::vector<std::vector<Tensor>> ids(batches.size()), expected(batches.size()), actual(batches.size());
+  for (size_t i = 0; i < batches.size(); ++i) {
+    const Tensor tokens = random_tokens(random, {batches[i], kBefore + kSteps}, config.vocabulary);
+    ModelCache alone(config, batches[i], kGpu);
+    caches.emplace_back(config, batches[i], kGpu);
+    model.read(alone, part_of(tokens, 0, kBefore));
+    model.read(caches.back(), part_of(tokens, 0, kBefore));
+    for (int64_t t = kBefore; t < kBefore + kSteps; ++t) {
+      ids[i].push_back(as_chosen(part_of(tokens, t, 1)));
+      expected[i].push_back(model.read(alone, ids[i].back()));
+    }
+  }
+  for (size_t t = 0; t < kSteps; ++t)
+    for (size_t i = 0; i < batches.size(); ++i) {
+      const Tensor logits = model.step(caches[i], ids[i][t]);
+      actual[i].push_back(Tensor::empty_like(logits));
+      copy(actual[i].back(), logits);
+    }
+  for (size_t i = 0; i < batches.size(); ++i)
+    for (size_t t = 0; t < kSteps; ++t)
+      ASSERT_TRUE(same_bits(to_cpu(actual[i][t]), expected[i][t])) << "batch " << batches[i] << ", step " << t;
 }
 
 }  // namespace

@@ -62,10 +62,9 @@ struct Cache {
   __device__ int64_t decay_at(int64_t sequence_head, int token) const {
     return sequence_head * kPageTokens + token % kPageTokens;
   }
-  __device__ const double* total_of(int64_t sequence_head, int token) const {
-    return pages[token / kPageTokens].total + decay_at(sequence_head, token);
+  __device__ double total(int64_t sequence_head, int token) const {
+    return __ldcg(pages[token / kPageTokens].total + decay_at(sequence_head, token));
   }
-  __device__ double total(int64_t sequence_head, int token) const { return *total_of(sequence_head, token); }
   // The weight of a token whose product with q is `product`.
   __device__ float weight(float product, double log_decay) const {
     const float factor = decay_factor(log_decay);

@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kFoldThreads, kFoldBlocks)
 #pragma unroll
   for (int r = 0; r < kFoldRows; ++r)
     if (r < rows) prefetch(to + r * ld);
-  const double end = cache.decay ? __ldcg(cache.total_of(sequence_head, pending - 1)) : 0;
+  const double end = cache.decay ? cache.total(sequence_head, pending - 1) : 0;
   float sums[kFoldRows][4] = {};
   float normalizer = 0;
 #pragma unroll 1
@@ -200,7 +200,6 @@ struct PageList {
   Page pages[kMost];
 };
 
-// The next kernel starts when this one has ended: a step may read the state before it waits.
 __global__ void list_pages_kernel(Page* table, PageList list, int count, int* counters, int pending, int tokens) {
   wait_for_previous();
   const int i = static_cast<int>(threadIdx.x);
