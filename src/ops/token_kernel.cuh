@@ -68,7 +68,7 @@ struct TokenRoom {
 
 // Whether this device has the kernel's code.
 bool has_token_kernel();
-// In the order of the device's other work.
-void run_token_kernel(Device device, const TokenWork& work, const TokenRoom& room);
+// In the order of the device's other work. `bytes`: TokenRoom::all.
+void run_token_kernel(Device device, const TokenWork& work, int bytes);
 
 }  // namespace furious::cuda

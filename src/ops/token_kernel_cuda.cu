@@ -905,12 +905,12 @@ bool has_token_kernel() {
   return has_body;
 }
 
-void run_token_kernel(Device device, const TokenWork& work, const TokenRoom& room) {
+void run_token_kernel(Device device, const TokenWork& work, int bytes) {
   const cudaStream_t own = stream(device);
-  check(cudaFuncSetAttribute(token_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, room.all), "token_program");
+  check(cudaFuncSetAttribute(token_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "token_program");
   // A block for each multiprocessor: all of them come to run, since the kernels before end without them, and no other
   // kernel of this process waits for blocks of its own.
-  launch_early(true, token_kernel, static_cast<unsigned>(multiprocessors()), kAllThreads, static_cast<size_t>(room.all),
+  launch_early(true, token_kernel, static_cast<unsigned>(multiprocessors()), kAllThreads, static_cast<size_t>(bytes),
                own, work);
 }
 

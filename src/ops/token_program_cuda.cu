@@ -1,6 +1,5 @@
 // Makes programs: what has been recorded is cut into pieces, and these get their places in the kernel's memory.
 #include <cstring>
-#include <optional>
 #include <vector>
 
 #include "ops/token_kernel.cuh"
@@ -220,8 +219,8 @@ struct TokenProgram::Parts {
   Device device;
   Arena arena{device};
   std::vector<Tensor> held = {};
-  std::optional<cuda::TokenRoom> room = {};
   cuda::TokenWork work = {};
+  int bytes = 0;  // of shared memory
 };
 
 bool TokenProgram::fits(Device device, const Sizes& sizes) {
@@ -293,7 +292,7 @@ TokenProgram::TokenProgram(Device device, const std::function<void()>& work) : p
   made.caches = static_cast<int>(counters.size());
   made.warp_activations = room.warp_activations / 16;
   made.sums = room.sums;
-  parts_->room = room;
+  parts_->bytes = room.all;
 }
 
 TokenProgram::~TokenProgram() {
@@ -305,7 +304,7 @@ void TokenProgram::run(const Tensor& ids) const {
   cuda::TokenWork work = parts_->work;
   work.ids = ids.data<int32_t>();
   work.id_stride = static_cast<int>(ids.stride(0));
-  run_token_kernel(parts_->device, work, *parts_->room);
+  run_token_kernel(parts_->device, work, parts_->bytes);
 }
 
 }  // namespace furious

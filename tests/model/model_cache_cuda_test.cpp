@@ -154,7 +154,7 @@ TEST(ModelCacheCuda, OneKernelReadsAsManyDo) {
   }
 }
 
-// Kernels of two caches that follow each other at once, without the host waiting between them.
+// Kernels of several caches that follow each other, without the host waiting between them.
 TEST(ModelCacheCuda, SeveralCachesByTurns) {
   SKIP_WITHOUT_GPU();
   Random random(5);

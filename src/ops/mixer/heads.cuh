@@ -1,4 +1,5 @@
-// The rows of one head in a tensor [batch, length, heads or a divisor, dim] on a GPU.
+// What all mixers on a GPU share: how decay weighs, and the rows of one head in a tensor [batch, length, heads or a
+// divisor, dim].
 #pragma once
 
 #include "ops/mixer/shape.h"
