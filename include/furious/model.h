@@ -27,6 +27,7 @@ struct LoadOptions {
   std::string tokenizer;       // "byte", a SentencePiece model or a folder with one; empty: the one of the checkpoint
   std::string device = "cpu";  // where it runs: "cpu", "cuda", "cuda:1", or "auto": a GPU if there is one
   std::string dtype;           // "f32" or "bf16", in which products are computed; empty: bf16 on a GPU, f32 on the CPU
+  int64_t heads = 0;           // of weights that do not tell it; 0: not known
   bool bos = false;            // texts begin with bos; otherwise only where the checkpoint is a plain Llama
 };
 

@@ -29,13 +29,18 @@ struct TrainOptions {
   std::string size = "tiny";    // tiny, mini, small or medium; the dimensions below, where not 0, replace its own
   int64_t hidden = 0, intermediate = 0, heads = 0, layers = 0;
   int64_t qk_heads = 0;  // heads of Q and K that the others share; 0: as many as there are
+  int64_t qk_dim = 0;    // dimension of Q and K in a head, which decides the size of the state; 0: that of V
   bool tie_embeddings = false;
   std::string switches;  // of the token-mixing block, where not the arch's: conv_window=3,norm=none (as config.json)
   std::string init;      // begin with the weights of this model instead of new ones
+  // How new weights are drawn. furious: normal(0, 0.02), a convolution without bias; pytorch: inside the layers as the
+  // authors' modules start, linear layers uniform ±1/√fan_in and convolutions as nn.Conv1d.
+  std::string initialization = "furious";
 
   // The data.
   std::string data;                // a folder of `furious tokenize`, or synthetic:recall, :passkey or :lookup
   std::string packing = "packed";  // packed, isolated or rows
+  bool bos = false;                // with rows: each begins with bos
   int64_t batch = 8, length = 512;
   int64_t accumulate = 1;  // parts that a batch is computed in, one after the other
   uint64_t seed = 123;     // of the weights and of the order of the data
@@ -45,7 +50,7 @@ struct TrainOptions {
   double lr = 1e-4;
   int64_t warmup = 100;        // steps of linear growth to lr
   int64_t schedule_steps = 0;  // where the linear fall after it reaches zero; 0: at the last step
-  double weight_decay = 0.01, beta1 = 0.9, beta2 = 0.999;
+  double weight_decay = 0.01, beta1 = 0.9, beta2 = 0.999, eps = 1e-8;
   double clip = 0;  // the largest norm of the gradient; 0: any
 
   // How it is computed.
@@ -53,6 +58,8 @@ struct TrainOptions {
   // f32 or bf16, of matrix products and on a GPU of activations; auto: bf16 on a GPU. tf32, on a GPU: f32 with products
   // in TF32.
   std::string dtype = "auto";
+  // Of the products inside the mixer, on a GPU: bf16, tf32, tf32x3 or f32; auto: as the activations.
+  std::string mixer_precision = "auto";
   int64_t threads = 0;     // 0: all cores, or a rank's share of them
   bool recompute = false;  // keep only the inputs of layers: less memory, a third more work
 

@@ -40,8 +40,8 @@ std::vector<Piece> pieces_of(const SafetensorsReader& reader, const ModelConfig&
   const std::vector<Piece> whole = {{name, stored_shape(name, shape)}};
   if (!name.ends_with(kFused) || reader.find(name)) return whole;
   const std::string mixing = name.substr(0, name.size() - kFused.size());
-  const std::vector<Piece> apart = {{mixing + "q_proj.weight", {config.q_heads * config.head_dim, shape[1]}},
-                                    {mixing + "k_proj.weight", {config.k_heads * config.head_dim, shape[1]}},
+  const std::vector<Piece> apart = {{mixing + "q_proj.weight", {config.q_heads * config.qk_dim, shape[1]}},
+                                    {mixing + "k_proj.weight", {config.k_heads * config.qk_dim, shape[1]}},
                                     {mixing + "v_proj.weight", {config.v_heads * config.head_dim, shape[1]}}};
   const bool are_there = std::ranges::any_of(apart, [&](const Piece& piece) { return reader.find(piece.name); });
   return are_there ? apart : whole;
@@ -136,7 +136,7 @@ ModelConfig release_config(const SafetensorsReader& reader, const Preset& preset
   require(width % heads == 0, "{}: {} heads do not divide {} dimensions; the file is not of the authors' release",
           reader.path().string(), heads, width);
   config.q_heads = config.k_heads = config.v_heads = heads;
-  config.head_dim = width / heads;
+  config.head_dim = config.qk_dim = width / heads;
 
   const std::string conv = mixing + "conv1d.weight";
   if (preset.block.conv_window > 0 && reader.find(conv)) config.block.conv_window = stored_size(reader, conv, 2);

@@ -29,10 +29,25 @@ BlockConfig with_conv(BlockConfig block, int64_t window, bool silu_on_qk = false
   return block;
 }
 
+// 2Mamba with another score. Odd powers can sum to nothing, so an output norm takes the place of the sum.
+BlockConfig power_of(int64_t degree) {
+  BlockConfig block;
+  block.score = Score::power;
+  block.score_degree = degree;
+  block.norm = degree % 2 == 0 ? Norm::sum : Norm::none;
+  return block;
+}
+BlockConfig series_to(int64_t degree) {
+  BlockConfig block;
+  block.score = Score::series;
+  block.score_degree = degree;
+  return block;
+}
+
 std::vector<Preset> main_presets() {
   const BlockConfig mamba2s = with(with_conv(plain(), 2), [](BlockConfig& b) {
     b.decay = DecayKind::softplus;
-    b.discretize = true;
+    b.discretize = Discretization::dt;
   });
   const BlockConfig two_mamba;
   return {
@@ -55,15 +70,56 @@ std::vector<Preset> main_presets() {
             [](BlockConfig& b) {
               b.conv_silu = true;
               b.decay = DecayKind::original;
-              b.discretize = b.dt_bias = b.d_residual = b.z_gate = true;
+              b.discretize = Discretization::dt;
+              b.dt_bias = b.d_residual = b.z_gate = true;
             })},
+      {"mamba2-paper",
+       "the authors' Mamba-2 baseline: one head with a state of 128, the rest of the width a gated branch",
+       with(with_conv(plain(), 2),
+            [](BlockConfig& b) {
+              b.conv_bias = b.z_gate_bias = false;
+              b.conv_silu = true;
+              b.decay = DecayKind::original;
+              b.discretize = Discretization::dt;
+              b.dt_bias = b.d_residual = b.z_gate = true;
+              b.out_norm_eps = 1e-5f;
+              b.scale = 1;
+            }),
+       128},
       {"mamba2s", "Mamba-2S: conv 2, softplus A-mask, discretization", mamba2s},
       {"2mamba", "2Mamba: squared score, conv 2, softplus A-mask, softmax normalization", two_mamba},
-      {"2mamba-dt", "2Mamba with value discretization", with(two_mamba, [](BlockConfig& b) { b.discretize = true; })},
+      {"2mamba-dt", "2Mamba with value discretization",
+       with(two_mamba, [](BlockConfig& b) { b.discretize = Discretization::dt; })},
       {"2mamba-e", "2Mamba-E: exponential score",
        with(two_mamba, [](BlockConfig& b) { b.score = Score::exponential; })},
+      {"2mamba-e-dt", "2Mamba-E with value discretization",
+       with(two_mamba,
+            [](BlockConfig& b) {
+              b.score = Score::exponential;
+              b.discretize = Discretization::dt;
+            })},
       {"2mamba-outnorm", "2Mamba with an output norm instead",
        with(two_mamba, [](BlockConfig& b) { b.norm = Norm::none; })},
+      {"2mamba-outnorm-dt", "2Mamba with an output norm instead and value discretization",
+       with(two_mamba,
+            [](BlockConfig& b) {
+              b.norm = Norm::none;
+              b.discretize = Discretization::dt;
+            })},
+      {"2mamba-square-mask", "2Mamba with the square after the mask: (QK ⊙ A)²",
+       with(two_mamba, [](BlockConfig& b) { b.square_mask = true; })},
+      {"2mamba-3", "2Mamba of third order: score x³, output norm", power_of(3)},
+      {"2mamba-4", "2Mamba of fourth order: score x⁴", power_of(4)},
+      {"2mamba-series-2", "2Mamba-E with the exponential cut off after x²/2", series_to(2)},
+      {"2mamba-series-4", "2Mamba-E with the exponential cut off after x⁴/24", series_to(4)},
+      {"fox", "Forgetting Transformer: exponential score, log-sigmoid decay, no convolution",
+       with(plain(),
+            [](BlockConfig& b) {
+              b.score = Score::exponential;
+              b.norm = Norm::sum;
+              b.decay = DecayKind::log_sigmoid;
+              b.decay_bias = true;
+            })},
       {"mamba2s-silu", "Mamba-2S + SiLU on Q and K",
        with(mamba2s, [](BlockConfig& b) { b.qk_activation = Activation::silu; })},
       {"mamba2s-d", "Mamba-2S + D residual", with(mamba2s, [](BlockConfig& b) { b.d_residual = true; })},
@@ -84,8 +140,8 @@ std::vector<Preset> ablation_presets() {
   }
   rows.push_back({"outnorm-d", "output norm + D residual", with(plain(), [](BlockConfig& b) { b.d_residual = true; })});
   rows.push_back({"outnorm-z", "output norm + Z gate", with(plain(), [](BlockConfig& b) { b.z_gate = true; })});
-  rows.push_back(
-      {"outnorm-dt", "output norm + value discretization", with(plain(), [](BlockConfig& b) { b.discretize = true; })});
+  rows.push_back({"outnorm-dt", "output norm + value discretization",
+                  with(plain(), [](BlockConfig& b) { b.discretize = Discretization::dt; })});
   for (const auto& [name, kind] : {std::pair{"original", DecayKind::original}, {"softplus", DecayKind::softplus}}) {
     const auto masked = [kind = kind](BlockConfig& b) { b.decay = kind; };
     rows.push_back(
@@ -107,6 +163,17 @@ const Entry& find_by_name(std::string_view kind, std::string_view name, const st
 }
 
 }  // namespace
+
+MixerSpec BlockConfig::mixer() const {
+  MixerSpec spec;
+  spec.score = score;
+  spec.degree = static_cast<int>(score_degree);
+  spec.decay = decay != DecayKind::none;
+  spec.signed_decay = decay == DecayKind::softplus2 || decay == DecayKind::silu;
+  spec.norm = norm;
+  spec.scale = scale;
+  return spec;
+}
 
 int64_t ModelConfig::heads() const {
   return std::max({q_heads, k_heads, v_heads});
@@ -133,6 +200,10 @@ const std::vector<Size>& sizes() {
   return all;
 }
 
+int64_t size_heads(std::string_view size) {
+  return find_by_name("size", size, sizes()).heads;
+}
+
 ModelConfig model_config(std::string_view arch, std::string_view size, int64_t vocabulary) {
   const Preset& architecture = preset(arch);
   const Size& dimensions = find_by_name("size", size, sizes());
@@ -143,10 +214,20 @@ ModelConfig model_config(std::string_view arch, std::string_view size, int64_t v
   config.hidden = dimensions.hidden;
   config.intermediate = dimensions.intermediate;
   config.layers = dimensions.layers;
-  config.q_heads = config.k_heads = config.v_heads = dimensions.heads;
-  config.head_dim = dimensions.hidden / dimensions.heads;
+  set_heads(config, architecture, dimensions.heads);
   check_config(config);
   return config;
+}
+
+void set_heads(ModelConfig& config, const Preset& preset, int64_t heads) {
+  config.head_dim = config.qk_dim = config.hidden / heads;
+  config.branch = 0;
+  if (preset.single_head_state > 0) {
+    heads = 1;
+    config.qk_dim = preset.single_head_state;
+    config.branch = config.hidden - config.head_dim;
+  }
+  config.q_heads = config.k_heads = config.v_heads = heads;
 }
 
 void check_config(const ModelConfig& config) {
@@ -160,39 +241,60 @@ void check_config(const ModelConfig& config) {
   positive("layers", config.layers);
   for (int64_t own : {config.q_heads, config.k_heads, config.v_heads})
     require(own >= 1 && config.heads() % own == 0, "model: {} heads, expected a divisor of {}", own, config.heads());
-  require(config.head_dim >= kSmallestDim && config.head_dim <= kLargestDim,
-          "model: head dimension {}, expected {} to {}", config.head_dim, kSmallestDim, kLargestDim);
+  for (int64_t dim : {config.head_dim, config.qk_dim})
+    require(dim >= kSmallestDim && dim <= kLargestDim, "model: head dimension {}, expected {} to {}", dim, kSmallestDim,
+            kLargestDim);
+  require(config.branch >= 0, "model: branch is {}, expected 0 or more", config.branch);
   require(block.conv_window == 0 || (block.conv_window >= 2 && block.conv_window <= 4),
           "model: conv window {}, expected 0 (none), 2, 3 or 4", block.conv_window);
   require(!block.conv_silu || block.conv_window > 0, "model: SiLU after a convolution, but there is no convolution");
-  require(block.score != Score::linear || block.norm != Norm::sum || block.qk_activation == Activation::relu,
-          "model: a linear score under the sum norm needs features that are not negative (its sum may be 0 otherwise); "
-          "use ReLU on Q and K, or no norm in the mixer");
+  const bool power = block.score == Score::power, series = block.score == Score::series;
+  if (power)
+    require(block.score_degree >= 3 && block.score_degree <= kLargestDegree,
+            "model: score power with score_degree {}, expected 3 to {}; 1 and 2 are the scores linear and squared",
+            block.score_degree, kLargestDegree);
+  else if (series)
+    require(block.score_degree >= 1 && block.score_degree <= kLargestDegree,
+            "model: score series with score_degree {}, expected 1 to {}", block.score_degree, kLargestDegree);
+  else
+    require(block.score_degree == 0, "model: score_degree {}, but only the scores power and series have a degree",
+            block.score_degree);
+  const bool odd = block.score == Score::linear || ((power || series) && block.score_degree % 2 == 1);
+  require(!odd || block.norm != Norm::sum || block.qk_activation == Activation::relu,
+          "model: a {} score under the sum norm needs features that are not negative (its sum may be 0 otherwise); "
+          "use ReLU on Q and K, or no norm in the mixer",
+          block.score == Score::linear ? "linear" : "odd");
+  require(!block.square_mask || (block.score == Score::squared && block.decay != DecayKind::none),
+          "model: square_mask needs the squared score and a decay");
+  require(!block.decay_bias || block.has_decay_projection(), "model: decay_bias, but the decay has no projection");
   require(!block.dt_bias || block.has_dt(), "model: dt bias without a dt: neither discretization nor original decay");
-  require(!block.rope || config.head_dim % 2 == 0, "model: rotary positions need an even head dimension, got {}",
-          config.head_dim);
+  require(block.dt_limit == 0 || (block.has_dt() && block.dt_limit > 0),
+          "model: dt_limit {}, expected 0 or, with a dt, more", block.dt_limit);
+  require(!block.rope || config.qk_dim % 2 == 0, "model: rotary positions need an even head dimension, got {}",
+          config.qk_dim);
 }
 
 int64_t parameter_count(const ModelConfig& config) {
   const BlockConfig& block = config.block;
   const int64_t heads = config.heads();
-  const int64_t out = heads * config.head_dim;
+  const int64_t out = config.out_width();
   int64_t layer = 2 * config.hidden + 3 * config.hidden * config.intermediate;  // norms, MLP
   layer += config.hidden * config.qkv_width() + out * config.hidden;
-  if (block.conv_window > 0) layer += config.qkv_width() * (block.conv_window + 1);
+  layer += 3 * config.branch * config.hidden;
+  if (block.conv_window > 0) layer += config.qkv_width() * (block.conv_window + (block.conv_bias ? 1 : 0));
   if (block.has_dt()) layer += config.hidden * heads + (block.dt_bias ? heads : 0);
-  if (block.decay == DecayKind::softplus) layer += config.hidden * heads;
+  if (block.has_decay_projection()) layer += config.hidden * heads + (block.decay_bias ? heads : 0);
   if (block.decay == DecayKind::original) layer += heads;
   if (block.d_residual) layer += out;
-  if (block.z_gate) layer += config.hidden * out + out;
+  if (block.z_gate) layer += config.hidden * out + (block.z_gate_bias ? out : 0);
   if (block.norm == Norm::none) layer += out;
   return config.layers * layer + (config.tie_embeddings ? 1 : 2) * config.vocabulary * config.hidden + config.hidden;
 }
 
 int64_t cache_numbers(const ModelConfig& config, int64_t length) {
   const MixerSpec spec = config.block.mixer();
-  const int64_t key_value = length * (config.k_heads + config.v_heads) * config.head_dim;
-  const int64_t state = config.heads() * state_rows(spec, config.head_dim) * state_columns(spec, config.head_dim);
+  const int64_t key_value = length * (config.k_heads * config.qk_dim + config.v_heads * config.head_dim);
+  const int64_t state = config.heads() * state_rows(spec, config.qk_dim) * state_columns(spec, config.head_dim);
   const int64_t conv = std::max<int64_t>(0, config.block.conv_window - 1) * config.qkv_width();
   return config.layers * (conv + (spec.has_state() ? std::min(key_value, state) : key_value));
 }

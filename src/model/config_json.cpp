@@ -27,11 +27,14 @@ constexpr std::string_view kLlamaType = "llama";
 template <class Enum>
 const std::vector<std::string> kNames;
 template <>
-const std::vector<std::string> kNames<Score> = {"linear", "squared", "exponential"};
+const std::vector<std::string> kNames<Score> = {"linear", "squared", "exponential", "power", "series"};
 template <>
 const std::vector<std::string> kNames<Norm> = {"none", "sum"};
 template <>
-const std::vector<std::string> kNames<DecayKind> = {"none", "original", "softplus"};
+const std::vector<std::string> kNames<DecayKind> = {"none",      "original", "softplus",   "softplus_dt",
+                                                    "softplus2", "silu",     "log_sigmoid"};
+template <>
+const std::vector<std::string> kNames<Discretization> = {"none", "dt", "sigmoid", "silu", "softplus", "softplus2"};
 template <>
 const std::vector<std::string> kNames<Activation> = {"none", "relu", "silu"};
 template <>
@@ -53,6 +56,11 @@ class Writer {
     json[key] = std::strtod(fmt::format("{}", value).c_str(), nullptr);
   }
   void operator()(const char* key, bool value) { json[key] = value; }
+  // A key that came later: it is written where it says something, so that older readers know the rest.
+  template <class Value, class... More>
+  void later(const char* key, const Value& value, const Value& usual, More... range) {
+    if (all || value != usual) (*this)(key, value, range...);
+  }
   void operator()(const char* key, const std::string& value) { json[key] = value; }
   template <class Enum>
   void operator()(const char* key, Enum value) requires std::is_enum_v<Enum> {
@@ -60,6 +68,7 @@ class Writer {
   }
 
   Json json;
+  bool all = false;  // also keys that came later and say nothing
 };
 
 class Reader {
@@ -103,6 +112,12 @@ class Reader {
   }
   template <class Enum>
   void operator()(const char* key, Enum& value) const requires std::is_enum_v<Enum> {
+    if constexpr (std::is_same_v<Enum, Discretization>) {  // was a flag when there was one kind only
+      if (at(key).is_boolean()) {
+        value = at(key).get<bool>() ? Discretization::dt : Discretization::none;
+        return;
+      }
+    }
     std::string name;
     (*this)(key, name);
     const auto found = std::ranges::find(kNames<Enum>, name);
@@ -112,6 +127,12 @@ class Reader {
   }
 
   bool has(const char* key) const { return json_.contains(key) && !json_[key].is_null(); }
+
+  template <class Value, class... More>
+  void later(const char* key, Value& value, const Value& usual, More... range) const {
+    value = usual;
+    optional(key, value, range...);
+  }
 
   // For a key that may be left out, or null.
   template <class Value, class... More>
@@ -160,13 +181,21 @@ void each_switch(Block& block, Keys& keys) {
   keys("score", block.score);
   keys("norm", block.norm);
   keys("decay", block.decay);
+  keys.later("score_degree", block.score_degree, int64_t{0}, Range<int64_t>{0, kLargestDegree});
+  keys.later("decay_bias", block.decay_bias, false);
+  keys.later("square_mask", block.square_mask, false);
   keys("conv_window", block.conv_window, Range<int64_t>{0, 4});
+  keys.later("conv_bias", block.conv_bias, true);
   keys("conv_silu", block.conv_silu);
   keys("qk_activation", block.qk_activation);
   keys("discretize", block.discretize);
   keys("dt_bias", block.dt_bias);
+  keys.later("dt_limit", block.dt_limit, 0.0, Range<double>{0, 1e9});
   keys("d_residual", block.d_residual);
   keys("z_gate", block.z_gate);
+  keys.later("z_gate_bias", block.z_gate_bias, true);
+  keys.later("out_norm_eps", block.out_norm_eps, BlockConfig().out_norm_eps, kEps);
+  keys.later("scale", block.scale, 0.0f, Range<float>{0, 1e6f});
   keys("rope", block.rope);
   keys("rope_pairing", block.rope_pairing);
   keys("rope_theta", block.rope_base, kRopeBase);
@@ -181,6 +210,8 @@ void each_key(Config& config, Keys& keys) {
   keys("k_heads", config.k_heads, kHeads);
   keys("v_heads", config.v_heads, kHeads);
   keys("head_dim", config.head_dim, kHeadDim);
+  keys.later("qk_dim", config.qk_dim, int64_t{config.head_dim}, kHeadDim);
+  keys.later("branch", config.branch, int64_t{0}, Range<int64_t>{0, kMostWidth});
   keys("rms_norm_eps", config.norm_eps, kEps);
   keys("tie_word_embeddings", config.tie_embeddings);
   each_switch(config.block, keys);
@@ -210,6 +241,7 @@ ModelConfig llama_config(const Reader& reader) {
     reader.unexpected("num_attention_heads", "a divisor of \"hidden_size\", or a \"head_dim\"");
   config.head_dim = config.hidden / config.q_heads;
   reader.optional("head_dim", config.head_dim, kHeadDim);
+  config.qk_dim = config.head_dim;
   config.norm_eps = 1e-6f;  // where Hugging Face's library leaves it
   reader.optional("rms_norm_eps", config.norm_eps, kEps);
   reader.optional("rope_theta", config.block.rope_base, kRopeBase);
@@ -243,6 +275,7 @@ std::string config_to_json(const ModelConfig& config) {
 const std::vector<std::string>& switch_names() {
   static const std::vector<std::string> names = [] {
     Writer writer;
+    writer.all = true;
     const BlockConfig block;
     each_switch(block, writer);
     std::vector<std::string> keys;

@@ -15,14 +15,14 @@ int64_t kept_by_layer(const ModelConfig& config) {
   const BlockConfig& block = config.block;
   const int64_t heads = config.heads();
   const int64_t out = heads * config.head_dim;
-  const int64_t qk = (config.q_heads + config.k_heads) * config.head_dim;
+  const int64_t qk = (config.q_heads + config.k_heads) * config.qk_dim;
   int64_t kept = 4 * config.hidden + 3 * config.intermediate + config.qkv_width() + out + 3 * heads;
   if (block.conv_window > 0) kept += config.qkv_width();
   if (block.qk_activation != Activation::none) kept += qk;
   if (block.rope) kept += qk;
   if (block.has_dt()) kept += 2 * heads;
   if (block.decay != DecayKind::none) kept += 2 * heads;
-  if (block.discretize) kept += config.v_heads * config.head_dim;
+  if (block.discretize != Discretization::none) kept += config.v_heads * config.head_dim;
   if (block.d_residual) kept += out;
   if (block.z_gate) kept += out;
   if (block.z_gate || block.norm == Norm::none) kept += out;
@@ -41,15 +41,16 @@ double training_flops(const ModelConfig& config, int64_t batch, int64_t length) 
   shape.batch = batch;
   shape.length = length;
   shape.heads = config.heads();
-  shape.qk_dim = shape.v_dim = config.head_dim;
+  shape.qk_dim = config.qk_dim;
+  shape.v_dim = config.head_dim;
   const MixerSpec spec = config.block.mixer();
-  shape.state_rows = state_rows(spec, config.head_dim);
+  shape.state_rows = state_rows(spec, config.qk_dim);
   shape.state_columns = state_columns(spec, config.head_dim);
   const std::vector<Segment> segments = segments_of("cost", {}, batch, length);
   const auto mixer_flops = [&](auto&& count) { return count(Pass::forward) + count(Pass::backward); };
   double mixer = mixer_flops([&](Pass pass) { return parallel_flops(shape, segments, pass); });
   if (spec.has_state()) {
-    const int64_t chunk = default_chunk(spec, config.head_dim, config.head_dim);
+    const int64_t chunk = default_chunk(spec, config.qk_dim, config.head_dim);
     mixer = std::min(mixer, mixer_flops([&](Pass pass) { return chunked_flops(shape, segments, chunk, pass); }));
   }
   return flops + static_cast<double>(config.layers) * mixer;

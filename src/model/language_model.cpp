@@ -309,7 +309,7 @@ Variable LanguageModel::block(Tape& tape, size_t index, const Variable& x, const
   if (block.decay == DecayKind::softplus) log_decay = softplus_decay(tape, projected.back());
   if (block.decay == DecayKind::original) log_decay = original_decay(tape, dt, layer.a_log);
 
-  const Variable values = block.discretize ? discretize(tape, v, dt) : v;
+  const Variable values = block.discretize != Discretization::none ? discretize(tape, v, dt) : v;
   if (observe) observe(fmt::format("model.layers.{}.self_attn.values", index), values.value());
   Variable o = mix(tape, q, k, values, log_decay, boundaries, cache);
   if (block.d_residual) o = d_residual(tape, o, v, layer.d);
@@ -439,7 +439,8 @@ Tensor LanguageModel::token_pass(ModelCache& cache, const Tensor& tokens) const 
       q = rope_forward(q, positions);
       k = rope_forward(k, positions);
     }
-    const Tensor scaled = block.discretize ? discretize_forward(v, mixed.dt.view({batch, 1, heads})) : v;
+    const Tensor scaled =
+        block.discretize != Discretization::none ? discretize_forward(v, mixed.dt.view({batch, 1, heads})) : v;
     Tensor o = memory.mixer.step(q.select(1, 0), k.select(1, 0), scaled.select(1, 0), mixed.log_decay);
     if (block.d_residual) o = d_residual_forward(o.view({batch, 1, heads, dim}), v, layer.d.value());
     token_add(x, {o.view({batch, heads * dim}), mixed.z, layer.out_norm.value(), kOutNormEps}, layer.out.value(),
@@ -454,8 +455,8 @@ Tensor LanguageModel::token_pass(ModelCache& cache, const Tensor& tokens) const 
 bool LanguageModel::fits_program(const ModelCache& cache) const {
   const BlockConfig& block = config_.block;
   if (device_.is_cpu() || !compute_.token_program || compute_.activations != DType::bf16 ||
-      output_weight().value().dtype() != DType::bf16 || block.rope || block.discretize || block.d_residual ||
-      !cache.layers_.front().mixer.has_folded())
+      output_weight().value().dtype() != DType::bf16 || block.rope || block.discretize != Discretization::none ||
+      block.d_residual || !cache.layers_.front().mixer.has_folded())
     return false;
   const int64_t out_width = config_.heads() * config_.head_dim;
   return TokenProgram::fits(device_, {cache.batch(), config_.heads(), config_.head_dim,

@@ -67,8 +67,9 @@ struct Parameter {
 struct Compute {
   MatmulPrecision precision = MatmulPrecision::f32;
   bool recompute = false;  // keep only the input of each layer for the backward pass, and run the layer again there
-  DType activations = DType::f32;  // bf16 only on a GPU
-  bool token_program = true;       // a token is one kernel where that can be (ops/token_program.h)
+  DType activations = DType::f32;                    // bf16 only on a GPU
+  MixerPrecision mixer = MixerPrecision::automatic;  // of the products inside the mixer, in training and prefill
+  bool token_program = true;                         // a token is one kernel where that can be (ops/token_program.h)
 };
 // Products in f32 or bf16; on a GPU activations too.
 Compute compute_in(DType dtype, Device device);

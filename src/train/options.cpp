@@ -89,10 +89,16 @@ std::vector<TrainOption> make_table() {
   t.number("heads", &O::heads, 0, 1 << 16, "Heads, instead of the size's");
   t.number("layers", &O::layers, 0, 1 << 16, "Layers, instead of the size's");
   t.number("qk-heads", &O::qk_heads, 0, 1 << 16, "Heads of Q and K, shared by the others; 0: no sharing");
+  t.number("qk-dim", &O::qk_dim, 0, kLargestDim,
+           "Dimension of Q and K in a head, which decides the size of the state; 0: that of V");
   t.flag("tie-embeddings", &O::tie_embeddings, "Use the embedding as output projection");
   t.text("switches", &O::switches, "Of the block, instead of the architecture's: conv_window=3,norm=none");
+  t.text("initialization", &O::initialization,
+         "How new weights are drawn: furious, or pytorch (inside layers as nn.Linear and nn.Conv1d start)",
+         {"furious", "pytorch"});
   t.text("packing", &O::packing, "packed, isolated (documents do not see each other), rows (one each, padded)",
          {name_of(Packing::packed), name_of(Packing::isolated), name_of(Packing::rows)});
+  t.flag("bos", &O::bos, "With rows: each begins with bos");
   t.number("batch", &O::batch, 1, 1 << 24, "Sequences in a step");
   t.number("length", &O::length, 1, 1 << 26, "Tokens in a sequence");
   t.number("seed", &O::seed, 0, std::numeric_limits<uint64_t>::max(), "Of weights and order of the data");
@@ -107,11 +113,15 @@ std::vector<TrainOption> make_table() {
   t.number("weight-decay", &O::weight_decay, 0, 1e3, "Of AdamW");
   t.number("beta1", &O::beta1, 0, 1, "Of AdamW");
   t.number("beta2", &O::beta2, 0, 1, "Of AdamW");
+  t.number("eps", &O::eps, 0, 1, "Of AdamW: added to the root of the second moment");
   t.number("clip", &O::clip, 0, 1e9, "Largest norm of the gradient; 0: any");
   t.text("device", &O::device, "cpu, cuda, cuda:N; auto: a GPU if there is one");
   t.text("dtype", &O::dtype,
          "Of products, on a GPU also of activations: f32, bf16; tf32: f32 with products in TF32; auto: bf16 on a GPU",
          {"auto", "f32", "tf32", "bf16"});
+  t.text("mixer-precision", &O::mixer_precision,
+         "Of the products inside the mixer, on a GPU: bf16, tf32, tf32x3, f32; auto: as the activations",
+         mixer_precision_names());
   t.number("threads", &O::threads, 0, 4096, "0: all cores");
   t.flag("recompute", &O::recompute, "Run layers again in the backward pass: less memory, more work");
   t.text("reduce", &O::reduce, "With several processes, what gradients are sent in: f32, bf16", {"f32", "bf16"});
@@ -258,11 +268,11 @@ ModelConfig model_config(const TrainOptions& options, int64_t vocabulary) {
   if (options.hidden > 0) config.hidden = options.hidden;
   if (options.intermediate > 0) config.intermediate = options.intermediate;
   if (options.layers > 0) config.layers = options.layers;
-  const int64_t heads = options.heads > 0 ? options.heads : config.v_heads;
+  const int64_t heads = options.heads > 0 ? options.heads : size_heads(options.size);
   require(config.hidden % heads == 0, "train: a width of {} cannot be shared by {} heads", config.hidden, heads);
-  config.head_dim = config.hidden / heads;
-  config.v_heads = heads;
-  config.q_heads = config.k_heads = options.qk_heads > 0 ? options.qk_heads : heads;
+  set_heads(config, preset(options.arch), heads);
+  if (options.qk_heads > 0) config.q_heads = config.k_heads = options.qk_heads;
+  if (options.qk_dim > 0) config.qk_dim = options.qk_dim;
   config.tie_embeddings = options.tie_embeddings;
   for (const auto& [key, value] : key_values(options.switches)) set_switch(config.block, key, value);
   check_config(config);

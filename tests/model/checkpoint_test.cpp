@@ -89,7 +89,8 @@ TEST_F(Checkpoint, EverySwitchComesBack) {
   config.norm_eps = 3.3e-6f;
   config.block.rope_base = 1e6 / 3;
   config.block.rope_pairing = RopePairing::halves;
-  config.block.dt_bias = config.block.discretize = true;
+  config.block.dt_bias = true;
+  config.block.discretize = Discretization::dt;
   EXPECT_EQ(config_from_json(config_to_json(config), "test"), config);
   EXPECT_NE(config_to_json(little("2mamba")).find("\"rms_norm_eps\": 1e-05"), std::string::npos);
 }

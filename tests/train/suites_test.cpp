@@ -47,7 +47,7 @@ BlockConfig said_by(std::string label) {
     if (has(fmt::format("Conv (w={})", window))) block.conv_window = window;
   if (has("A-mask original")) block.decay = DecayKind::original;
   if (has("A-mask softplus")) block.decay = DecayKind::softplus;
-  block.discretize = has("value discretize");
+  if (has("value discretize")) block.discretize = Discretization::dt;
   block.d_residual = has("D res");
   block.z_gate = has("Z gate");
   return block;

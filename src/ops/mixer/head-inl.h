@@ -9,6 +9,7 @@
 
 #include <cmath>
 
+#include "base/error.h"
 #include "ops/mixer/cpu.h"
 #include "ops/mixer/scores-inl.h"
 #include "ops/mixer/state-inl.h"
@@ -34,6 +35,9 @@ void with_kind(const MixerSpec& spec, F&& f) {
     case Score::exponential:
       return spec.norm == Norm::sum ? with_decay.template operator()<Kind::kSoftmax>()
                                     : with_decay.template operator()<Kind::kExponential>();
+    case Score::power:
+    case Score::series:
+      fail("mixer: {} is not implemented", to_string(spec));
   }
 }
 

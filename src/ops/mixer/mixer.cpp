@@ -28,6 +28,7 @@ constexpr NamedSpec kNamed[] = {
 };
 
 constexpr std::string_view kFormNames[] = {"auto", "parallel", "chunked", "reference"};
+constexpr std::string_view kPrecisionNames[] = {"auto", "bf16", "tf32", "tf32x3", "f32"};
 
 void check_decay_sign(const ArgumentCheck& check, const Tensor& log_decay) {
   const auto scan = [&](auto zero) {
@@ -115,8 +116,12 @@ const std::vector<std::string>& mixer_names() {
 }
 
 std::string to_string(const MixerSpec& spec) {
-  constexpr std::string_view kScores[] = {"linear", "squared", "exponential"};
-  return fmt::format("{}, {}, {}", kScores[static_cast<int>(spec.score)], spec.decay ? "decay" : "no decay",
+  constexpr std::string_view kScores[] = {"linear", "squared", "exponential", "power", "series"};
+  return fmt::format("{}{}, {}, {}", kScores[static_cast<int>(spec.score)],
+                     spec.degree > 0 ? fmt::format(" {}", spec.degree) : "",
+                     !spec.decay         ? "no decay"
+                     : spec.signed_decay ? "signed decay"
+                                         : "decay",
                      spec.norm == Norm::sum ? "sum" : "none");
 }
 
@@ -131,6 +136,21 @@ Form form_from_name(std::string_view name) {
 
 std::string_view name_of(Form form) {
   return kFormNames[static_cast<int>(form)];
+}
+
+const std::vector<std::string>& mixer_precision_names() {
+  static const std::vector<std::string> names(std::begin(kPrecisionNames), std::end(kPrecisionNames));
+  return names;
+}
+
+MixerPrecision mixer_precision_from_name(std::string_view name) {
+  const auto found = std::ranges::find(kPrecisionNames, name);
+  if (found == std::end(kPrecisionNames)) unknown_name("mixer precision", name, mixer_precision_names());
+  return static_cast<MixerPrecision>(found - std::begin(kPrecisionNames));
+}
+
+std::string_view name_of(MixerPrecision precision) {
+  return kPrecisionNames[static_cast<int>(precision)];
 }
 
 int64_t state_rows(const MixerSpec& spec, int64_t qk_dim) {

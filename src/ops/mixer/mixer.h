@@ -4,8 +4,9 @@
 //   y_i  = Σ_j w_ij v_j             n_i  = Σ_j w_ij
 //   o_i  = y_i  (norm none)         o_i  = y_i / n_i  (norm sum; 0 where |n_i| < kSmallestNormalizer)
 //
-// f(x) is x (linear), x² (squared) or exp(x) (exponential). For the first two, f(S_ij) = φ(scale·q_i)·φ(k_j), so the
-// past fits into a state of constant size: state = Σ_j exp(A_end − A_j) φ(k_j) [v_j, 1]ᵀ, with D rows (φ's length: dim,
+// f(x) is x (linear), x² (squared), exp(x) (exponential), x^degree (power) or Σ_{n ≤ degree} xⁿ/n! (series: the
+// exponential, cut off). For the first two, f(S_ij) = φ(scale·q_i)·φ(k_j), so the past fits into a state of constant
+// size: state = Σ_j exp(A_end − A_j) φ(k_j) [v_j, 1]ᵀ, with D rows (φ's length: dim,
 // or dim(dim+1)/2 in the order of symmetric_square.h) and v_dim columns, plus one for n when norm = sum.
 //
 // The forms compute the same function. `parallel` walks tiles of the score matrix (quadratic time, any score);
@@ -28,23 +29,31 @@
 
 namespace furious {
 
-enum class Score : uint8_t { linear, squared, exponential };
+enum class Score : uint8_t { linear, squared, exponential, power, series };
 enum class Norm : uint8_t { none, sum };
 enum class Form : uint8_t { automatic, parallel, chunked, reference };
+// What the products inside the mixer (scores, weighted sums and those of their gradients) are computed in, on a GPU.
+// Sums, decays and normalizers are f32 in any case. automatic: bf16 for bf16 inputs, f32 for f32. The inputs keep their
+// dtype: bf16 inputs are widened for the others, f32 inputs are rounded for bf16. A CPU computes in f32 only.
+enum class MixerPrecision : uint8_t { automatic, bf16, tf32, tf32x3, f32 };
 
 inline constexpr int64_t kSmallestDim = 8;  // of a head's queries, keys and values
 inline constexpr int64_t kLargestDim = 256;
 inline constexpr float kSmallestNormalizer = 1e-30f;
 inline constexpr float kLargestExponent = 60.0f;
+inline constexpr int kLargestDegree = 4;  // of power (3 or more) and series (1 or more)
 
 struct MixerSpec {
   Score score = Score::squared;
   bool decay = true;
   Norm norm = Norm::sum;
   float scale = 0;  // 0: 1/√qk_dim
+  int degree = 0;   // of power and series; 0 for the others
+  // log_decay may be positive: the mask may grow. A factor of the mask is exp(min(A_i − A_j, kLargestExponent)) then.
+  bool signed_decay = false;
 
   bool operator==(const MixerSpec&) const = default;
-  bool has_state() const { return score != Score::exponential; }
+  bool has_state() const { return (score == Score::linear || score == Score::squared) && !signed_decay; }
 };
 
 // The mixers of the paper by name ("2mamba", "softmax", …); unknown names are answered with the nearest.
@@ -54,6 +63,9 @@ std::string to_string(const MixerSpec& spec);  // "squared, decay, sum"
 
 Form form_from_name(std::string_view name);
 std::string_view name_of(Form form);
+MixerPrecision mixer_precision_from_name(std::string_view name);  // auto, bf16, tf32, tf32x3, f32
+std::string_view name_of(MixerPrecision precision);
+const std::vector<std::string>& mixer_precision_names();
 
 // D, the rows of the state.
 int64_t state_rows(const MixerSpec& spec, int64_t qk_dim);
@@ -74,6 +86,7 @@ struct MixerOptions {
   Form form = Form::automatic;
   int64_t chunk = 0;  // tokens in a chunk of the chunked form; 0: chosen by dimension
   bool final_state = false;
+  MixerPrecision precision = MixerPrecision::automatic;
 };
 
 struct MixerResult {
@@ -83,7 +96,8 @@ struct MixerResult {
   Tensor final_state;           // [batch, heads, D, columns] when asked for: the state after each row's last document
   Form form = Form::automatic;  // the form that ran
   int64_t chunk = 0;            // and its chunk
-  Tensor states;                // that the backward pass need not make again; may be dropped
+  std::string_view kernel;  // which kernels of a device ran: "cpu", "hopper", "tensor cores", "tiles", "simple", …
+  Tensor states;            // that the backward pass need not make again; may be dropped
 };
 
 // Gradients, contiguous and in the dtype of their inputs; da in f32. Tensors given in `into` are written instead (any

@@ -120,6 +120,9 @@ void with_score_and_dim(const MixerCall& call, F&& f) {
       return with_dim(std::integral_constant<Score, Score::squared>());
     case Score::exponential:
       return with_dim(std::integral_constant<Score, Score::exponential>());
+    case Score::power:
+    case Score::series:
+      return;  // parallel_takes() refuses them
   }
 }
 

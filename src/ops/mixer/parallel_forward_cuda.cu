@@ -280,7 +280,7 @@ bool parallel_takes(const MixerCall& call) {
   return call.inputs.q.dtype() == DType::bf16 && shape.qk_dim == shape.v_dim &&
          (shape.qk_dim == 64 || shape.qk_dim == 128) && rows_are_wide(call.inputs.q) && rows_are_wide(call.inputs.k) &&
          rows_are_wide(call.inputs.v) && (call.spec.score != Score::exponential || call.spec.norm == Norm::sum) &&
-         shape.length <= (int64_t{1} << 30);
+         call.spec.degree == 0 && !call.spec.signed_decay && shape.length <= (int64_t{1} << 30);
 }
 
 bool on_hopper(Device device) {
