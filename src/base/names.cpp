@@ -56,4 +56,28 @@ std::string printable(std::string_view name) {
   return text + (name.size() > kShown ? "…" : "");
 }
 
+std::vector<std::string> distinguishing_names(const std::vector<std::filesystem::path>& paths) {
+  std::vector<std::vector<std::string>> parts;
+  for (const std::filesystem::path& path : paths) {
+    auto& own = parts.emplace_back();
+    for (const std::filesystem::path& part : std::filesystem::absolute(path).lexically_normal())
+      if (!part.empty()) own.push_back(part.string());  // empty: after a slash at the end
+  }
+  size_t first = 0, last = 0;  // parts that all have in common; of each path one is left over
+  const auto all_have = [&](auto&& part_of) {
+    return !parts.empty() && std::ranges::all_of(parts, [&](const std::vector<std::string>& own) {
+      return first + last + 1 < own.size() && part_of(own) == part_of(parts.front());
+    });
+  };
+  while (all_have([&](const auto& own) { return own[first]; })) ++first;
+  while (all_have([&](const auto& own) { return own[own.size() - 1 - last]; })) ++last;
+  std::vector<std::string> names;
+  for (const auto& own : parts) {
+    std::string name;
+    for (size_t i = first; i + last < own.size(); ++i) name += (name.empty() ? "" : "/") + own[i];
+    names.push_back(name);
+  }
+  return names;
+}
+
 }  // namespace furious

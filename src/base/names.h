@@ -1,6 +1,7 @@
 // Looking a name up in a list of known ones; an unknown name is answered with the nearest. Names in messages.
 #pragma once
 
+#include <filesystem>
 #include <span>
 #include <string>
 #include <string_view>
@@ -16,5 +17,9 @@ std::string nearest_name(std::string_view name, std::span<const std::string> kno
 
 // A name out of a file, fit for a terminal: short and without control characters.
 std::string printable(std::string_view name);
+
+// What tells paths apart: each without the parts at its beginning and its end that all have in common. Of a single path
+// its last part.
+std::vector<std::string> distinguishing_names(const std::vector<std::filesystem::path>& paths);
 
 }  // namespace furious

@@ -63,35 +63,6 @@ std::vector<fs::path> runs_in(const std::vector<std::string>& places) {
   return found;
 }
 
-// What tells the runs apart: their paths without the parts that all have in common.
-std::vector<std::string> names_of(const std::vector<fs::path>& runs) {
-  std::vector<std::vector<std::string>> parts;
-  for (const fs::path& run : runs) {
-    auto& own = parts.emplace_back();
-    for (const fs::path& part : fs::absolute(run).lexically_normal()) own.push_back(part.string());
-  }
-  const auto common = [&](bool at_end) {
-    size_t count = 0;
-    const auto same = [&](const std::vector<std::string>& own) {
-      const auto at = [&](const std::vector<std::string>& path) {
-        return at_end ? path[path.size() - 1 - count] : path[count];
-      };
-      return count + 1 < own.size() && count + 1 < parts.front().size() && at(own) == at(parts.front());
-    };
-    while (std::ranges::all_of(parts, same)) ++count;
-    return count;
-  };
-  const size_t first = common(false);
-  const size_t last = runs.size() == 1 ? 0 : common(true);
-  std::vector<std::string> names;
-  for (const auto& own : parts) {
-    std::string name;
-    for (size_t i = first; i < std::max(first + 1, own.size() - last); ++i) name += (name.empty() ? "" : "/") + own[i];
-    names.push_back(name);
-  }
-  return names;
-}
-
 // Every n-th point, and the last.
 void thin(Series& series) {
   const size_t stride = (series.x.size() + kMostPoints - 1) / kMostPoints;
@@ -151,7 +122,7 @@ void PlotCommand::run() const {
   require(extension == ".svg" || extension == ".png", "plot: {}: pictures are written as .svg or .png", out);
   if (extension == ".png") check_png();
   const std::vector<fs::path> found = runs_in(runs);
-  const std::vector<std::string> names = names_of(found);
+  const std::vector<std::string> names = distinguishing_names(found);
   Chart chart;
   chart.title = title.empty() ? "Loss" : title;
   chart.x_label = "step";

@@ -13,7 +13,6 @@ namespace furious {
 namespace {
 
 using Json = nlohmann::json;
-using Records = std::vector<std::vector<std::string>>;
 
 std::string text_of(const Json& value, const std::string& place, const std::string& field) {
   if (value.is_string()) return value.get<std::string>();
@@ -34,52 +33,94 @@ std::vector<std::string> parse_line(const std::string& line, const std::string& 
   return texts;
 }
 
-Records read_lines(const std::string& path, const std::vector<std::string>& fields) {
-  constexpr size_t kAtOnce = 1 << 20;
-  const auto stream = open_byte_stream(path);
-  std::string bytes;
-  for (size_t got = kAtOnce; got == kAtOnce;) {
-    const size_t before = bytes.size();
-    bytes.resize(before + kAtOnce);
-    got = stream->read(bytes.data() + before, kAtOnce);
-    bytes.resize(before + got);
+// The lines of a file, one at a time.
+class Lines {
+ public:
+  explicit Lines(const std::string& path) : path_(path), stream_(open_byte_stream(path)) {}
+
+  // False at the end. A last line need not end in a line break.
+  bool next(std::string& line) {
+    line.clear();
+    for (;;) {
+      const size_t end = std::min(buffer_.find('\n', begin_), buffer_.size());
+      line.append(buffer_, begin_, end - begin_);
+      require(line.size() <= kLongestLine,
+              "{} is longer than {} bytes: the file is damaged, or no table of questions; "
+              "expected one JSON object on each line",
+              place(number_ + 1), kLongestLine);
+      begin_ = end + 1;
+      if (end < buffer_.size()) break;
+      buffer_.resize(kAtOnce);
+      buffer_.resize(stream_->read(buffer_.data(), kAtOnce));
+      begin_ = 0;
+      if (!buffer_.empty()) continue;
+      if (line.empty()) return false;
+      break;
+    }
+    ++number_;
+    return true;
   }
-  Records records;
-  int64_t number = 0;
-  for (size_t begin = 0; begin < bytes.size();) {
-    const size_t end = std::min(bytes.find('\n', begin), bytes.size());
-    const std::string line = bytes.substr(begin, end - begin);
-    begin = end + 1;
-    ++number;
+  std::string place() const { return place(number_); }
+
+ private:
+  static constexpr size_t kAtOnce = 1 << 20;
+  static constexpr size_t kLongestLine = 64 << 20;
+
+  std::string place(int64_t number) const { return fmt::format("\"{}\", line {}", path_, number); }
+
+  std::string path_;
+  std::unique_ptr<ByteStream> stream_;
+  std::string buffer_;
+  size_t begin_ = 0;
+  int64_t number_ = 0;  // of the line, from 1 on
+};
+
+int64_t visit_lines(const std::string& path, const std::vector<std::string>& fields, int64_t number,
+                    const RecordVisitor& visitor) {
+  Lines lines(path);
+  for (std::string line; lines.next(line);) {
     if (line.find_first_not_of(" \t\r") == line.npos) continue;
-    records.push_back(parse_line(line, fmt::format("\"{}\", line {}", path, number), fields));
+    if (visitor.wanted(number)) {
+      std::vector<std::string> texts = parse_line(line, lines.place(), fields);
+      visitor.visit(number, texts);
+    }
+    ++number;
   }
-  return records;
+  return number;
 }
 
-Records read_parquet(const std::string& path, const std::vector<std::string>& fields) {
-  Records records;
+int64_t visit_parquet(const std::string& path, const std::vector<std::string>& fields, int64_t number,
+                      const RecordVisitor& visitor) {
+  std::vector<std::vector<std::string>> records;
   for (const std::string& field : fields) {
     ParquetColumn column(path, field, ParquetColumn::Numbers::as_text);
+    size_t row = 0;
     std::string bytes;
     std::vector<size_t> ends;
-    while (column.next(bytes, ends)) {
+    for (; column.next(bytes, ends); bytes.clear(), ends.clear()) {
+      records.resize(std::max(records.size(), row + ends.size()));
+      for (size_t i = 0, begin = 0; i < ends.size(); begin = ends[i++], ++row)
+        if (visitor.wanted(number + static_cast<int64_t>(row)))
+          records[row].push_back(bytes.substr(begin, ends[i] - begin));
     }
-    records.resize(std::max(records.size(), ends.size()));
-    for (size_t row = 0, begin = 0; row < ends.size(); begin = ends[row++])
-      records[row].push_back(bytes.substr(begin, ends[row] - begin));
   }
-  return records;
+  for (std::vector<std::string>& record : records) {
+    if (visitor.wanted(number)) visitor.visit(number, record);
+    ++number;
+  }
+  return number;
 }
 
 }  // namespace
 
-Records read_records(const std::string& path, const std::vector<std::string>& fields) {
-  const std::vector<InputFile> files = find_inputs({path});
-  require(files.size() == 1 && files[0].format != TextFormat::text,
-          "\"{}\": expected one .jsonl (also .gz or .zst) or .parquet file", path);
-  return files[0].format == TextFormat::parquet ? read_parquet(files[0].path, fields)
-                                                : read_lines(files[0].path, fields);
+int64_t for_each_record(const std::string& path, const std::vector<std::string>& fields, const RecordVisitor& visitor) {
+  int64_t number = 0;
+  for (const InputFile& file : find_inputs({path})) {
+    require(file.format != TextFormat::text, "\"{}\": expected .jsonl (also .gz or .zst) or .parquet files", file.path);
+    number = file.format == TextFormat::parquet ? visit_parquet(file.path, fields, number, visitor)
+                                                : visit_lines(file.path, fields, number, visitor);
+  }
+  return number;
 }
 
 }  // namespace furious

@@ -1,13 +1,22 @@
 // Some fields of every record of a file: a .jsonl (also .gz or .zst), or a .parquet where the build has Apache Arrow.
 #pragma once
 
+#include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
 namespace furious {
 
-// For each record the texts of the fields, in the order asked for; numbers become text. A field that a record lacks,
-// and a file that is damaged, is an error that names the place.
-std::vector<std::vector<std::string>> read_records(const std::string& path, const std::vector<std::string>& fields);
+// Of a record that `wanted` accepts by its number, from 0 on, `visit` gets the texts of the fields, in the order asked
+// for; numbers become text. Several files (a folder, or a glob) are counted through. Of a .jsonl file one line at a
+// time is in memory. A field that a wanted record lacks, a line that cannot be one of a table, and a file that is
+// damaged are errors that name the place.
+struct RecordVisitor {
+  std::function<void(int64_t number, std::vector<std::string>& texts)> visit;
+  std::function<bool(int64_t number)> wanted = [](int64_t) { return true; };
+};
+// Returns how many records there are.
+int64_t for_each_record(const std::string& path, const std::vector<std::string>& fields, const RecordVisitor& visitor);
 
 }  // namespace furious

@@ -6,8 +6,11 @@
 #include <charconv>
 #include <cmath>
 #include <span>
+#include <unordered_map>
 
 #include "base/error.h"
+#include "base/file.h"
+#include "base/numpy_shuffle.h"
 #include "base/random.h"
 #include "data/records.h"
 #include "data/synthetic.h"
@@ -121,12 +124,47 @@ Needle make_needle(const NeedleGridOptions& options, int64_t length, double dept
 }
 
 template <class Number>
-Number number_of(const std::string& text, const std::string& field, const std::string& path, size_t record) {
+std::optional<Number> number_in(std::string_view text) {
   Number value{};
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  require(error == std::errc() && end == text.data() + text.size(),
-          "\"{}\", record {}: {} is \"{}\", expected a number", path, record + 1, field, text);
+  if (error != std::errc() || end != text.data() + text.size()) return std::nullopt;
   return value;
+}
+
+template <class Number>
+Number number_of(const std::string& text, const std::string& field, const std::string& path, int64_t row) {
+  const auto value = number_in<Number>(text);
+  require(value.has_value(), "\"{}\", record {}: {} is \"{}\", expected a number", path, row + 1, field, text);
+  return *value;
+}
+
+// The rows to ask, in their order, of a file that must be looked through for that.
+std::vector<int64_t> chosen_rows(const std::string& path, const NeedleRows& rows) {
+  std::vector<int64_t> lengths;
+  const auto see = [&](int64_t row, const std::vector<std::string>& texts) {
+    lengths.push_back(number_of<int64_t>(texts[0], "context_length", path, row));
+  };
+  const int64_t count = for_each_record(path, {"context_length"}, {.visit = see});
+  std::vector<int64_t> order = rows.indices;
+  if (order.empty() && rows.shuffle) order = numpy_shuffle(*rows.shuffle, count);
+  if (order.empty())
+    for (int64_t row = 0; row < count; ++row) order.push_back(row);
+  std::vector<bool> seen(static_cast<size_t>(count));
+  std::vector<int64_t> chosen;
+  for (const int64_t row : order) {
+    require(row >= 0 && row < count,
+            "niah: row {} is asked for, but \"{}\" has {}, counted from 0; take the rows and "
+            "the file that belong together",
+            row, path, count);
+    require(!seen[static_cast<size_t>(row)], "niah: row {} is asked for twice; name it once", row);
+    seen[static_cast<size_t>(row)] = true;
+    if (rows.below > 0 && lengths[static_cast<size_t>(row)] >= rows.below) continue;
+    chosen.push_back(row);
+    if (rows.questions > 0 && static_cast<int64_t>(chosen.size()) == rows.questions) break;
+  }
+  require(!chosen.empty() || count == 0, "niah: none of the {} questions of \"{}\" is left to ask; raise --below",
+          order.size(), path);
+  return chosen;
 }
 
 std::string without_space(std::string_view text) {
@@ -159,18 +197,71 @@ std::vector<Needle> make_needles(const NeedleGridOptions& options) {
   return needles;
 }
 
-std::vector<Needle> read_needles(const std::string& path) {
-  const auto records = read_records(path, {"prompt", "answer", "context_length", "depth_percent"});
-  require(!records.empty(), "niah: \"{}\" holds no questions", path);
+NeedleRows paper_needle_rows() {
+  NeedleRows rows;
+  rows.shuffle = 420;
+  rows.below = 32768;
+  rows.questions = 1000;
+  return rows;
+}
+
+std::vector<Needle> read_needles(const std::string& path, const NeedleRows& rows) {
+  require(rows.indices.empty() || !rows.shuffle, "niah: rows by their numbers and shuffled rows; choose one");
   std::vector<Needle> needles;
-  for (size_t i = 0; i < records.size(); ++i) {
-    const auto& fields = records[i];
-    needles.push_back({fields[0], fields[1], number_of<int64_t>(fields[2], "context_length", path, i),
-                       number_of<double>(fields[3], "depth_percent", path, i)});
-    require(!without_space(fields[0]).empty() && !without_space(fields[1]).empty(),
-            "\"{}\", record {}: its {} is empty", path, i + 1, without_space(fields[0]).empty() ? "prompt" : "answer");
-  }
+  std::unordered_map<int64_t, size_t> places;  // of the rows that were chosen
+  const bool all = rows.indices.empty() && !rows.shuffle && rows.below <= 0 && rows.questions <= 0;
+  if (!all)
+    for (const int64_t row : chosen_rows(path, rows)) places.emplace(row, places.size());
+  needles.resize(places.size());
+  int64_t bytes = 0;
+  RecordVisitor visitor;
+  if (!all) visitor.wanted = [&](int64_t row) { return places.contains(row); };
+  visitor.visit = [&](int64_t row, std::vector<std::string>& texts) {
+    for (const size_t field : {0, 1})
+      require(!without_space(texts[field]).empty(), "\"{}\", record {}: its {} is empty", path, row + 1,
+              field == 0 ? "prompt" : "answer");
+    bytes += static_cast<int64_t>(texts[0].size());
+    require(bytes <= rows.most_bytes,
+            "niah: the questions of \"{}\" take more than {} bytes of memory; ask fewer of them (--questions, --below)",
+            path, rows.most_bytes);
+    Needle needle{std::move(texts[0]), std::move(texts[1]), number_of<int64_t>(texts[2], "context_length", path, row),
+                  number_of<double>(texts[3], "depth_percent", path, row), row};
+    if (all)
+      needles.push_back(std::move(needle));
+    else
+      needles[places.at(row)] = std::move(needle);
+  };
+  for_each_record(path, {"prompt", "answer", "context_length", "depth_percent"}, visitor);
+  require(!needles.empty(), "niah: \"{}\" holds no questions", path);
+  for (const Needle& needle : needles)
+    require(needle.row >= 0, "\"{}\" has changed while it was read; try again", path);
   return needles;
+}
+
+std::vector<int64_t> read_row_numbers(const std::string& path) {
+  const std::string text = read_text(path);
+  std::vector<int64_t> rows;
+  size_t line = 0;
+  for (size_t begin = 0; begin < text.size();) {
+    const size_t end = std::min(text.find('\n', begin), text.size());
+    const std::string word = without_space(std::string_view(text).substr(begin, end - begin));
+    begin = end + 1;
+    ++line;
+    if (word.empty()) continue;
+    const auto row = number_in<int64_t>(word);
+    require(row.has_value() && *row >= 0,
+            "\"{}\", line {}: \"{}\" is no row number; expected one on each line, from 0 on", path, line,
+            word.substr(0, 40));
+    rows.push_back(*row);
+  }
+  require(!rows.empty(), "\"{}\" holds no row numbers", path);
+  return rows;
+}
+
+std::string row_numbers(const std::vector<Needle>& needles) {
+  std::string text;
+  for (const Needle& needle : needles) text += fmt::format("{}\n", needle.row);
+  return text;
 }
 
 void check_expressible(const std::vector<Needle>& needles, const Tokenizer& tokenizer) {
@@ -185,7 +276,13 @@ void check_expressible(const std::vector<Needle>& needles, const Tokenizer& toke
     }
 }
 
-bool answers(std::string_view text, std::string_view answer) {
+bool answers(std::string_view text, std::string_view answer, AnswerRule rule) {
+  if (rule == AnswerRule::paper) {
+    const std::string_view word = text.substr(0, text.find(' '));
+    std::string digits;
+    std::copy_if(word.begin(), word.end(), std::back_inserter(digits), [](char c) { return c >= '0' && c <= '9'; });
+    return digits == answer;
+  }
   const auto trim = [](std::string_view& x) { x.remove_prefix(std::min(x.find_first_not_of(" \t\n\r"), x.size())); };
   trim(text);
   trim(answer);
@@ -194,25 +291,60 @@ bool answers(std::string_view text, std::string_view answer) {
   return text.size() == answer.size() || std::isalnum(static_cast<unsigned char>(text[answer.size()])) == 0;
 }
 
-std::string answer_of(const Model& model, const Needle& needle) {
+std::string last_tokens_text(const Tokenizer& tokenizer, const std::string& prompt, const Text& written,
+                             int64_t count) {
+  const int64_t missing = count - (written.tokens - (written.ending == Ending::eos ? 1 : 0));
+  if (missing <= 0) return written.text.substr(written.text.starts_with(' ') ? 1 : 0);
+  const std::vector<int32_t> ids = tokenizer.encode(prompt);
+  const size_t tail = std::min(static_cast<size_t>(missing), ids.size());
+  return tokenizer.decode(std::span(ids).last(tail)) + written.text;
+}
+
+NeedleAnswer answer_of(const Model& model, const Needle& needle, AnswerRule rule) {
+  constexpr int64_t kPaperTokens = 10;
+  const Tokenizer& tokenizer = *model.parts().tokenizer;
   Session session(model);
   session.read(needle.prompt);
+  NeedleAnswer answer;
+  answer.prompt_tokens = session.tokens();
   WriteOptions options;
   options.sampling.temperature = 0;
-  // The answer, perhaps white space before it, and what shows that it has ended.
-  options.tokens = static_cast<int64_t>(model.parts().tokenizer->encode_continuation(needle.answer).size()) + 2;
-  return session.write(options).front().text;
+  if (rule == AnswerRule::whole) {
+    // The answer, perhaps white space before it, and what shows that it has ended.
+    options.tokens = static_cast<int64_t>(tokenizer.encode_continuation(needle.answer).size()) + 2;
+    answer.text = session.write(options).front().text;
+    return answer;
+  }
+  options.tokens = kPaperTokens;
+  const Text written = session.write(options).front();
+  answer.text = last_tokens_text(tokenizer, needle.prompt, written, kPaperTokens);
+  return answer;
 }
 
 NeedleGrid::NeedleGrid(std::vector<int64_t> its_lengths, std::vector<double> its_depths)
     : lengths(ascending(std::move(its_lengths))),
       depths(ascending(std::move(its_depths))),
-      cells(lengths.size() * depths.size()) {}
+      cells(lengths.size() * depths.size()),
+      prompt_tokens(lengths.size()) {}
+
+size_t NeedleGrid::column_of(int64_t length) const {
+  return static_cast<size_t>(std::find(lengths.begin(), lengths.end(), length) - lengths.begin());
+}
 
 Accuracy& NeedleGrid::at(double depth, int64_t length) {
   const auto row = std::find(depths.begin(), depths.end(), depth) - depths.begin();
-  const auto column = std::find(lengths.begin(), lengths.end(), length) - lengths.begin();
-  return cells.at(static_cast<size_t>(row) * lengths.size() + static_cast<size_t>(column));
+  return cells.at(static_cast<size_t>(row) * lengths.size() + column_of(length));
+}
+
+Accuracy NeedleGrid::at_length(size_t column) const {
+  Accuracy sum;
+  for (size_t cell = column; cell < cells.size(); cell += lengths.size()) sum += cells[cell];
+  return sum;
+}
+
+double NeedleGrid::mean_tokens(size_t column) const {
+  const int64_t asked = at_length(column).asked;
+  return asked == 0 ? 0 : static_cast<double>(prompt_tokens[column]) / static_cast<double>(asked);
 }
 
 Accuracy NeedleGrid::total() const {
@@ -221,7 +353,13 @@ Accuracy NeedleGrid::total() const {
   return sum;
 }
 
-NeedleGrid ask_needles(const std::vector<Needle>& needles, const Answerer& answerer, const NeedleProgress& progress) {
+const std::vector<int64_t> kPaperNeedleLengths{1024, 2048, 4096, 8192, 16384};
+const std::vector<int64_t> kPaperNeedleTokens{355, 631, 1182, 2286, 4497};
+const std::vector<PaperNeedles> kPaperNeedles{
+    {"Mamba-2", {0.94, 0.45, 0.15, 0.027, 0.025}}, {"Softmax", {1, 1, 1, 0.94, 0.38}}, {"2Mamba", {1, 1, 1, 1, 0.95}}};
+
+NeedleGrid ask_needles(const std::vector<Needle>& needles, const Answerer& answerer, const NeedleProgress& progress,
+                       AnswerRule rule) {
   std::vector<int64_t> lengths;
   std::vector<double> depths;
   for (const Needle& needle : needles) {
@@ -230,7 +368,10 @@ NeedleGrid ask_needles(const std::vector<Needle>& needles, const Answerer& answe
   }
   NeedleGrid grid(std::move(lengths), std::move(depths));
   for (size_t i = 0; i < needles.size(); ++i) {
-    grid.at(needles[i].depth, needles[i].length) += {answers(answerer(needles[i]), needles[i].answer) ? 1 : 0, 1};
+    const Needle& needle = needles[i];
+    const NeedleAnswer answer = answerer(needle);
+    grid.at(needle.depth, needle.length) += {answers(answer.text, needle.answer, rule) ? 1 : 0, 1};
+    grid.prompt_tokens[grid.column_of(needle.length)] += answer.prompt_tokens;
     if (progress && !progress(static_cast<int64_t>(i) + 1, grid)) break;
   }
   return grid;

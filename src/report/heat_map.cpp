@@ -40,24 +40,33 @@ Colour colour_of(double value) {
   return {between(&Colour::red), between(&Colour::green), between(&Colour::blue)};
 }
 
+bool is_empty(const HeatMap::Cell& cell) {
+  return cell.whole == 0 && !cell.proportion;
+}
+
 double value_of(const HeatMap::Cell& cell) {
+  if (cell.proportion) return *cell.proportion;
   return static_cast<double>(cell.part) / static_cast<double>(cell.whole);
 }
 
-// Whole percents; 0 and 100 only where that is exactly so.
-int64_t percent_of(const HeatMap::Cell& cell) {
+// Whole percents; 0 and 100 only where that is exactly so. A stated proportion keeps the digits it is stated with.
+std::string percent_of(const HeatMap::Cell& cell) {
+  if (cell.proportion) return fmt::format("{:.3g}", 100 * *cell.proportion);
   const int64_t rounded = std::llround(100 * value_of(cell));
-  if (cell.part > 0 && rounded == 0) return 1;
-  return cell.part < cell.whole && rounded == 100 ? 99 : rounded;
+  if (cell.part > 0 && rounded == 0) return "1";
+  return std::to_string(cell.part < cell.whole && rounded == 100 ? 99 : rounded);
 }
 
 void check(const HeatMap& map) {
   require(map.cells.size() == map.rows.size() * map.columns.size(),
           "heat map \"{}\": {} cells for {} rows and {} columns", map.title, map.cells.size(), map.rows.size(),
           map.columns.size());
-  for (const HeatMap::Cell& cell : map.cells)
+  for (const HeatMap::Cell& cell : map.cells) {
     require(cell.part >= 0 && cell.part <= cell.whole, "heat map \"{}\": a cell with {} of {}", map.title, cell.part,
             cell.whole);
+    require(!cell.proportion || (*cell.proportion >= 0 && *cell.proportion <= 1),
+            "heat map \"{}\": a cell with a proportion of {}", map.title, cell.proportion.value_or(0));
+  }
 }
 
 std::string style() {
@@ -87,15 +96,15 @@ std::string draw_cell(const HeatMap& map, size_t row, size_t column) {
   const std::string place =
       fmt::format("x=\"{:.1f}\" y=\"{:.1f}\" width=\"{:.1f}\" height=\"{:.1f}\"", x, y, kCellWidth, kCellHeight);
   const std::string where = fmt::format("{} {}, {} {}", map.x_label, map.columns[column], map.y_label, map.rows[row]);
-  if (cell.whole == 0)
+  if (is_empty(cell))
     return fmt::format("<rect class=\"cell none\" {}><title>{}: nothing</title></rect>\n", place, escape_markup(where));
   const Colour colour = colour_of(value_of(cell));
-  return fmt::format("<rect class=\"cell\" {} fill=\"#{:02x}{:02x}{:02x}\"><title>{}: {} of {}</title></rect>\n", place,
+  return fmt::format("<rect class=\"cell\" {} fill=\"#{:02x}{:02x}{:02x}\"><title>{}: {}</title></rect>\n", place,
                      std::lround(colour.red), std::lround(colour.green), std::lround(colour.blue), escape_markup(where),
-                     cell.part, cell.whole) +
+                     cell.proportion ? percent_of(cell) + "%" : fmt::format("{} of {}", cell.part, cell.whole)) +
          text_at(x + kCellWidth / 2, y + kCellHeight / 2 + 4.5,
                  fmt::format(" class=\"{}\" text-anchor=\"middle\"", value_of(cell) >= kLight ? "on-light" : "on-dark"),
-                 std::to_string(percent_of(cell)));
+                 percent_of(cell));
 }
 
 double width_of(std::string_view text) {
@@ -135,11 +144,12 @@ std::string draw(const HeatMap& map, double x, double y) {
 }
 
 std::string cell_text(const HeatMap::Cell& cell) {
-  return cell.whole == 0 ? "-" : fmt::format("{}% {}/{}", percent_of(cell), cell.part, cell.whole);
+  if (is_empty(cell)) return "-";
+  return percent_of(cell) + (cell.proportion ? "%" : fmt::format("% {}/{}", cell.part, cell.whole));
 }
 
 std::string paint(const HeatMap::Cell& cell, const std::string& text) {
-  if (cell.whole == 0) return text;
+  if (is_empty(cell)) return text;
   const double place = value_of(cell) * static_cast<double>(kTerminalScale.size() - 1);
   return fmt::format("\033[48;5;{}m\033[38;5;{}m{}\033[0m", kTerminalScale[static_cast<size_t>(std::lround(place))],
                      value_of(cell) >= kLight ? 16 : 231, text);

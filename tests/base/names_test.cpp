@@ -36,5 +36,18 @@ TEST(Names, UnknownNameFarFromAllHasNoHint) {
   FAIL() << "no error was thrown";
 }
 
+TEST(Names, PathsAreToldApart) {
+  using Names = std::vector<std::string>;
+  EXPECT_EQ(
+      distinguishing_names({"abl/runs/2mamba/seed-123", "abl/runs/mamba2/seed-123", "abl/runs/softmax/seed-123/"}),
+      (Names{"2mamba", "mamba2", "softmax"}));
+  EXPECT_EQ(distinguishing_names({"a/x/seed-1", "a/x/seed-2", "./a/y/seed-1"}),
+            (Names{"x/seed-1", "x/seed-2", "y/seed-1"}));
+  EXPECT_EQ(distinguishing_names({"a/b/s", "b/s"}), (Names{"a/b", "b"}));
+  EXPECT_EQ(distinguishing_names({"/r/s/s", "/r/s"}), (Names{"s/s", "s"}));
+  EXPECT_EQ(distinguishing_names({"runs/one/"}), (Names{"one"}));
+  EXPECT_EQ(distinguishing_names({}), (Names{}));
+}
+
 }  // namespace
 }  // namespace furious

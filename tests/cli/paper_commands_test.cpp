@@ -47,13 +47,22 @@ TEST_F(NiahCommand, MadeQuestions) {
       fmt::format("niah --lengths 300 {} --questions 1 --depths 0 --device cpu --svg {}", model, folder.path("n.svg")),
       0, {"of 1 found"});
   expect_run(niah("--lengths 400,300 --depths 0,100 --questions 2"), 0,
-             {"2mamba: ", " of 8 found", "300", "400", "100%", "characters", "heat map in", "n.svg"});
+             {"2mamba: ", " of 8 found", "300", "400", "100%", "characters", "All depths", "tokens (mean)",
+              "heat maps in", "n.svg"});
   const auto json = nlohmann::json::parse(read_file(folder.path("n.json")));
   EXPECT_EQ(json.at("unit"), "characters");
   ASSERT_EQ(json.at("models").at(0).at("cells").size(), 4u);
   EXPECT_EQ(json.at("models").at(0).at("cells").at(1).at("length"), 400);
   EXPECT_EQ(json.at("models").at(0).at("cells").at(1).at("asked"), 2);
   EXPECT_EQ(json.at("models").at(0).at("asked"), 8);
+  EXPECT_FALSE(json.contains("paper"));
+  ASSERT_EQ(json.at("models").at(0).at("lengths").size(), 2u);
+  const auto& length = json.at("models").at(0).at("lengths").at(0);
+  EXPECT_EQ(length.at("length"), 300);
+  EXPECT_EQ(length.at("asked"), 4);
+  EXPECT_EQ(length.at("mean_tokens"), length.at("prompt_tokens").get<double>() / 4);
+  EXPECT_GT(length.at("mean_tokens"), 100);
+  EXPECT_LE(length.at("mean_tokens"), 301) << "bytes, and the mark at the beginning";
   EXPECT_NE(read_file(folder.path("n.svg")).find("class=\"heat\""), std::string::npos);
 }
 
@@ -68,6 +77,78 @@ TEST_F(NiahCommand, QuestionsFromAFileAndSeveralModels) {
              {"of 1 found"});
 }
 
+TEST_F(NiahCommand, RowsOfAFileAndThePapersProcedure) {
+  std::string lines;
+  for (int i = 0; i < 10; ++i)
+    lines += nlohmann::json{{"prompt", "The key is"},
+                            {"answer", i},
+                            {"context_length", i % 2 == 0 ? 1024 : 32768},
+                            {"depth_percent", i}}
+                 .dump() +
+             "\n";
+  const std::string data = folder.write("q.jsonl.gz", testing::gzip_of(lines)), rows = folder.path("rows.txt");
+  const auto used = [&](const std::string& more, const std::string& expected) {
+    expect_run(niah(fmt::format("--data {} --save-rows {} {}", data, rows, more)), 0, {"heat maps in"});
+    EXPECT_EQ(read_file(rows), expected) << more;
+  };
+  used("--below 32768 --questions 2", "0\n2\n");
+  used("--shuffle 420 --questions 4", "5\n7\n0\n4\n");
+  used("--indices " + folder.write("order.txt", "9\n0\n4\n"), "9\n0\n4\n");
+
+  const std::string other = folder.path("other");
+  fs::copy(model, other, fs::copy_options::recursive);
+  expect_run(niah(fmt::format("{} --paper --data {} --save-rows {}", other, data, rows)), 0,
+             {"model: ", "of 5 found", "All depths", "Mamba-2 (paper)", "94%", "Softmax (paper)", "2Mamba (paper)"});
+  EXPECT_EQ(read_file(rows), "0\n4\n2\n6\n8\n");
+  const auto first = nlohmann::json::parse(read_file(folder.path("n.json")));
+  EXPECT_EQ(first.at("paper").at("models").at(2).at("proportions").at(4), 0.95);
+  EXPECT_EQ(first.at("paper").at("tokens").at(4), 4497);
+  EXPECT_EQ(first.at("models").at(1).at("model"), "other");
+  EXPECT_EQ(first.at("models").at(1).at("lengths").at(0).at("mean_tokens"), 11) << "10 bytes and bos";
+  const std::string svg = read_file(folder.path("n.svg"));
+  EXPECT_NE(svg.find("tokens (mean) 11, model Mamba-2 (paper): 94%"), std::string::npos);
+
+  // The same from the file of rows; and drawn again.
+  expect_run(niah(fmt::format("{} --paper --data {} --indices {}", other, data, rows)), 0, {"of 5 found"});
+  EXPECT_EQ(nlohmann::json::parse(read_file(folder.path("n.json"))), first);
+  expect_run(fmt::format("niah --from {0}/n.json --svg {0}/again.svg --json {0}/again.json", folder.path("")), 0,
+             {"2Mamba (paper)"});
+  EXPECT_EQ(nlohmann::json::parse(read_file(folder.path("again.json"))), first);
+  EXPECT_EQ(read_file(folder.path("again.svg")), svg);
+  expect_run(niah(fmt::format("--paper --questions 2 --data {}", data)), 0, {"of 2 found"});
+}
+
+TEST_F(NiahCommand, LabelsTellModelsApart) {
+  for (const char* arch : {"2mamba", "softmax"}) {
+    fs::create_directories(folder.path(fmt::format("runs/{}", arch)));
+    fs::copy(model, folder.path(fmt::format("runs/{}/seed-123", arch)), fs::copy_options::recursive);
+  }
+  const auto result =
+      run(fmt::format("niah {0}/2mamba/seed-123 {0}/softmax/seed-123 --lengths 300 --depths 0 --questions "
+                      "1 --device cpu --svg {1}",
+                      folder.path("runs"), folder.path("n.svg")));
+  EXPECT_EQ(result.code, 0);
+  for (const char* label : {"\n2mamba: ", "\nsoftmax: "})
+    EXPECT_NE(result.output.find(label), std::string::npos) << result.output;
+  EXPECT_EQ(result.output.find("seed-123"), std::string::npos) << result.output;
+}
+
+TEST_F(NiahCommand, WeightsWithoutAConfig) {
+  const std::string asked = " --lengths 300 --depths 0 --questions 1";
+  fs::remove(model + "/config.json");
+  expect_run(niah("--arch 2mmba" + asked), 1, {"2mmba", "did you mean \"2mamba\""});
+  expect_run(niah("--arch 2mamba,softmax" + asked), 1, {"1 models", "2 architectures"});
+  expect_run(niah("--arch 2mamba --heads 2" + asked), 0, {"2mamba: ", "of 1 found"});
+  expect_run(niah("--arch 2mamba --heads 7" + asked), 1, {"7"});
+}
+
+TEST_F(NiahCommand, BosIsWhatATextBeginsWith) {
+  const std::string data = folder.write("q.jsonl", question("1"));
+  fs::remove(folder.path("n.json"));
+  expect_run(niah("--bos --data " + data), 0, {"of 1 found"});
+  expect_run("niah --train --bos --out " + folder.path("t"), 1, {"--bos"});
+}
+
 TEST_F(NiahCommand, Failures) {
   expect_run("niah", 1, {"no model", "--train"});
   expect_run(fmt::format("niah {}", folder.path("none")), 1, {"none"});
@@ -76,6 +157,12 @@ TEST_F(NiahCommand, Failures) {
   expect_run(niah("--data " + folder.write("bad.jsonl", question("1") + "{\"prom")), 1,
              {"bad.jsonl", "line 2", "damaged"});
   expect_run(niah("--lengths 300 --data " + folder.write("q.jsonl", question("1"))), 1, {"--data", "--lengths"});
+  expect_run(niah("--paper"), 1, {"--paper", "simple_needle_in_a_hay_stack", "--data"});
+  expect_run(niah("--below 5"), 1, {"--below", "--data"});
+  expect_run(
+      niah(fmt::format("--indices {} --data {}", folder.write("rows", "1\n"), folder.write("q.jsonl", question("1")))),
+      1, {"row 1", "has 1"});
+  expect_run(niah("--indices x --shuffle 1"), 2, {"--shuffle"});
   expect_run(niah("--haystack " + folder.write("empty.txt", "\n")), 1, {"no text"});
   expect_run(niah("--train"), 1, {"--train makes its own"});
   expect_run("niah --train --arch 2mamba,mambo2 --out " + folder.path("t"), 1, {"mambo2", "did you mean \"mamba2\""});

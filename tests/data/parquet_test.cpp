@@ -120,13 +120,21 @@ TEST(Parquet, RecordsWithTextAndNumbers) {
   const TemporaryFolder folder;
   const std::vector<std::string> documents = random_documents(random, 300);
   const std::string path = write_documents(folder.path("a.parquet"), documents, 70);
-  const auto records = read_records(path, {"text", "id"});
-  ASSERT_EQ(records.size(), documents.size());
-  for (size_t i = 0; i < records.size(); ++i)
-    EXPECT_EQ(records[i], (std::vector<std::string>{documents[i], std::to_string(i)}));
-  expect_error([&] { read_records(path, {"txt"}); }, {"a.parquet", "did you mean \"text\""});
-  expect_error([&] { read_records(folder.write("cut.parquet", testing::read_file(path).substr(0, 999)), {"id"}); },
-               {"cannot read", "cut.parquet"});
+  int64_t visited = 0;
+  RecordVisitor visitor;
+  visitor.visit = [&](int64_t i, const std::vector<std::string>& texts) {
+    EXPECT_EQ(texts, (std::vector<std::string>{documents[static_cast<size_t>(i)], std::to_string(i)}));
+    ++visited;
+  };
+  const auto count = static_cast<int64_t>(documents.size());
+  EXPECT_EQ(for_each_record(path, {"text", "id"}, visitor), count);
+  EXPECT_EQ(visited, count);
+  visitor.wanted = [](int64_t i) { return i % 100 == 69; };
+  EXPECT_EQ(for_each_record(path, {"text", "id"}, visitor), count);
+  EXPECT_EQ(visited, count + 3);
+  expect_error([&] { for_each_record(path, {"txt"}, visitor); }, {"a.parquet", "did you mean \"text\""});
+  const std::string cut = folder.write("cut.parquet", testing::read_file(path).substr(0, 999));
+  expect_error([&] { for_each_record(cut, {"id"}, visitor); }, {"cannot read", "cut.parquet"});
 }
 
 TEST(Parquet, TruncatedAndDamagedFilesAreNamed) {

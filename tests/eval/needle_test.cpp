@@ -99,12 +99,59 @@ TEST(Needle, AnAnswerIsRightOnlyAsAWhole) {
   EXPECT_FALSE(answers("anything", ""));
 }
 
+// Each text judged by both rules.
+TEST(Needle, TheAuthorsTakeTheDigitsOfTheFirstWord) {
+  struct Case {
+    std::string text;
+    bool whole, paper;
+  };
+  for (const auto& [text, whole, paper] : std::vector<Case>{{"48213. Remember it.", true, true},
+                                                            {"48213", true, true},
+                                                            {"482134 is", false, false},
+                                                            {"4821 3", false, false},
+                                                            {"key:48213, and", false, true},
+                                                            {"4-82.13\nThe", false, true},
+                                                            {"48213\n7 is", true, false},
+                                                            {"48213.7", true, false},
+                                                            {" 48213", true, false},
+                                                            {"the 48213", false, false},
+                                                            {"", false, false}}) {
+    SCOPED_TRACE(text);
+    EXPECT_EQ(answers(text, "48213"), whole);
+    EXPECT_EQ(answers(text, "48213", AnswerRule::paper), paper);
+  }
+  const auto answerer = [](const Needle& needle) { return NeedleAnswer{"key:" + needle.answer, 1}; };
+  const std::vector<Needle> needles = make_needles(small_grid());
+  EXPECT_EQ(ask_needles(needles, answerer).total().right, 0);
+  EXPECT_EQ(ask_needles(needles, answerer, {}, AnswerRule::paper).total().right, 24);
+}
+
+// Ten tokens; where eos comes early, the end of the prompt is before them.
+TEST(Needle, TheAuthorsReadTheLastTenTokens) {
+  const LanguageModel language_model(model_config("2mamba", "tiny", 258), 5);
+  const auto tokenizer = load_tokenizer("byte");
+  const Needle needle{"The pass key is", "12345", 15, 0};
+  const Model model(std::make_shared<Model::Parts>(language_model, tokenizer, true));
+  Session session(model);
+  session.read(needle.prompt);
+  WriteOptions options;
+  options.tokens = 10;
+  options.sampling.temperature = 0;
+  const Text plain = session.write(options).front();
+  ASSERT_EQ(plain.ending, Ending::tokens);
+  EXPECT_EQ(answer_of(model, needle, AnswerRule::paper).text, plain.text.substr(plain.text.starts_with(' ') ? 1 : 0));
+  EXPECT_EQ(last_tokens_text(*tokenizer, "The pass key is ", {"12345", 10, Ending::tokens}, 10), "12345");
+  EXPECT_EQ(last_tokens_text(*tokenizer, "The pass key is ", {" 12345", 10, Ending::tokens}, 10), "12345");
+  EXPECT_EQ(last_tokens_text(*tokenizer, "The pass key is ", {"12345", 6, Ending::eos}, 10), "y is 12345");
+  EXPECT_EQ(last_tokens_text(*tokenizer, "a", {"", 1, Ending::eos}, 10), "a");
+}
+
 // A model that finds needles of the last half only, and one cell not at all.
 TEST(Needle, CountsWhatAFakeModelKnows) {
   const std::vector<Needle> needles = make_needles(small_grid());
   const auto answerer = [](const Needle& needle) {
     const bool known = needle.depth >= 50 && !(needle.depth == 100 && needle.length == 900);
-    return known ? " " + needle.answer + "." : std::string(" 00000");
+    return NeedleAnswer{known ? " " + needle.answer + "." : std::string(" 00000"), needle.length / 2};
   };
   int64_t calls = 0;
   const NeedleGrid grid = ask_needles(needles, answerer, [&](int64_t done, const NeedleGrid& so_far) {
@@ -116,6 +163,10 @@ TEST(Needle, CountsWhatAFakeModelKnows) {
   EXPECT_EQ(grid.depths, (std::vector<double>{0, 50, 100}));
   EXPECT_EQ(grid.cells, (std::vector<Accuracy>{{0, 4}, {0, 4}, {4, 4}, {4, 4}, {4, 4}, {0, 4}}));
   EXPECT_EQ(grid.total(), (Accuracy{12, 24}));
+  EXPECT_EQ(grid.at_length(0), (Accuracy{8, 12}));
+  EXPECT_EQ(grid.at_length(1), (Accuracy{4, 12}));
+  EXPECT_EQ(grid.mean_tokens(0), 200);
+  EXPECT_EQ(grid.mean_tokens(1), 450);
   const NeedleGrid part = ask_needles(needles, answerer, [](int64_t done, const NeedleGrid&) { return done < 5; });
   EXPECT_EQ(part.total().asked, 5);
   EXPECT_EQ(part.cells.size(), 6u);
@@ -125,8 +176,9 @@ TEST(Needle, AModelAnswersGreedilyAndTheSameAgain) {
   const LanguageModel language_model(model_config("2mamba", "tiny", 258), 5);
   const Model model(std::make_shared<Model::Parts>(language_model, load_tokenizer("byte"), false));
   const Needle needle{"The pass key is", "12345", 15, 0};
-  const std::string text = answer_of(model, needle);
-  EXPECT_EQ(answer_of(model, needle), text);
+  const auto [text, prompt_tokens] = answer_of(model, needle);
+  EXPECT_EQ(prompt_tokens, 16) << "bytes, and the mark at the beginning";
+  EXPECT_EQ(answer_of(model, needle).text, text);
   Session session(model);
   session.read(needle.prompt);
   WriteOptions options;
@@ -160,6 +212,91 @@ TEST(Needle, FileWithTheFieldsOfThePublicSet) {
     EXPECT_EQ(needles[1].length, 2048);
     EXPECT_EQ(needles[1].depth, 47.5);
   }
+}
+
+std::string row(int64_t number, int64_t length) {
+  return fmt::format("{{\"prompt\": \"p{0}\", \"answer\": {0}, \"context_length\": {1}, \"depth_percent\": 50}}\n",
+                     number, length);
+}
+
+std::vector<int64_t> rows_of(const std::vector<Needle>& needles) {
+  std::vector<int64_t> rows;
+  for (const Needle& needle : needles) {
+    EXPECT_EQ(needle.prompt, fmt::format("p{}", needle.row));
+    rows.push_back(needle.row);
+  }
+  return rows;
+}
+
+TEST(Needle, RowsOfAFile) {
+  using Rows = std::vector<int64_t>;
+  const TemporaryFolder folder;
+  std::string lines;
+  for (int64_t i = 0; i < 10; ++i) lines += row(i, i % 2 == 0 ? 100 : 200);
+  const std::string path = folder.write("a.jsonl.gz", testing::gzip_of(lines));
+  NeedleRows rows;
+  EXPECT_EQ(rows_of(read_needles(path)), (Rows{0, 1, 2, 3, 4, 5, 6, 7, 8, 9}));
+  rows.questions = 3;
+  EXPECT_EQ(rows_of(read_needles(path, rows)), (Rows{0, 1, 2}));
+  rows.below = 200;  // before the count
+  EXPECT_EQ(rows_of(read_needles(path, rows)), (Rows{0, 2, 4}));
+  rows.shuffle = 420;  // numpy has 5 7 0 4 2 3 9 6 8 1
+  EXPECT_EQ(rows_of(read_needles(path, rows)), (Rows{0, 4, 2}));
+  rows.questions = 99;
+  EXPECT_EQ(rows_of(read_needles(path, rows)), (Rows{0, 4, 2, 6, 8}));
+  rows = {};
+  rows.indices = {7, 2, 8, 1};
+  const std::vector<Needle> chosen = read_needles(path, rows);
+  EXPECT_EQ(rows_of(chosen), rows.indices);
+  EXPECT_EQ(read_row_numbers(folder.write("rows", row_numbers(chosen))), rows.indices);
+  rows.below = 150;
+  EXPECT_EQ(rows_of(read_needles(path, rows)), (Rows{2, 8}));
+
+  // Files of a folder are counted through.
+  folder.write("parts/1.jsonl", row(0, 1) + row(1, 1));
+  folder.write("parts/2.jsonl", row(2, 1) + row(3, 1));
+  rows = {};
+  rows.indices = {3, 1};
+  EXPECT_EQ(rows_of(read_needles(folder.path("parts"), rows)), rows.indices);
+}
+
+TEST(Needle, ThePapersRows) {
+  const TemporaryFolder folder;
+  std::string lines;
+  for (int64_t i = 0; i < 12000; ++i) lines += row(i, i % 6 == 5 ? 32768 : 1024 << (i % 6));
+  const std::vector<int64_t> rows = rows_of(read_needles(folder.write("a.jsonl", lines), paper_needle_rows()));
+  ASSERT_EQ(rows.size(), 1000u);
+  // numpy begins with 5874, 5239, 1656, 469, 10972; none of these is of 32,768 characters.
+  EXPECT_EQ((std::vector<int64_t>{rows.begin(), rows.begin() + 5}),
+            (std::vector<int64_t>{5874, 5239, 1656, 469, 10972}));
+  for (const int64_t one : rows) EXPECT_NE(one % 6, 5);
+}
+
+TEST(Needle, RowsThatCannotBe) {
+  const TemporaryFolder folder;
+  const std::string path = folder.write("a.jsonl", row(0, 100) + row(1, 200));
+  const auto read = [&](const NeedleRows& rows) { read_needles(path, rows); };
+  NeedleRows rows;
+  rows.indices = {1, 2};
+  expect_error([&] { read(rows); }, {"row 2", "a.jsonl", "has 2"});
+  rows.indices = {1, 1};
+  expect_error([&] { read(rows); }, {"row 1", "twice"});
+  rows.indices = {0};
+  rows.shuffle = 1;
+  expect_error([&] { read(rows); }, {"choose one"});
+  rows = {};
+  rows.below = 100;
+  expect_error([&] { read(rows); }, {"none of the 2 questions", "--below"});
+  rows = {};
+  rows.most_bytes = 3;
+  expect_error([&] { read(rows); }, {"a.jsonl", "more than 3 bytes", "--questions"});
+  rows.questions = 1;
+  read(rows);
+  rows.questions = 5;
+  expect_error([&] { read_needles(folder.write("none.jsonl", "\n"), rows); }, {"none.jsonl", "no questions"});
+  expect_error([&] { read_row_numbers(folder.write("r", "1\n\n2.5\n")); }, {"line 3", "2.5", "row number"});
+  expect_error([&] { read_row_numbers(folder.write("r", "-1\n")); }, {"line 1", "-1"});
+  expect_error([&] { read_row_numbers(folder.write("r", "\n")); }, {"no row numbers"});
 }
 
 TEST(Needle, BadFilesAreNamed) {

@@ -44,6 +44,21 @@ TEST(HeatMap, TextInATerminalAndElsewhere) {
             " 100%  99% 299/300     100% 4/4            -\n");
 }
 
+TEST(HeatMap, ProportionsThatSomebodyStates) {
+  HeatMap map{"t", "tokens", "model", {"8", "16", "32"}, {"ours", "theirs"}, {{1, 4}, {4, 4}, {}}};
+  for (const double proportion : {0.027, 1.0, 0.0}) map.cells.push_back({0, 0, proportion});
+  EXPECT_EQ(to_text(map, false),
+            "t\n"
+            " model         8        16        32   tokens\n"
+            "  ours   25% 1/4  100% 4/4         -\n"
+            "theirs      2.7%      100%        0%\n");
+  EXPECT_NE(to_svg("t", {map}).find("tokens 8, model theirs: 2.7%</title>"), std::string::npos);
+  EXPECT_NE(to_svg("t", {map}).find(">2.7</text>"), std::string::npos);
+  EXPECT_NE(to_text(map, true).find("\033["), std::string::npos);
+  map.cells.back().proportion = 1.1;
+  expect_error([&] { to_text(map, false); }, {"proportion of 1.1"});
+}
+
 TEST(HeatMap, ColoursChangeNothingElse) {
   std::string coloured = to_text(small_map("2mamba"), true), bare;
   for (size_t i = 0; i < coloured.size(); ++i)
