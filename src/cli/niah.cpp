@@ -353,7 +353,7 @@ void add_niah(CLI::App& app) {
   auto command = std::make_shared<NiahCommand>(*niah);
   niah->footer(
       "Example: furious niah runs/stories --lengths 1024,4096,16384\n"
-      "         furious niah softmax/ 2mamba/ --data needles.jsonl.gz --paper --svg niah.svg\n"
+      "         furious niah softmax/ 2mamba/ --data needles.jsonl --paper --svg niah.svg\n"
       "         furious niah --train --arch softmax,2mamba,mamba2");
   niah->callback([command] { command->run(); });
 }

@@ -10,6 +10,8 @@
 #include "data/corpus.h"
 #include "data/tokenizer.h"
 #include "eval/cache_memory.h"
+#include "eval/needle.h"
+#include "infer/model_parts.h"
 #include "model/checkpoint.h"
 
 namespace furious {
@@ -139,13 +141,27 @@ TEST_F(NiahCommand, WeightsWithoutAConfig) {
   expect_run(niah("--arch 2mmba" + asked), 1, {"2mmba", "did you mean \"2mamba\""});
   expect_run(niah("--arch 2mamba,softmax" + asked), 1, {"1 models", "2 architectures"});
   expect_run(niah("--arch 2mamba --heads 2" + asked), 0, {"2mamba: ", "of 1 found"});
-  expect_run(niah("--arch 2mamba --heads 7" + asked), 1, {"7"});
 }
 
+// A model that says a letter after bos, and something else after eos.
 TEST_F(NiahCommand, BosIsWhatATextBeginsWith) {
-  const std::string data = folder.write("q.jsonl", question("1"));
-  fs::remove(folder.path("n.json"));
-  expect_run(niah("--bos --data " + data), 0, {"of 1 found"});
+  const auto tokenizer = load_tokenizer("byte");
+  Needle needle{"The key is", "x", 10, 50};
+  for (uint64_t seed = 1;; ++seed) {
+    ASSERT_LT(seed, 300u);
+    const LanguageModel candidate(model_config("2mamba", "tiny", 258), seed);
+    const auto says = [&](bool bos) {
+      return answer_of(Model(std::make_shared<Model::Parts>(candidate, tokenizer, bos)), needle).text;
+    };
+    needle.answer = says(true).substr(0, 1);
+    if (needle.answer.empty() || std::isalnum(static_cast<unsigned char>(needle.answer[0])) == 0) continue;
+    if (!answers(says(true), needle.answer) || answers(says(false), needle.answer)) continue;
+    save_model(model, candidate);
+    break;
+  }
+  const std::string data = folder.write("q.jsonl", question(needle.answer));
+  expect_run(niah("--data " + data), 0, {"0 of 1 found"});
+  expect_run(niah("--bos --data " + data), 0, {"1 of 1 found"});
   expect_run("niah --train --bos --out " + folder.path("t"), 1, {"--bos"});
 }
 
