@@ -62,8 +62,8 @@ enum class AnswerRule : uint8_t {
   // The text goes on with the answer, and not with more of its kind: 12 is not the beginning of 123. White space before
   // it does not count.
   whole,
-  // As the authors judge: of the ten tokens at the end, after ten were generated, the text up to the first space; its
-  // digits are the answer. Where eos came early, tokens of the prompt are among these ten.
+  // As the authors judge: ten tokens are generated, and the last ten of prompt and these are decoded; the digits of the
+  // text up to its first space are the answer. After an early eos that text begins in the prompt.
   paper
 };
 
