@@ -147,15 +147,17 @@ TEST_F(NiahCommand, WeightsWithoutAConfig) {
 TEST_F(NiahCommand, BosIsWhatATextBeginsWith) {
   const auto tokenizer = load_tokenizer("byte");
   Needle needle{"The key is", "x", 10, 50};
-  for (uint64_t seed = 1;; ++seed) {
+  const ModelConfig config = model_config("2mamba", "tiny", 258);
+  for (uint64_t seed = 70;; ++seed) {  // about one in a hundred is such a model
     ASSERT_LT(seed, 300u);
-    const LanguageModel candidate(model_config("2mamba", "tiny", 258), seed);
+    const LanguageModel candidate(config, seed);
     const auto says = [&](bool bos) {
       return answer_of(Model(std::make_shared<Model::Parts>(candidate, tokenizer, bos)), needle).text;
     };
-    needle.answer = says(true).substr(0, 1);
-    if (needle.answer.empty() || std::isalnum(static_cast<unsigned char>(needle.answer[0])) == 0) continue;
-    if (!answers(says(true), needle.answer) || answers(says(false), needle.answer)) continue;
+    const std::string text = says(true);
+    if (text.empty() || std::isalnum(static_cast<unsigned char>(text[0])) == 0) continue;
+    needle.answer = text.substr(0, 1);
+    if (!answers(text, needle.answer) || answers(says(false), needle.answer)) continue;
     save_model(model, candidate);
     break;
   }
