@@ -162,7 +162,7 @@ void NiahCommand::report_again() const {
   std::vector<Result> results;
   std::string unit;
   try {
-    const Json written = Json::parse(read_text(from));
+    const Json written = Json::parse(read_input(from));
     unit = written.at("unit");
     for (const Json& model : written.at("models")) {
       std::set<int64_t> of_lengths;
