@@ -93,7 +93,8 @@ class FURIOUS_API Session {
   std::vector<Text> write(const WriteOptions& options, const Show& show = {});
 
   // All that it remembers, in a file. A session that loads it goes on exactly where this one was, to the bit; several
-  // sequences may also start from the state of one. After an error in load() the session is as it was before.
+  // sequences may also start from the state of one, which is also what a session of several saves as long as it has
+  // only read: its sequences are still the same text. After an error in load() the session is as it was before.
   void save(const std::filesystem::path& file) const;
   void load(const std::filesystem::path& file);
 
@@ -102,6 +103,7 @@ class FURIOUS_API Session {
 
  private:
   struct Memory;
+  Memory& own() const;  // an Error where the session was moved from
   std::unique_ptr<Memory> memory_;
 };
 

@@ -240,9 +240,9 @@ MappedFile::~MappedFile() {
   ::munmap(const_cast<std::byte*>(data_), size_);
 }
 
-std::string read_text(const fs::path& path, uint64_t max_bytes) {
-  const Descriptor file = open_existing(path, 0);
-  status_of(file.number(), path);
+namespace {
+
+std::string read_all(const Descriptor& file, const fs::path& path, uint64_t max_bytes) {
   std::string text;
   std::vector<char> buffer(size_t{1} << 16);
   for (;;) {
@@ -256,11 +256,40 @@ std::string read_text(const fs::path& path, uint64_t max_bytes) {
   }
 }
 
-AtomicFile::AtomicFile(const fs::path& path, uint64_t expected_bytes) : path_(path), expected_bytes_(expected_bytes) {
+// The file that a chain of links ends at, which need not be there.
+fs::path behind_links(fs::path path) {
+  std::error_code ignored;
+  for (int links = 0; fs::is_symlink(path, ignored); ++links) {
+    require(links < 40, "{}: is a link that leads back to itself; remove it", path.string());
+    const fs::path target = fs::read_symlink(path, ignored);
+    path = target.is_absolute() ? target : directory_of(path) / target;
+  }
+  return path;
+}
+
+}  // namespace
+
+std::string read_text(const fs::path& path, uint64_t max_bytes) {
+  const Descriptor file = open_existing(path, O_NONBLOCK);  // opening a pipe must not wait for a writer
+  require(S_ISREG(status_of(file.number(), path).st_mode), "{}: is not a regular file; expected one", path.string());
+  return read_all(file, path, max_bytes);
+}
+
+std::string read_input(const fs::path& path, uint64_t max_bytes) {
+  const Descriptor file = open_existing(path, 0);
+  status_of(file.number(), path);
+  return read_all(file, path, max_bytes);
+}
+
+AtomicFile::AtomicFile(const fs::path& path, uint64_t expected_bytes)
+    : path_(behind_links(path)), expected_bytes_(expected_bytes) {
   require(path.has_filename() && !is_a_directory(path), "{}: is a directory, expected the name of a file to write",
           path.string());
-  remove_orphans_of(path);
-  Temporary temporary = make_temporary(path, create_file);
+  std::error_code ignored;
+  require(!fs::exists(path_, ignored) || fs::is_regular_file(path_, ignored),
+          "{}: is there and is not a regular file; choose another name", path_.string());
+  remove_orphans_of(path_);
+  Temporary temporary = make_temporary(path_, create_file);
   temporary_ = temporary.path;
   file_ = temporary.descriptor.release();
 }
@@ -297,9 +326,10 @@ void AtomicFile::write(std::span<const std::byte> bytes) {
 void AtomicFile::commit() {
   require(file_ >= 0, "{}: finished twice", path_.string());
   if (::fsync(file_) != 0) failed(errno, 0);
-  if (::close(std::exchange(file_, -1)) != 0) failed(errno, 0);
+  // Locked until it has its name: else another writer would take it for what a killed one left.
   if (::rename(temporary_.c_str(), path_.c_str()) != 0) failed(errno, 0);
   temporary_.clear();
+  ::close(std::exchange(file_, -1));  // what it could say, fsync has said
   sync_name(path_);
 }
 

@@ -33,11 +33,14 @@ class MappedFile {
   size_t size_ = 0;
 };
 
-// The contents of a file, which may be empty or a pipe; more than max_bytes are refused.
+// The contents of a regular file, which may be empty; more than max_bytes are refused.
 std::string read_text(const std::filesystem::path& path, uint64_t max_bytes = uint64_t{1} << 30);
+// The same for what a user names as input: also a pipe, which is waited for.
+std::string read_input(const std::filesystem::path& path, uint64_t max_bytes = uint64_t{1} << 30);
 
 // Writes all of a file or nothing. Without commit(), and after any error, the file that was there before is untouched
-// and no temporary stays behind.
+// and no temporary stays behind. A link stays one: the file it points to is written. What is there and is no regular
+// file (a device, a pipe) is refused.
 class AtomicFile {
  public:
   // expected_bytes, when known, lets the message on a full disk say how much room the whole file needs.

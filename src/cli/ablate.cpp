@@ -144,7 +144,7 @@ void AblateCommand::report_again() const {
   TrainOptions given;
   flags_.apply(given);
   require(!given.out.empty(), "ablate: --from needs --out, a folder for the report");
-  const Ablation ablation = ablation_from_json(read_text(from_), from_);
+  const Ablation ablation = ablation_from_json(read_input(from_), from_);
   std::filesystem::create_directories(given.out);
   write_ablation_report(given.out, ablation);
   show(ablation);

@@ -66,8 +66,8 @@ std::string_view name_of(Ending ending) {
 
 std::string GenerateCommand::prompt_text() const {
   if (prompt) return *prompt;
-  if (!standard_input.empty()) return read_text("/dev/stdin");
-  return prompt_file ? read_text(*prompt_file) : "";
+  if (!standard_input.empty()) return read_input("/dev/stdin");
+  return prompt_file ? read_input(*prompt_file) : "";
 }
 
 void GenerateCommand::run() const {

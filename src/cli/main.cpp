@@ -1,5 +1,6 @@
 #include <unistd.h>
 
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 
@@ -59,6 +60,7 @@ int usage_error(const CLI::App& app, const CLI::ParseError& error, int argc, cha
 // Exit codes: 0 done, 1 failed, 2 usage.
 int main(int argc, char** argv) {
   wait_politely(argv);
+  std::signal(SIGXFSZ, SIG_IGN);  // a file that grows past `ulimit -f` is an error of the write, which says so
   CLI::App app("furious trains, evaluates and runs language models of the 2Mamba family.", "furious");
   app.set_version_flag("--version", furious::cli::version_text, "Version, compiler, CPU features and devices in use");
   app.require_subcommand(0, 1);

@@ -267,7 +267,7 @@ void NiahCommand::report_again() const {
   std::string unit;
   bool with_paper = false;
   try {
-    const Json written = Json::parse(read_text(from));
+    const Json written = Json::parse(read_input(from));
     unit = written.at("unit");
     with_paper = written.contains("paper");
     for (const Json& model : written.at("models")) {

@@ -27,7 +27,7 @@ struct TrainCommand {
 };
 
 void apply_config(TrainOptions& options, const std::string& path) {
-  std::istringstream file(read_text(path));
+  std::istringstream file(read_input(path));
   try {
     for (const CLI::ConfigItem& item : CLI::ConfigTOML().from_config(file)) {
       if (item.name == "++" || item.name == "--") continue;  // where a section begins and ends

@@ -17,8 +17,10 @@ class ShardFile {
   ShardFile(std::string path, const std::array<char, 8>& magic, int item_bytes, int64_t items, const ShardInfo& info,
             uint32_t crc)
       : path_(std::move(path)), crc_(crc), file_(std::make_unique<MappedFile>(path_)) {
-    const size_t expected = sizeof(ShardHeader) + static_cast<size_t>(items) * static_cast<size_t>(item_bytes);
     const size_t size = file_->size();
+    require(items >= 0 && static_cast<uint64_t>(items) <= (uint64_t{1} << 60) / static_cast<uint64_t>(item_bytes),
+            "shard \"{}\" is damaged: the manifest gives it {} items", path_, items);
+    const size_t expected = sizeof(ShardHeader) + static_cast<size_t>(items) * static_cast<size_t>(item_bytes);
     require(size >= expected, "shard \"{}\" is truncated: {} bytes, expected {}", path_, size, expected);
     require(size == expected, "shard \"{}\" is damaged: {} bytes, expected {}", path_, size, expected);
     ShardHeader header = {};

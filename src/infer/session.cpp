@@ -126,8 +126,13 @@ Session::~Session() = default;
 Session::Session(Session&&) noexcept = default;
 Session& Session::operator=(Session&&) noexcept = default;
 
+Session::Memory& Session::own() const {
+  require(memory_ != nullptr, "session: it was moved to another; use that one");
+  return *memory_;
+}
+
 void Session::read(std::string_view text) {
-  Memory& memory = *memory_;
+  Memory& memory = own();
   memory.start();
   if (text.empty()) return;
   bool first = true;
@@ -139,7 +144,7 @@ void Session::read(std::string_view text) {
 std::vector<Text> Session::write(const WriteOptions& options, const Show& show) {
   require(options.tokens >= 0, "generate: {} tokens, expected 0 or more", options.tokens);
   check_sampling(options.sampling);
-  Memory& memory = *memory_;
+  Memory& memory = own();
   const Tokenizer& tokenizer = memory.tokenizer();
   memory.start();
   require(memory.logits.defined(),
@@ -197,7 +202,7 @@ std::vector<Text> Session::write(const WriteOptions& options, const Show& show) 
 }
 
 void Session::save(const std::filesystem::path& file) const {
-  const Memory& memory = *memory_;
+  const Memory& memory = own();
   require(memory.logits.defined(), "save state: nothing has been read yet");
   SavedState state{memory.cache.contents(), to_device(memory.logits, {}),
                    Tensor::empty({memory.cache.batch(), kRepetitionWindow}, DType::i32)};
@@ -210,7 +215,7 @@ void Session::save(const std::filesystem::path& file) const {
 }
 
 void Session::load(const std::filesystem::path& file) {
-  Memory& memory = *memory_;
+  Memory& memory = own();
   const ModelConfig& config = memory.language_model().config();
   const SavedState state = load_state(file, config, memory.own_fingerprint());
   const int64_t rows = state.logits.size(0);
@@ -232,11 +237,11 @@ void Session::load(const std::filesystem::path& file) {
 }
 
 int64_t Session::tokens() const {
-  return memory_->cache.tokens();
+  return own().cache.tokens();
 }
 
 int64_t Session::bytes() const {
-  return memory_->cache.bytes();
+  return own().cache.bytes();
 }
 
 }  // namespace furious

@@ -66,26 +66,40 @@ std::byte* Arena::new_segment(size_t bytes) {
   try {
     return take();
   } catch (const OutOfMemory&) {
+    if (keeps_segments_) throw;
     give_back();
     return take();
+  }
+}
+
+Arena::Blocks::iterator Arena::add_segment(size_t bytes) {
+  std::byte* const pointer = new_segment(bytes);
+  usage_.reserved += bytes;
+  ++usage_.segments_made;
+  if (device_.is_cpu()) ASAN_POISON_MEMORY_REGION(pointer, bytes);
+  free_.emplace(pointer, bytes);
+  return blocks_.emplace(pointer, Block{bytes, false, true}).first;
+}
+
+void Arena::reserve(size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  try {
+    add_segment((bytes + kAlignment - 1) / kAlignment * kAlignment);
+  } catch (const OutOfMemory&) {  // it is taken piece by piece then, as far as it goes
   }
 }
 
 void* Arena::allocate(size_t bytes) {
   const std::lock_guard lock(mutex_);
   const size_t wanted = (std::max<size_t>(bytes, 1) + kRedZone + kAlignment - 1) / kAlignment * kAlignment;
-  auto block = std::find_if(blocks_.begin(), blocks_.end(),
-                            [&](const auto& entry) { return !entry.second.used && entry.second.bytes >= wanted; });
-  if (block == blocks_.end()) {
-    const size_t segment = std::max(wanted, kSmallestSegment);
-    std::byte* const pointer = new_segment(segment);
-    block = blocks_.emplace(pointer, Block{segment, false, true}).first;
-    usage_.reserved += segment;
-    ++usage_.segments_made;
-    if (device_.is_cpu()) ASAN_POISON_MEMORY_REGION(pointer, segment);
-  }
+  const auto found = std::ranges::find_if(free_, [&](const auto& entry) { return entry.second >= wanted; });
+  const auto block =
+      found != free_.end() ? blocks_.find(found->first) : add_segment(std::max(wanted, kSmallestSegment));
+  free_.erase(block->first);
   if (block->second.bytes > wanted) {
-    blocks_.emplace(block->first + wanted, Block{block->second.bytes - wanted, false, false});
+    const size_t rest = block->second.bytes - wanted;
+    blocks_.emplace(block->first + wanted, Block{rest, false, false});
+    free_.emplace(block->first + wanted, rest);
     block->second.bytes = wanted;
   }
   block->second.used = true;
@@ -96,10 +110,12 @@ void* Arena::allocate(size_t bytes) {
 }
 
 // Joins a free block with the free block right behind it in the same segment.
-std::map<std::byte*, Arena::Block>::iterator Arena::merge(std::map<std::byte*, Block>::iterator block) {
+Arena::Blocks::iterator Arena::merge(Blocks::iterator block) {
   const auto next = std::next(block);
   if (next == blocks_.end() || next->second.used || next->second.starts_segment) return block;
   block->second.bytes += next->second.bytes;
+  free_[block->first] = block->second.bytes;
+  free_.erase(next->first);
   blocks_.erase(next);
   return block;
 }
@@ -112,6 +128,7 @@ void Arena::release(void* pointer) {
   if (device_.is_cpu()) ASAN_POISON_MEMORY_REGION(block->first, block->second.bytes);
   block->second.used = false;
   usage_.live -= block->second.bytes;
+  free_.emplace(block->first, block->second.bytes);
   block = merge(block);
   if (!block->second.starts_segment) {
     const auto previous = std::prev(block);
@@ -125,6 +142,7 @@ void Arena::trim() {
 }
 
 void Arena::give_back() {
+  if (keeps_segments_) return;
   for (auto block = blocks_.begin(); block != blocks_.end();) {
     const auto next = std::next(block);
     const bool whole_segment =
@@ -133,6 +151,7 @@ void Arena::give_back() {
       if (device_.is_cpu()) ASAN_UNPOISON_MEMORY_REGION(block->first, block->second.bytes);
       usage_.reserved -= block->second.bytes;
       memory::release(device_, block->first);
+      free_.erase(block->first);
       blocks_.erase(block);
     }
     block = next;

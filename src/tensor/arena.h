@@ -37,7 +37,12 @@ class Arena {
 
   void* allocate(size_t bytes);
   void release(void* pointer);
-  void trim();                                      // gives segments that hold no live block back to the device
+  void trim();  // gives segments that hold no live block back to the device
+  // From now on every segment stays: a captured graph has their addresses, also of blocks that are free again.
+  void keep_segments() { keeps_segments_ = true; }
+  // Takes one segment of so many bytes from the device ahead of need; what one segment holds is not fragmented over
+  // several. Does nothing where the device has not as much.
+  void reserve(size_t bytes);
   void set_limit(size_t bytes) { limit_ = bytes; }  // on what is taken from the device; 0: what it has
 
   struct Usage {
@@ -56,15 +61,20 @@ class Arena {
     bool starts_segment = false;
   };
 
+  using Blocks = std::map<std::byte*, Block>;
+
   std::byte* new_segment(size_t bytes);
+  Blocks::iterator add_segment(size_t bytes);
   void give_back();
-  std::map<std::byte*, Block>::iterator merge(std::map<std::byte*, Block>::iterator block);
+  Blocks::iterator merge(Blocks::iterator block);
 
   Device device_;
   mutable std::mutex mutex_;
-  std::map<std::byte*, Block> blocks_;
+  Blocks blocks_;
+  std::map<std::byte*, size_t> free_;  // of them those that are not used, with their bytes: the search looks only here
   Usage usage_;
   size_t limit_ = 0;
+  bool keeps_segments_ = false;
 };
 
 }  // namespace furious

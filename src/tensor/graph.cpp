@@ -8,7 +8,7 @@ namespace furious {
 
 struct Graph::Parts {};
 
-Graph::Graph(Device, const std::function<void()>&) {
+Graph::Graph(Device, const std::function<void()>&, size_t) {
   fail("this furious was built without CUDA; it has no graphs");
 }
 Graph::~Graph() = default;

@@ -17,8 +17,10 @@ struct Graph::Parts {
   }
 };
 
-Graph::Graph(Device device, const std::function<void()>& work) : parts_(new Parts{device}) {
+Graph::Graph(Device device, const std::function<void()>& work, size_t bytes) : parts_(new Parts{device}) {
   const cudaStream_t stream = cuda::stream(device);
+  parts_->arena.keep_segments();
+  if (bytes > 0) parts_->arena.reserve(bytes);
   const Arena::Scope scope(parts_->arena);
   cuda::check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed), "graph");
   cudaGraph_t recorded = nullptr;

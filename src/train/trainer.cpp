@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 #include <map>
+#include <mutex>
 #include <nlohmann/json.hpp>
 #include <numeric>
 
@@ -91,7 +92,9 @@ Compute compute_of(const TrainOptions& options, Device device) {
 
 // Measured once in a process: the trainings of an ablation are seen in one light, and short ones do not wait for it.
 double known_rate(MatmulPrecision precision, Device device) {
+  static std::mutex mutex;
   static std::map<std::pair<MatmulPrecision, std::string>, double> known;
+  const std::lock_guard lock(mutex);
   double& rate = known[{precision, name_of(device)}];
   if (rate == 0) rate = matmul_rate(precision, device);
   return rate;
@@ -441,21 +444,26 @@ void Trainer::launch() {
   one_by_one_ |= std::ranges::any_of(now_.boundaries, [](const Tensor& boundaries) { return boundaries.defined(); });
   if (device_.is_cpu() || one_by_one_ || !warm_) {
     drop_graph();
+    Arena& arena = Arena::of(device_);
+    arena.reset_peak();
+    const size_t before = arena.usage().live;
     compute();
+    step_bytes_ = arena.usage().peak - before;
     warm_ = true;
     return;
   }
   if (!graph_) {
     forget_gradients();
     Arena::of(device_).trim();  // a graph has memory of its own: what the first step took serves it
-    graph_.emplace(device_, [this] {
+    const auto work = [this] {
       try {
         compute();
       } catch (...) {
         forget_gradients();  // before that memory goes
         throw;
       }
-    });
+    };
+    graph_.emplace(device_, work, step_bytes_);
   }
   graph_->run();
 }

@@ -130,7 +130,8 @@ class Trainer {
   Fetched next_, now_;          // on its way; in its place
   Tensor results_;              // f64 [1 + parts]: norm of the gradient, loss of each part
   bool one_by_one_ = false;
-  bool warm_ = false;  // a step was made
+  bool warm_ = false;      // a step was made
+  size_t step_bytes_ = 0;  // of memory that it took at most, beside what was there before
   std::optional<Graph> graph_;
   std::vector<Tensor> gradients_;  // of the last step; in the graph's memory, and gone before it
   double flops_ = 0;               // of a step

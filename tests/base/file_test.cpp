@@ -128,6 +128,70 @@ TEST(ReadText, SaysWhatIsWrongWithTheFile) {
   expect_error([&] { read_text(directory / "a", 4); }, {"larger than 4 bytes"});
 }
 
+TEST(ReadText, RefusesAPipeAtOnceAndReadInputReadsIt) {
+  const TemporaryDirectory directory;
+  const std::string pipe = (directory / "pipe").string();
+  ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
+  expect_error([&] { read_text(pipe); }, {"pipe: is not a regular file"});
+  const pid_t child = ::fork();
+  if (child == 0) {
+    put(pipe, "text");
+    ::_exit(0);
+  }
+  EXPECT_EQ(read_input(pipe), "text");
+  ::waitpid(child, nullptr, 0);
+}
+
+TEST(AtomicFile, ALinkStaysALink) {
+  const TemporaryDirectory directory;
+  fs::create_directory(directory / "below");
+  fs::create_symlink("below/target", directory / "link");  // dangling at first
+  for (const char* text : {"first", "second"}) {
+    write_text(directory / "link", text);
+    EXPECT_TRUE(fs::is_symlink(directory / "link"));
+    EXPECT_EQ(read_text(directory / "below/target"), text);
+  }
+  fs::create_symlink("circle", directory / "circle");
+  expect_error([&] { write_text(directory / "circle", ""); }, {"circle", "leads back to itself"});
+}
+
+TEST(AtomicFile, RefusesWhatIsNoRegularFile) {
+  const TemporaryDirectory directory;
+  const std::string pipe = (directory / "pipe").string();
+  ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
+  expect_error([&] { write_text(pipe, "text"); }, {"pipe: is there and is not a regular file"});
+  EXPECT_TRUE(fs::is_fifo(pipe));
+  fs::create_symlink("/dev/null", directory / "null");
+  expect_error([&] { write_text(directory / "null", "text"); }, {"/dev/null: is there and is not a regular file"});
+  EXPECT_TRUE(fs::is_character_file("/dev/null"));
+}
+
+// Writers of one name clean up after killed ones: none may take another's temporary for such.
+TEST(AtomicFile, WritersOfOneNameDoNotDisturbEachOther) {
+  const TemporaryDirectory directory;
+  std::vector<pid_t> writers;
+  for (int i = 0; i < 8; ++i) {
+    writers.push_back(::fork());
+    if (writers.back() != 0) continue;
+    int failed = 0;
+    for (int round = 0; round < 40; ++round) {
+      try {
+        write_text(directory / "file", std::string(2000, static_cast<char>('a' + i)));
+      } catch (const Error&) {
+        failed = 1;
+      }
+    }
+    ::_exit(failed);
+  }
+  for (const pid_t writer : writers) {
+    int status = 0;
+    ::waitpid(writer, &status, 0);
+    EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  }
+  EXPECT_EQ(read_text(directory / "file").size(), 2000u);
+  EXPECT_EQ(names_in(directory.path()), Names{"file"});
+}
+
 TEST(AtomicFile, AppearsWhole) {
   const TemporaryDirectory directory;
   put(directory / "a", "old");

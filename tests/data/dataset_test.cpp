@@ -121,6 +121,16 @@ TEST_F(DatasetTest, DamagedManifest) {
   expect_error([&] { Dataset dataset(data()); }, {"manifest.json", "format"});
 }
 
+TEST_F(DatasetTest, CountsThatNoFileCanHave) {
+  std::string manifest = read_file(folder.path("data/manifest.json"));
+  const size_t begin = manifest.find("\"tokens\":", manifest.find("\"shards\""));
+  ASSERT_NE(begin, std::string::npos);
+  const size_t digits = manifest.find_first_of("0123456789", begin);
+  manifest.replace(digits, manifest.find_first_not_of("0123456789", digits) - digits, "9223372036854775807");
+  folder.write("data/manifest.json", manifest);
+  expect_error([&] { Dataset dataset(data()); }, {"manifest"});
+}
+
 TEST_F(DatasetTest, NoDataset) {
   expect_error([&] { Dataset dataset(folder.path("none")); }, {"none", "does not exist"});
   fs::create_directory(folder.path("other"));

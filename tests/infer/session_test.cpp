@@ -46,6 +46,17 @@ std::string read_state(const std::filesystem::path& path) {
   return read_file(path.string());
 }
 
+TEST(Session, OneThatWasMovedFromSaysSo) {
+  Session session(random_model("2mamba"));
+  session.read("text");
+  const Session other = std::move(session);
+  EXPECT_GT(other.tokens(), 0);
+  expect_error([&] { session.tokens(); }, {"session", "moved"});
+  expect_error([&] { session.bytes(); }, {"session", "moved"});
+  expect_error([&] { session.read("more"); }, {"session", "moved"});
+  expect_error([&] { session.write(options_of(1)); }, {"session", "moved"});
+}
+
 class SessionOfEveryPreset : public ::testing::TestWithParam<Preset> {};
 
 // The next texts and the state after them, from a session that went on and from one that was loaded.

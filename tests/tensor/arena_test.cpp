@@ -125,6 +125,44 @@ TEST(Arena, AtItsLimitItGivesBackWhatIsNotUsedAndThenSaysWhatIsMissing) {
   arena.release(arena.allocate(19 * kMiB));
 }
 
+// A graph has the addresses of blocks that are free again.
+TEST(Arena, KeptSegmentsAreNeverGivenBack) {
+  Arena arena{Device{}};
+  arena.set_limit(20 * kMiB);
+  arena.keep_segments();
+  void* const block = arena.allocate(8 * kMiB);
+  arena.release(block);
+  const size_t reserved = arena.usage().reserved;
+  testing::expect_error([&] { arena.allocate(16 * kMiB); }, {"out of memory on cpu", "16.0 MiB more were needed"});
+  arena.trim();
+  EXPECT_EQ(arena.usage().reserved, reserved);
+  EXPECT_EQ(arena.allocate(8 * kMiB), block);
+  arena.release(block);
+}
+
+TEST(Arena, ReservedMemoryIsOneSegmentAndTooMuchIsNoError) {
+  Arena arena{Device{}};
+  arena.set_limit(64 * kMiB);
+  arena.reserve(32 * kMiB);
+  EXPECT_EQ(arena.usage().segments_made, 1u);
+  std::vector<void*> blocks;
+  for (int i = 0; i < 3; ++i) blocks.push_back(arena.allocate(10 * kMiB));
+  EXPECT_EQ(arena.usage().segments_made, 1u);
+  arena.reserve(100 * kMiB);
+  EXPECT_EQ(arena.usage().segments_made, 1u);
+  for (void* block : blocks) arena.release(block);
+}
+
+// A search over all blocks would take a minute here.
+TEST(Arena, FortyThousandBlocksTakeTheLowestThatFits) {
+  Arena arena{Device{}};
+  std::vector<void*> blocks;
+  for (int i = 0; i < 40000; ++i) blocks.push_back(arena.allocate(256));
+  for (size_t i = 0; i < blocks.size(); i += 2) arena.release(blocks[i]);
+  for (size_t i = 0; i < blocks.size(); i += 2) EXPECT_EQ(arena.allocate(1), blocks[i]);
+  for (void* block : blocks) arena.release(block);
+}
+
 TEST(Arena, ForeignAndDoubleReleasesAreErrors) {
   Arena arena{Device{}};
   int foreign = 0;

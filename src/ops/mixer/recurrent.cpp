@@ -12,6 +12,7 @@
 namespace furious {
 namespace {
 
+constexpr int64_t kMostTokens = int64_t{1} << 60;  // so that a count with more added is still a number
 constexpr int64_t kLongestWindow = 64;
 
 int64_t pages_for(int64_t tokens) {
@@ -63,7 +64,7 @@ MixerCache::MixerCache(const MixerSpec& spec, const Sizes& sizes, const MixerCon
   require(spec.decay || !contents.log_decay, "mixer_cache: contents with decays, but the spec has no decay");
   const int64_t most = folded ? window_ : spec.has_state() ? first_fold_ : contents.tokens;
   require(contents.pending >= 0 && contents.pending <= most && contents.pending <= contents.tokens &&
-              (folded || contents.pending == contents.tokens),
+              contents.tokens <= kMostTokens && (folded || contents.pending == contents.tokens),
           "mixer_cache: {} tokens of {} in the window cannot be", contents.pending, contents.tokens);
   const auto dense = [&](std::string_view name, const Tensor& x, std::vector<int64_t> sizes_wanted) {
     check.dense(name, x, DType::f32, std::move(sizes_wanted), x.device());
