@@ -79,10 +79,6 @@ const std::vector<PaperRow>& paper_rows() {
       {"Figure 5a", "Mamba-2", "mamba2-paper", 2.91, 2.88},
       {"Figure 5a", "Softmax", "softmax", 2.75, 2.73},
 
-      // 9_unstable. The first is drawn from the run that Figure 10 draws as 2Mamba-E: one of the two names is wrong.
-      {"Figure 5b", "No Value Discretization", "2mamba", 2.84, 2.66, kMedium, 8192},
-      {"Figure 5b", "With Value Discretization", "2mamba-dt", 2.87, 2.76, kMedium, 8192},
-
       // 8.1_full_comp to 8.6_full_comp
       {"Figure 6", "2Mamba", "2mamba-dt", 2.77, 2.73},
       {"Figure 6", "Mamba-2", "mamba2-paper", 2.91, 2.88},
@@ -121,6 +117,11 @@ const std::vector<PaperRow>& paper_rows() {
       {"Figure 10", "2Mamba", "2mamba", 2.4, 2.68, kMedium, 8192},
       {"Figure 10", "2Mamba-E", "2mamba-e", 2.84, 2.66, kMedium, 8192},
       {"Figure 10", "Softmax", "softmax", 2.81, 2.67, kMedium, 8192},
+
+      // 9_unstable. The first is drawn from the run that Figure 10 draws as 2Mamba-E: one of the two names is wrong, so
+      // this one comes last: outside its suite Figure 6 speaks for 2Mamba.
+      {"Figure 5b", "No Value Discretization", "2mamba", 2.84, 2.66, kMedium, 8192},
+      {"Figure 5b", "With Value Discretization", "2mamba-dt", 2.87, 2.76, kMedium, 8192},
 
       // 12_pile, 13_slimpj
       {kPile, "Mamba-2", "mamba2-paper", 2.45, 2.65, kMedium, 2048},

@@ -1,5 +1,8 @@
 #include "train/recipe.h"
 
+#include <algorithm>
+#include <map>
+
 #include "support.h"
 #include "tensor/device.h"
 
