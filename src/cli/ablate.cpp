@@ -32,21 +32,6 @@ TrainOptions laptop_options() {
   return options;
 }
 
-// The paper's small model and its training.
-TrainOptions paper_options() {
-  TrainOptions options;
-  options.size = "small";
-  options.batch = 32;
-  options.length = 2048;
-  options.steps = 100000;
-  options.warmup = 10000;
-  options.eval_every = 10000;
-  options.eval_batches = 0;
-  options.save_every = 5000;
-  options.keep = 1;
-  return options;
-}
-
 // Those of `furious train`, without what makes a row, and what a row has no use for.
 std::vector<std::string> shared_options() {
   const std::set<std::string> others = {"arch", "init", "resume", "sample-every", "sample-tokens"};
@@ -58,14 +43,11 @@ std::vector<std::string> shared_options() {
 
 class AblateCommand {
  public:
-  explicit AblateCommand(CLI::App& command) : flags_(command, laptop_options(), shared_options()) {
+  explicit AblateCommand(CLI::App& command) : flags_(command, laptop_options(), shared_options()), recipe_(command) {
     command.add_option("rows", words_, "Suites, and presets with changes of your own: 2mamba:conv_window=3,lr=1e-3");
     command.add_option("--seeds", seeds_, "Trainings of each row, with --seed and the numbers after it")
         ->check(CLI::Range(1, 1000))
         ->capture_default_str();
-    command.add_flag("--paper", paper_,
-                     "The paper's scale instead of a laptop's: small, 100,000 steps of 32 x 2048 tokens, lr 1e-4, "
-                     "warmup 10,000, no clipping");
     command.add_option("--from", from_, "Train nothing: make the report again from this results.json");
   }
 
@@ -81,9 +63,9 @@ class AblateCommand {
   int64_t steps_left() const { return total_ - done_before_ - done_; }
 
   TrainFlags flags_;
+  RecipeFlag recipe_;
   std::vector<std::string> words_;
   int64_t seeds_ = 1;
-  bool paper_ = false;
   std::string from_;
 
   std::string out_;
@@ -94,8 +76,13 @@ class AblateCommand {
 };
 
 AblationOptions AblateCommand::options() const {
-  AblationOptions options{words_, paper_ ? paper_options() : laptop_options(), seeds_};
-  flags_.apply(options.base);
+  TrainOptions base = laptop_options();
+  if (recipe_) {
+    base = {};
+    base.keep = 1;
+  }
+  AblationOptions options{words_, base, seeds_};
+  recipe_.apply(options.base, [&](TrainOptions& given) { flags_.apply(given); });
   if (options.base.out.empty() && !words_.empty())
     options.base.out = "ablate-" + words_.front().substr(0, words_.front().find(':'));
   return options;
@@ -191,7 +178,8 @@ void add_ablate(CLI::App& app) {
       "Keys of changes: the switches of config.json (score, norm, decay, conv_window, …) and the options of a "
       "model or its training.\n"
       "Runs and report lie in --out, or in ablate-SUITE. Ctrl-C saves and ends; the same command goes on.\n"
-      "Example: furious ablate compare 2mamba:conv_window=4 --data shards --seeds 3");
+      "Example: furious ablate compare 2mamba:conv_window=4 --data shards --seeds 3\n" +
+      kPaperPage);
   ablate->callback([command] { command->run(); });
 }
 

@@ -7,6 +7,7 @@
 #include "base/error.h"
 #include "base/names.h"
 #include "cli/commands.h"
+#include "cli/train_flags.h"
 #include "dist/communicator.h"
 
 namespace {
@@ -64,6 +65,7 @@ int main(int argc, char** argv) {
   CLI::App app("furious trains, evaluates and runs language models of the 2Mamba family.", "furious");
   app.set_version_flag("--version", furious::cli::version_text, "Version, compiler, CPU features and devices in use");
   app.require_subcommand(0, 1);
+  app.footer(furious::cli::kPaperPage);
   furious::cli::add_demo(app);
   furious::cli::add_presets(app);
   furious::cli::add_tokenizer(app);

@@ -16,10 +16,11 @@ namespace furious::cli {
 namespace {
 
 struct TrainCommand {
-  explicit TrainCommand(CLI::App& command) : flags(command, {}) {
+  explicit TrainCommand(CLI::App& command) : flags(command, {}), recipe(command) {
     command.add_option("--config", config, "TOML file with these options; flags win over it");
   }
   TrainFlags flags;
+  RecipeFlag recipe;
   std::string config;
 
   TrainOptions resolve() const;
@@ -40,12 +41,14 @@ void apply_config(TrainOptions& options, const std::string& path) {
   }
 }
 
-// Flags over the file over what the run began with.
+// Flags over the file over the recipe over what the run began with.
 TrainOptions TrainCommand::resolve() const {
   TrainOptions asked;
   const auto apply = [&](TrainOptions& options) {
-    if (!config.empty()) apply_config(options, config);
-    flags.apply(options);
+    recipe.apply(options, [&](TrainOptions& given) {
+      if (!config.empty()) apply_config(given, config);
+      flags.apply(given);
+    });
   };
   apply(asked);
   if (!asked.resume || asked.out.empty()) return asked;
@@ -95,10 +98,14 @@ void add_train(CLI::App& app) {
   CLI::App* train = app.add_subcommand("train", "Train a model");
   auto command = std::make_shared<TrainCommand>(*train);
   train->footer(
-      "Ctrl-C saves a checkpoint and ends; --resume goes on from there. Several processes, each with a GPU of its own "
-      "or\n"
-      "a part of the cores, share every batch when mpirun or srun starts them: mpirun -n 4 furious train ...\n"
-      "Example: furious train --arch 2mamba --size tiny --data shards --out run --steps 2000 --lr 1e-3");
+      std::string(
+          "Ctrl-C saves a checkpoint and ends; --resume goes on from there. Several processes, each with a GPU of its "
+          "own "
+          "or\n"
+          "a part of the cores, share every batch when mpirun or srun starts them: mpirun -n 4 furious train ...\n"
+          "Example: furious train --arch 2mamba --size tiny --data shards --out run --steps 2000 --lr 1e-3\n"
+          "The paper's 2Mamba: furious train --paper --arch 2mamba-dt --data fineweb --out run\n") +
+      kPaperPage);
   train->callback([command] { command->run(); });
 }
 

@@ -41,4 +41,21 @@ void TrainFlags::apply(TrainOptions& options) const {
   }
 }
 
+RecipeFlag::RecipeFlag(CLI::App& command) {
+  std::string help = "The paper's training; flags win over it:";
+  for (const Recipe& one : recipes()) help += fmt::format("\n{}: {}", one.name, one.about);
+  CLI::Option* named = command.add_option("--recipe", name_, help)
+                           ->check(CLI::Validator(
+                               [](std::string& name) {
+                                 try {
+                                   recipe(name);
+                                   return std::string();
+                                 } catch (const Error& error) {
+                                   return std::string(error.what());
+                                 }
+                               },
+                               ""));
+  command.add_flag("--paper", paper_, "--recipe paper")->excludes(named);
+}
+
 }  // namespace furious::cli

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "train/options.h"
+#include "train/recipe.h"
 
 namespace furious::cli {
 
@@ -20,5 +21,29 @@ class TrainFlags {
  private:
   std::vector<std::pair<const TrainOption*, const CLI::Option*>> flags_;
 };
+
+// --recipe NAME, and --paper for the paper's.
+class RecipeFlag {
+ public:
+  explicit RecipeFlag(CLI::App& command);
+
+  explicit operator bool() const { return paper_ || !name_.empty(); }
+  // `given` sets what was asked for, which wins over the recipe: called before it too, for the device it is for.
+  template <class Given>
+  void apply(TrainOptions& options, Given&& given) const {
+    given(options);
+    if (!*this) return;
+    apply_recipe(options, name_.empty() ? kPaperRecipe : name_);
+    given(options);
+  }
+
+ private:
+  std::string name_;
+  bool paper_ = false;
+};
+
+// Where the paper's experiments are listed, for the end of a command's help.
+inline constexpr const char* kPaperPage =
+    "docs/paper.md has the command of every table, figure and claim of the paper.";
 
 }  // namespace furious::cli

@@ -224,10 +224,9 @@ RowRun run_from_json(const Json& json) {
 Json row_to_json(const RowResult& row) {
   Json json{{"name", row.name}, {"label", row.label}};
   if (row.paper)
-    json["paper"] = {{"table", row.paper->table},
-                     {"label", row.paper->label},
-                     {"train_loss", row.paper->train_loss},
-                     {"test_loss", row.paper->test_loss}};
+    json["paper"] = {
+        {"table", row.paper->table},   {"label", row.paper->label},           {"size", row.paper->size},
+        {"length", row.paper->length}, {"train_loss", row.paper->train_loss}, {"test_loss", row.paper->test_loss}};
   json["parameters"] = row.parameters;
   json["state_bytes"] = row.state_bytes;
   json["train_loss"] = statistic_to_json(train_loss(row));
@@ -244,7 +243,13 @@ RowResult row_from_json(const Json& json) {
   row.label = json.at("label");
   if (json.contains("paper")) {
     const Json& paper = json.at("paper");
-    row.paper = {paper.at("table"), paper.at("label"), row.name, paper.at("train_loss"), paper.at("test_loss")};
+    row.paper = {paper.at("table"),
+                 paper.at("label"),
+                 row.name.substr(0, row.name.find(':')),
+                 paper.at("train_loss"),
+                 paper.at("test_loss"),
+                 paper.value("size", "small"),
+                 paper.value("length", int64_t{2048})};
   }
   row.parameters = json.at("parameters");
   row.state_bytes = json.at("state_bytes");
@@ -257,12 +262,14 @@ struct Order {
   int64_t pairs = 0, agreeing = 0;
 };
 
-// How many pairs of rows the paper puts in an order, by test loss, and how many of them we do in the same.
+// How many pairs of rows the paper puts in an order, by test loss, and how many of them we do in the same. Losses of
+// other models or texts have no order.
 Order order_of_the_paper(const Ablation& ablation) {
   Order order;
   for (const RowResult& a : ablation.rows)
     for (const RowResult& b : ablation.rows) {
       if (!a.paper || !b.paper || a.paper->test_loss >= b.paper->test_loss) continue;
+      if (a.paper->setting() != b.paper->setting()) continue;
       const Statistic ours_a = test_loss(a), ours_b = test_loss(b);
       if (ours_a.count == 0 || ours_b.count == 0) continue;
       ++order.pairs;
@@ -328,10 +335,29 @@ std::string folded(const std::string& title, const Table& table) {
                      escape_markup(title), to_html(table));
 }
 
+// Those that the paper's losses are of, with the tables and figures they come from.
+std::map<std::string, std::set<std::string>> paper_settings(const Ablation& ablation) {
+  std::map<std::string, std::set<std::string>> settings;
+  for (const RowResult& row : ablation.rows)
+    if (row.paper) settings[row.paper->setting()].insert(row.paper->table);
+  return settings;
+}
+
+// What the paper has for a row. Where rows have it from several settings, one that is not the row's own is named.
+std::string paper_cell(const RowResult& row, double PaperRow::*loss, bool several) {
+  if (!row.paper) return "-";
+  const PaperRow& paper = *row.paper;
+  std::string text = fmt::format("{:.2f}", paper.*loss);
+  if (several && (paper.size != option(row, "size") || fmt::format("{}", paper.length) != option(row, "length")))
+    text += fmt::format(" ({} {})", paper.size, paper.length);
+  return text;
+}
+
 }  // namespace
 
 Table ablation_table(const Ablation& ablation) {
-  const bool paper = any(ablation, [](const RowResult& row) { return row.paper.has_value(); });
+  const std::map<std::string, std::set<std::string>> settings = paper_settings(ablation);
+  const bool paper = !settings.empty();
   const bool notes = any(ablation, [](const RowResult& row) { return !note(row).empty(); });
   const bool values = has_values(ablation);
   Table table{{"row", "train loss", "test loss"}, {}};
@@ -343,8 +369,8 @@ Table ablation_table(const Ablation& ablation) {
     auto& cells = table.rows.emplace_back();
     cells = {row.label, cell(train_loss(row), 3), cell(test_loss(row), 3)};
     if (paper) {
-      cells.push_back(row.paper ? fmt::format("{:.2f}", row.paper->train_loss) : "-");
-      cells.push_back(row.paper ? fmt::format("{:.2f}", row.paper->test_loss) : "-");
+      cells.push_back(paper_cell(row, &PaperRow::train_loss, settings.size() > 1));
+      cells.push_back(paper_cell(row, &PaperRow::test_loss, settings.size() > 1));
     }
     cells.push_back(fmt::format("{:.2f}M", static_cast<double>(row.parameters) / 1e6));
     cells.push_back(cell(rate(row), 0));
@@ -385,26 +411,32 @@ std::string ablation_notes(const Ablation& ablation) {
   const auto shared = [&](const std::string& name) { return shared_option(ablation, name); };
   const RowResult& row = ablation.rows.front();
   const auto number = [&](const char* name) { return std::strtoll(option(row, name).c_str(), nullptr, 10); };
-  std::string text = fmt::format("{} steps of {} tokens", shared("steps"), number("batch") * number("length"));
+  const auto tokens = [](const RowResult& one) {
+    return std::stoll("0" + option(one, "batch")) * std::stoll("0" + option(one, "length"));
+  };
+  std::string text = fmt::format("{} steps of ", shared("steps"));
+  if (any(ablation, [&](const RowResult& one) { return tokens(one) != tokens(row); }))
+    text += fmt::format("{} sequences", shared("batch"));
+  else
+    text += fmt::format("{} tokens", tokens(row));
   if (!shared("length").empty()) text += fmt::format(" ({} x {})", shared("batch"), shared("length"));
   const bool own_size = number("hidden") + number("intermediate") + number("heads") + number("layers") > 0;
   if (!own_size && !shared("size").empty()) text += ", size " + shared("size");
   text += ", " + shared("data");
   if (!shared("dtype").empty()) text += ", " + shared("dtype");
+  if (const std::string mixer = shared("mixer-precision"); !mixer.empty() && mixer != "auto")
+    text += fmt::format(" (mixer {})", mixer);
   text += fmt::format(" on {}, {}.\n", shared("device"),
                       seeds == 1 ? "1 seed" : fmt::format("{} seeds (mean ± standard deviation)", seeds));
   text += fmt::format(
       "Train loss: mean of the last twentieth of the steps. KB at {}k: what one sequence holds in memory while it is "
       "written, after {} tokens, in f32.\n",
       kStateTokens >> 10, kStateTokens);
-  std::set<std::string> tables;
-  for (const RowResult& one : ablation.rows)
-    if (one.paper) tables.insert(one.paper->table);
-  if (!tables.empty())
-    text += fmt::format(
-        "Paper: {} (300 M parameters, FineWeb, 32 x 2048 tokens, after 90,000 of 100,000 steps). Compare differences "
-        "between rows, not losses.\n",
-        fmt::join(tables, ", "));
+  std::vector<std::string> sources;
+  for (const auto& [setting, tables] : paper_settings(ablation))
+    sources.push_back(fmt::format("{} ({})", fmt::join(tables, ", "), setting));
+  if (!sources.empty())
+    text += fmt::format("Paper: {}. Compare differences between rows, not losses.\n", fmt::join(sources, "; "));
   if (const auto [pairs, agreeing] = order_of_the_paper(ablation); pairs > 0)
     text += fmt::format("Of {} pair{} of rows whose test losses differ in the paper, {} come{} in its order here.\n",
                         pairs, pairs == 1 ? "" : "s", agreeing, agreeing == 1 ? "s" : "");

@@ -41,19 +41,26 @@ bool may_change(const std::string& option) {
   return names.contains(option);
 }
 
-// A folder with rows of another experiment is not gone on with.
+// A folder with rows of another experiment is not gone on with. An option that its runs do not name was not there when
+// they began: they had what is its default now.
 void check_same(const fs::path& run, const TrainOptions& options) {
   if (!fs::exists(run / "run.toml")) return;
   std::set<std::string> found;
   std::istringstream file(read_text(run / "run.toml"));
   for (std::string line; std::getline(file, line);) found.insert(line);
+  const auto line_of = [&](const std::string& name) {
+    const auto line = found.lower_bound(name + " = ");
+    return line != found.end() && line->starts_with(name + " = ") ? *line : "";
+  };
+  std::istringstream defaults(to_toml({}));
+  for (std::string line; std::getline(defaults, line);)
+    if (line_of(line.substr(0, line.find(' '))).empty()) found.insert(line);
   std::istringstream expected(to_toml(resolved(options)));
   for (std::string line; std::getline(expected, line);) {
     const std::string name = line.substr(0, line.find(' '));
     if (found.contains(line) || may_change(name)) continue;
-    const auto was = found.lower_bound(name + " = ");
     fail("ablate: {} was trained with {}, not with {}; give the options it began with, or choose another --out",
-         run.string(), was != found.end() && was->starts_with(name + " = ") ? *was : "no " + name, line);
+         run.string(), line_of(name), line);
   }
 }
 

@@ -113,7 +113,7 @@ std::vector<TrainOption> make_table() {
   t.number("weight-decay", &O::weight_decay, 0, 1e3, "Of AdamW");
   t.number("beta1", &O::beta1, 0, 1, "Of AdamW");
   t.number("beta2", &O::beta2, 0, 1, "Of AdamW");
-  t.number("eps", &O::eps, 0, 1, "Of AdamW: added to the root of the second moment");
+  t.number("eps", &O::eps, 1e-30, 1, "Of AdamW: added to the root of the second moment");
   t.number("clip", &O::clip, 0, 1e9, "Largest norm of the gradient; 0: any");
   t.text("device", &O::device, "cpu, cuda, cuda:N; auto: a GPU if there is one");
   t.text("dtype", &O::dtype,
@@ -185,6 +185,10 @@ void check_train_options(const TrainOptions& options) {
           options.batch, options.accumulate);
   require(options.schedule_steps == 0 || options.schedule_steps > options.warmup,
           "train: schedule-steps is {}, expected more than the {} of warmup", options.schedule_steps, options.warmup);
+  require(!options.bos || packing_from_name(options.packing) == Packing::rows,
+          "train: --bos begins rows, but the packing is {}; use --packing rows, or begin documents with bos by "
+          "`furious tokenize --bos`",
+          options.packing);
   require(options.beta1 < 1 && options.beta2 < 1, "train: beta1 and beta2 are {} and {}, expected less than 1",
           options.beta1, options.beta2);
 }

@@ -3,29 +3,36 @@
 #include <algorithm>
 #include <functional>
 #include <set>
+#include <tuple>
 
 #include "base/error.h"
 #include "base/names.h"
 #include "model/config_json.h"
 #include "ops/matmul.h"
 #include "train/options.h"
+#include "train/recipe.h"
 
 namespace furious {
 namespace {
 
 using Words = std::vector<std::string>;
 
-const std::string kConv = "Table 1", kIsolated = "Table 2", kBuildup = "Table 3";
-
 // What a row may change beside the switches: the rest is the same for all, or they could not be compared.
-const Words kRowOptions = {"size",  "hidden", "intermediate", "heads", "layers",   "qk-heads",       "tie-embeddings",
-                           "batch", "length", "accumulate",   "lr",    "warmup",   "schedule-steps", "clip",
-                           "beta1", "beta2",  "weight-decay", "dtype", "recompute"};
+const Words kRowOptions = {"size",   "hidden",         "intermediate",   "heads",          "layers",         "qk-heads",
+                           "qk-dim", "tie-embeddings", "batch",          "length",         "accumulate",     "lr",
+                           "warmup", "clip",           "schedule-steps", "initialization", "beta1",          "beta2",
+                           "eps",    "dtype",          "weight-decay",   "recompute",      "mixer-precision"};
+// Those of them that leave a row the paper's: it has several sizes and lengths, and how a batch is divided is nothing
+// that a loss depends on.
+const Words kNeutralOptions = {"size", "length", "batch", "accumulate", "recompute"};
 
 struct SuiteRows {
   Suite suite;
-  std::string table;  // of the paper, that its rows are labelled by
+  std::string table;  // of the paper, that has its rows
   std::function<Words(const TrainOptions& base)> words;
+  enum class Labels : uint8_t { names, paper } labels = Labels::names;
+  enum class Step : uint8_t { same_tokens, same_batch } step = Step::same_tokens;
+  bool own_figure = false;  // its losses rather than the small model's, for sizes that the paper does not have
   bool log_values = false;
 };
 
@@ -40,44 +47,90 @@ auto always(Words words) {
   return [words](const TrainOptions&) { return words; };
 }
 
-const Words kCompared = {"softmax", "mamba2", "mamba2s", "2mamba", "2mamba-dt"};
+const Words kCompared = {"softmax", "mamba2", "mamba2-paper", "mamba2s", "2mamba", "2mamba-dt"};
+const Words kLargeRuns = {"softmax", "mamba2-paper", "2mamba"};
 
 // The paper's lengths are one, two and four times its shortest.
 Words at_lengths(const TrainOptions& base) {
-  Words words;
+  Words words, archs = kCompared;
+  archs.emplace_back("2mamba-e");
   for (const int64_t times : {1, 2, 4})
-    for (const std::string& preset : kCompared)
-      words.push_back(fmt::format("{}:length={}", preset, times * base.length));
+    for (const std::string& preset : archs) words.push_back(fmt::format("{}:length={}", preset, times * base.length));
   return words;
 }
 
-// Discretization in every precision that the device has, and without it in the lowest.
+// Discretization in every precision that the device has, and without it in the lowest. On a GPU that of the products
+// inside the mixer, which the paper's study is about; a CPU has but one there.
 Words in_every_precision(const TrainOptions& base) {
   const Device device = usable_device(base.device);
-  Words words, dtypes;
-  if (matmul_supports(MatmulPrecision::bf16, device)) dtypes.push_back("bf16");
-  if (!device.is_cpu()) dtypes.push_back("tf32");
-  dtypes.push_back("f32");
-  for (const std::string& dtype : dtypes) words.push_back("2mamba-dt:dtype=" + dtype);
-  words.push_back("2mamba:dtype=" + dtypes.front());
+  std::string key = "mixer-precision";
+  Words precisions = {"bf16", "tf32", "tf32x3", "f32"}, words;
+  if (device.is_cpu()) {
+    key = "dtype";
+    precisions = {"f32"};
+    if (matmul_supports(MatmulPrecision::bf16, device)) precisions.insert(precisions.begin(), "bf16");
+  }
+  for (const std::string& precision : precisions) words.push_back(fmt::format("2mamba-dt:{}={}", key, precision));
+  words.push_back(fmt::format("2mamba:{}={}", key, precisions.front()));
   return words;
 }
 
 const std::vector<SuiteRows>& suite_rows() {
+  using enum SuiteRows::Labels;
+  using enum SuiteRows::Step;
   static const std::vector<SuiteRows> all = {
-      {{"base", "linear attention, Mamba-2 and softmax attention"}, "", always({"linear", "mamba2", "softmax"})},
-      {{"norm", "the norm of linear attention, softmax or output"},
-       kIsolated,
-       always({"linear", "linear-outnorm", "outnorm-relu"})},
-      {{"conv", "Table 1: a convolution on linear attention"}, kConv, always(presets_of(kConv))},
+      {{"base", "Figure 1: linear attention, the authors' Mamba-2 and softmax attention"},
+       "Figure 1",
+       always({"linear", "mamba2-paper", "softmax"})},
+      {{"norm", "Figure 2: the norm of linear attention, softmax or output"},
+       "Table 2",
+       always({"linear", "linear-outnorm", "outnorm-relu"}),
+       paper},
+      {{"conv", "Table 1: a convolution on linear attention"}, "Table 1", always(presets_of("Table 1")), paper},
       {{"isolated", "Table 2: each component of Mamba-2 alone, on linear attention"},
-       kIsolated,
-       always(presets_of(kIsolated))},
-      {{"buildup", "Table 3: from linear attention to Mamba-2S"}, kBuildup, always(presets_of(kBuildup))},
-      {{"compare", "softmax attention, Mamba-2, Mamba-2S and 2Mamba"}, "", always(kCompared)},
-      {{"exp", "2Mamba-E: the exponential score"}, "", always({"softmax", "mamba2", "2mamba", "2mamba-e"})},
-      {{"lengths", "compare at one, two and four times the length"}, "", at_lengths},
-      {{"stability", "2Mamba with discretization in several precisions"}, "", in_every_precision, true},
+       "Table 2",
+       always(presets_of("Table 2")),
+       paper},
+      {{"buildup", "Table 3: from linear attention to Mamba-2S"}, "Table 3", always(presets_of("Table 3")), paper},
+      {{"compare", "Figures 5a and 6: softmax attention, Mamba-2, Mamba-2S and 2Mamba"},
+       "Figure 5a",
+       always(kCompared)},
+      {{"lengths", "Figures 6 and 10: compare and 2Mamba-E at one, two and four times the length"},
+       "Figure 6",
+       at_lengths,
+       names,
+       same_batch},
+      {{"exp", "Figure 10: 2Mamba-E, the exponential score"},
+       "Figure 10",
+       always({"softmax", "mamba2-paper", "2mamba", "2mamba-e"}),
+       names,
+       same_tokens,
+       true},
+      {{"stability", "Figure 5b: 2Mamba with discretization in several precisions"},
+       "Figure 5b",
+       in_every_precision,
+       names,
+       same_tokens,
+       false,
+       true},
+      {{"long", "Figure 9: the long run (--recipe paper-long)"},
+       kLongRun,
+       always(kLargeRuns),
+       names,
+       same_tokens,
+       true},
+      {{"pile", "the appendix: the Pile"}, kPile, always(kLargeRuns), names, same_tokens, true},
+      {{"slimpajama", "the appendix: SlimPajama"}, kSlimPajama, always(kLargeRuns), names, same_tokens, true},
+      {{"orders", "from linear over higher powers and sums of powers to the exponential score"},
+       "",
+       always({"conv2-a-softplus", "2mamba-outnorm", "2mamba-3", "2mamba", "2mamba-4", "2mamba-series-2",
+               "2mamba-series-4", "2mamba-e"})},
+      {{"variants", "the authors' other masks and discretizations, and the Forgetting Transformer"},
+       "",
+       always({"2mamba", "2mamba-square-mask", "2mamba:decay=softplus_dt", "2mamba:decay=softplus2",
+               "2mamba:decay=silu", "2mamba:decay=log_sigmoid", "2mamba-dt", "2mamba-dt:dt_limit=10",
+               "2mamba:discretize=sigmoid", "2mamba:discretize=silu", "2mamba:discretize=softplus",
+               "2mamba:discretize=softplus2", "fox"})},
   };
   return all;
 }
@@ -95,69 +148,65 @@ void change(TrainOptions& options, const std::string& key, const std::string& va
   set_train_option(options, key, value);
 }
 
-AblationRow row_of(const std::string& word, const TrainOptions& base) {
-  AblationRow row{word, word, base, {}};
-  const size_t colon = std::min(word.find(':'), word.size());
-  row.options.arch = preset(word.substr(0, colon)).name;
-  bool own_batch = false;
-  for (const auto& [key, value] : key_values(colon < word.size() ? word.substr(colon + 1) : "")) {
-    change(row.options, key, value);
-    own_batch = own_batch || key == "batch";
-  }
-  const int64_t tokens = base.batch * base.length;
-  if (!own_batch && tokens % row.options.length == 0) row.options.batch = tokens / row.options.length;
-  require(row.options.batch * row.options.length == tokens,
-          "ablate: {} has {} x {} tokens in a step, the others {} x {}: every row must see as many; choose its length, "
-          "or --batch and --length, so that they come out even",
-          word, row.options.batch, row.options.length, base.batch, base.length);
-  check_train_options(row.options);
-  return row;
+bool is_the_papers(const KeyValue& change) {
+  if (std::ranges::find(kNeutralOptions, change.key) != kNeutralOptions.end()) return true;
+  const std::vector<KeyValue>& options = recipe(kPaperRecipe).options;
+  const auto found = std::ranges::find(options, change.key, &KeyValue::key);
+  return found != options.end() && found->value == change.value;
 }
 
-// What the paper says of a row that is one of its own; by the suite's table where several have it.
-std::optional<PaperRow> paper_row(const AblationRow& row, const std::string& table) {
-  if (row.name != row.options.arch || !row.options.switches.empty()) return {};
+// What the paper says of a row, if it has one like it.
+std::optional<PaperRow> paper_row(const TrainOptions& options, const std::vector<KeyValue>& changes,
+                                  const SuiteRows* suite) {
+  if (!options.switches.empty() || !std::ranges::all_of(changes, is_the_papers)) return {};
+  const bool own_length = std::ranges::find(changes, "length", &KeyValue::key) != changes.end();
+  const bool own_size = options.hidden + options.intermediate + options.heads + options.layers > 0;
+  const auto apart = [](const std::string& table) {
+    return table == kLongRun || table == kPile || table == kSlimPajama;
+  };
+  const std::string table = suite == nullptr ? "" : suite->table;
   std::optional<PaperRow> found;
-  for (const PaperRow& candidate : paper_rows())
-    if (candidate.preset == row.name && (!found || candidate.table == table)) found = candidate;
+  auto best = std::tuple(0, false, false);
+  for (const PaperRow& row : paper_rows()) {
+    const bool same_table = row.table == table, same_length = row.length == options.length;
+    if (row.preset != options.arch || (apart(table) || apart(row.table) ? !same_table : false)) continue;
+    if (!same_length && (own_length || (row.length != 2048 && !apart(table)))) continue;
+    const int size = !own_size && row.size == options.size ? 3
+                     : same_table && suite->own_figure     ? 2
+                     : row.size == "small"                 ? 1
+                                                           : 0;
+    if (const auto rank = std::tuple(same_length ? size : std::min(size, 2), same_length, same_table);
+        size > 0 && rank > best) {
+      best = rank;
+      found = row;
+    }
+  }
   return found;
 }
 
-}  // namespace
-
-const std::vector<PaperRow>& paper_rows() {
-  static const std::vector<PaperRow> all = {
-      {kConv, "ReLU", "outnorm-relu", 3.12, 3.06},
-      {kConv, "Conv (w=2)", "outnorm-conv2", 2.87, 2.93},
-      {kConv, "Conv (w=3)", "outnorm-conv3", 2.94, 2.91},
-      {kConv, "Conv (w=4)", "outnorm-conv4", 2.84, 2.9},
-      {kConv, "Conv (w=2) + SiLU", "outnorm-conv2-silu", 2.95, 2.9},
-      {kConv, "Conv (w=3) + SiLU", "outnorm-conv3-silu", 2.95, 2.89},
-      {kConv, "Conv (w=4) + SiLU", "outnorm-conv4-silu", 2.9, 2.89},
-
-      {kIsolated, "SM Norm + ReLU", "linear", 3.0, 3.03},
-      {kIsolated, "Out Norm", "linear-outnorm", 3.19, 3.13},
-      {kIsolated, "Out Norm + ReLU", "outnorm-relu", 3.12, 3.06},
-      {kIsolated, "Out Norm + Conv (w=2)", "outnorm-conv2", 2.87, 2.93},
-      {kIsolated, "Out Norm + Conv (w=3)", "outnorm-conv3", 2.94, 2.91},
-      {kIsolated, "Out Norm + Conv (w=2) + SiLU", "outnorm-conv2-silu", 2.95, 2.9},
-      {kIsolated, "Out Norm + D res", "outnorm-d", 3.18, 3.11},
-      {kIsolated, "Out Norm + Z gate", "outnorm-z", 3.2, 3.13},
-      {kIsolated, "Out Norm + value discretize", "outnorm-dt", 3.06, 3.06},
-      {kIsolated, "Out Norm + A-mask original", "outnorm-a-original", 2.94, 2.98},
-      {kIsolated, "Out Norm + A-mask softplus", "outnorm-a-softplus", 2.85, 2.88},
-
-      {kBuildup, "Plain Linear", "linear-outnorm", 3.19, 3.13},
-      {kBuildup, "Conv (w=2)", "outnorm-conv2", 2.87, 2.93},
-      {kBuildup, "Conv (w=2) + A-mask original", "conv2-a-original", 2.81, 2.8},
-      {kBuildup, "Conv (w=2) + A-mask softplus", "conv2-a-softplus", 2.67, 2.77},
-      {kBuildup, "Conv (w=2) + A-mask softplus + value discretize", "mamba2s", 2.7, 2.76},
-      {kBuildup, "Conv (w=2) + A-mask softplus + value discretize + SiLU", "mamba2s-silu", 2.73, 2.76},
-      {kBuildup, "Conv (w=2) + A-mask softplus + value discretize + D res", "mamba2s-d", 2.79, 2.76},
-      {kBuildup, "Conv (w=2) + A-mask softplus + value discretize + Z gate", "mamba2s-z", 2.72, 2.78},
-  };
-  return all;
+AblationRow row_of(const std::string& word, const TrainOptions& base, const SuiteRows* suite) {
+  AblationRow row{word, word, base, {}};
+  const size_t colon = std::min(word.find(':'), word.size());
+  row.options.arch = preset(word.substr(0, colon)).name;
+  const std::vector<KeyValue> changes = key_values(colon < word.size() ? word.substr(colon + 1) : "");
+  for (const auto& [key, value] : changes) change(row.options, key, value);
+  if (suite == nullptr || suite->step == SuiteRows::Step::same_tokens) {
+    const int64_t tokens = base.batch * base.length;
+    const bool own_batch = std::ranges::find(changes, "batch", &KeyValue::key) != changes.end();
+    if (!own_batch && tokens % row.options.length == 0) row.options.batch = tokens / row.options.length;
+    require(row.options.batch * row.options.length == tokens,
+            "ablate: {} has {} x {} tokens in a step, the others {} x {}: every row must see as many; choose its "
+            "length, or --batch and --length, so that they come out even",
+            word, row.options.batch, row.options.length, base.batch, base.length);
+  }
+  check_train_options(row.options);
+  row.paper = paper_row(row.options, changes, suite);
+  if (row.paper && suite != nullptr && suite->labels == SuiteRows::Labels::paper) row.label = row.paper->label;
+  if (base.data.starts_with("synthetic:")) row.paper.reset();  // the paper's losses are of text
+  return row;
 }
+
+}  // namespace
 
 const std::vector<Suite>& suites() {
   static const std::vector<Suite> all = [] {
@@ -178,12 +227,8 @@ std::string AblationRow::folder() const {
 std::vector<AblationRow> ablation_rows(const std::vector<std::string>& words, const TrainOptions& base) {
   std::vector<AblationRow> rows;
   std::set<std::string> names;
-  const auto add = [&](AblationRow row, const std::string& table) {
-    if (!names.insert(row.name).second) return;
-    row.paper = paper_row(row, table);
-    if (!table.empty() && row.paper) row.label = row.paper->label;
-    if (base.data.starts_with("synthetic:")) row.paper.reset();  // the paper's losses are of text
-    rows.push_back(std::move(row));
+  const auto add = [&](AblationRow row) {
+    if (names.insert(row.name).second) rows.push_back(std::move(row));
   };
   Words known;
   for (const SuiteRows& rows_of : suite_rows()) known.push_back(rows_of.suite.name);
@@ -197,12 +242,12 @@ std::vector<AblationRow> ablation_rows(const std::vector<std::string>& words, co
       require(std::ranges::none_of(suites(), [&](const Suite& one) { return one.name == name; }),
               "ablate: {}: a suite takes no changes of its own; options for all its rows are flags (--lr, --switches)",
               word);
-      add(row_of(word, base), "");
+      add(row_of(word, base, nullptr));
       continue;
     }
     TrainOptions options = base;
     options.log_values = options.log_values || suite->log_values;
-    for (const std::string& row : suite->words(options)) add(row_of(row, options), suite->table);
+    for (const std::string& row : suite->words(options)) add(row_of(row, options, &*suite));
   }
   require(!rows.empty(), "ablate: nothing to train; name a suite or presets");
   return rows;

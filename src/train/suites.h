@@ -10,12 +10,21 @@
 namespace furious {
 
 struct PaperRow {
-  std::string table;  // "Table 1"
+  std::string table;  // "Table 1", "Figure 6"
   std::string label;
   std::string preset;
   double train_loss = 0, test_loss = 0;
+  std::string size = "small";
+  int64_t length = 2048;
+
+  std::string setting() const;  // the model, data and steps, in words; rows of one setting can be compared
 };
-const std::vector<PaperRow>& paper_rows();  // of all tables of losses
+const std::vector<PaperRow>& paper_rows();  // of all tables and figures of losses
+
+// Those that were trained otherwise than the rest: for longer, or on other text.
+inline constexpr const char* kLongRun = "Figure 9";
+inline constexpr const char* kPile = "the Pile (appendix)";
+inline constexpr const char* kSlimPajama = "SlimPajama (appendix)";
 
 struct Suite {
   std::string name;
@@ -33,8 +42,12 @@ struct AblationRow {
 };
 
 // The rows that words of the command line stand for, each once. A word is a suite, or a preset with changes of one's
-// own (PRESET:key=value,key=value), where a key is a switch of the block or an option of training. Every row sees as
-// many tokens in a step: one that changes the length and not the batch gets the batch that keeps their product.
+// own (PRESET:key=value,key=value), where a key is a switch of the block or an option of training. Every row of one's
+// own sees as many tokens in a step as the base: one that changes the length and not the batch gets the batch that
+// keeps their product. The suite `lengths` keeps the batch instead, as the paper does.
+//
+// The paper's losses of a row are those of its preset, size and length; where it has none of that size, those of its
+// suite's figure or else of the small model; where it has none of that length, and all rows share one, those of 2048.
 std::vector<AblationRow> ablation_rows(const std::vector<std::string>& words, const TrainOptions& base);
 
 }  // namespace furious

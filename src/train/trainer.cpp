@@ -52,7 +52,8 @@ TrainData open_dataset(const TrainOptions& options, int ranks) {
   TrainData data;
   data.dataset = std::make_unique<Dataset>(options.data);
   BatchOptions batches{options.batch,   options.length, packing_from_name(options.packing),
-                       Order::shuffled, options.seed,   {}};
+                       Order::shuffled, options.seed,   {},
+                       options.bos};
   data.batches = std::make_unique<DatasetBatches>(*data.dataset, Split::train, batches);
   if (data.dataset->tokens(Split::test).size() > 1) {
     batches.batch = options.batch / options.accumulate / ranks;
@@ -365,7 +366,8 @@ void Trainer::fetch(int64_t step) {
     next_.weights.push_back(static_cast<float>(counted(given.targets[part])) /
                             static_cast<float>(std::max<int64_t>(1, all)));
   std::ranges::copy(next_.weights, given.weights.data<float>());
-  const AdamW adamw{learning_rate(options_, step + 1), options_.weight_decay, options_.beta1, options_.beta2, 1e-8};
+  const AdamW adamw{learning_rate(options_, step + 1), options_.weight_decay, options_.beta1, options_.beta2,
+                    options_.eps};
   const AdamWConstants constants = adamw_constants(adamw, step + 1);
   std::memcpy(given.numbers.raw(), &constants, sizeof(constants));
   feed_->send();

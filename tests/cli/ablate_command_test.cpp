@@ -66,7 +66,7 @@ TEST_F(AblateCommandTest, KilledOrStoppedItGoesOn) {
     const std::string out = fmt::format("signal-{}", signal);
     std::istringstream text(command("base", out, more));
     const std::vector<std::string> words{std::istream_iterator<std::string>(text), {}};
-    const std::string log = folder.path(out + "/runs/mamba2/seed-123/log.jsonl");
+    const std::string log = folder.path(out + "/runs/mamba2-paper/seed-123/log.jsonl");
     const int status = run_and_signal(words, signal, [&] { return fs::exists(log) && fs::file_size(log) > 0; });
     if (signal == SIGINT) {
       EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
@@ -79,8 +79,24 @@ TEST_F(AblateCommandTest, KilledOrStoppedItGoesOn) {
   }
 }
 
+TEST_F(AblateCommandTest, ThePapersRecipeWithFlagsOverIt) {
+  // All but what makes it small is the paper's.
+  expect_run(command("linear", "out", "--paper --warmup 1 --schedule-steps 40"), 0, {"4 steps each", "done in"});
+  const Json options = results("out")["rows"][0]["options"];
+  const std::map<std::string, std::string> expected = {
+      {"size", "small"}, {"packing", "rows"},     {"bos", "true"}, {"initialization", "pytorch"},
+      {"eps", "1e-07"},  {"lr", "0.0001"},        {"clip", "0"},   {"weight-decay", "0.01"},
+      {"length", "24"},  {"batch", "4"},          {"steps", "4"},  {"eval-every", "2"},
+      {"warmup", "1"},   {"schedule-steps", "40"}};
+  for (const auto& [name, value] : expected) EXPECT_EQ(options[name], value) << name;
+}
+
 TEST_F(AblateCommandTest, Usage) {
-  expect_run("ablate --help", 0, {"Suites:", "isolated", "stability", "Example: furious ablate", "--seeds", "--paper"});
+  expect_run("ablate --help", 0,
+             {"Suites:", "isolated", "stability", "orders", "variants", "Example: furious ablate", "--seeds", "--paper",
+              "--recipe", "paper-long", "docs/paper.md"});
+  expect_run("ablate base --data x --recipe papr", 2, {"unknown recipe \"papr\"", "did you mean \"paper\""});
+  expect_run("ablate base --data x --recipe paper --paper", 2, {"--paper", "--recipe"});
   expect_run("ablate", 2, {"name a suite", "buildup"});
   expect_run("ablate base", 2, {"--data"});
   expect_run("ablate base --data /nowhere", 1, {"/nowhere"});

@@ -70,6 +70,25 @@ TEST_F(TrainCommandTest, ConfigFileAndFlags) {
   EXPECT_NE(read_file(folder.path("unset") + "/run.toml").find("recompute = false\n"), std::string::npos);
 }
 
+TEST_F(TrainCommandTest, ThePapersRecipeWithFlagsOverIt) {
+  expect_run(command("run", "--paper --steps 3 --eval-every 3"), 0, {"test loss", "done after 3 steps"});
+  const std::string toml = read_file(folder.path("run") + "/run.toml");
+  for (const char* line : {"size = \"small\"\n", "hidden = 32\n", "batch = 4\n", "length = 24\n", "steps = 3\n",
+                           "packing = \"rows\"\n", "bos = true\n", "eps = 1e-07\n", "warmup = 10000\n",
+                           "schedule-steps = 1000000\n", "initialization = \"pytorch\"\n", "eval-batches = 0\n"})
+    EXPECT_NE(toml.find(line), std::string::npos) << line << toml;
+  // The run goes on with it, and a recipe given again is the same run.
+  const std::string out = folder.path("run");
+  expect_run(fmt::format("train --resume --steps 4 --out {}", out), 0, {"done after 4 steps"});
+  expect_run(fmt::format("train --paper --resume --steps 5 --out {} {}", out, small), 0, {"done after 5 steps"});
+  EXPECT_NE(read_file(out + "/run.toml").find("eps = 1e-07\n"), std::string::npos);
+  expect_run(fmt::format("train --recipe paper-long --resume --out {}", out), 1, {"--size small, not medium"});
+  expect_run("train --recipe long --out x --data x", 2, {"unknown recipe \"long\"", "paper-long"});
+  expect_run("train --help", 0, {"--recipe", "paper-long", "--paper", "docs/paper.md"});
+  expect_run("--help", 0, {"docs/paper.md"});
+  expect_run(command("bad", "--bos"), 1, {"--bos", "packing is packed"});
+}
+
 TEST_F(TrainCommandTest, EvalFindsTheTestLossOfTraining) {
   const RunResult trained = run(command("run", "--steps 2 --eval-every 2 --eval-batches 0 --packing rows"));
   const size_t at = trained.output.find("test loss ");

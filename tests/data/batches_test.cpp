@@ -1,5 +1,6 @@
 #include "data/batches.h"
 
+#include <filesystem>
 #include <set>
 
 #include "data/corpus.h"
@@ -48,14 +49,14 @@ class BatchesTest : public ::testing::Test {
     for (int i = 0; i < count; ++i) documents.emplace_back(i + 1, static_cast<char>('a' + i));
     return tokenized(documents, 0);
   }
-  Dataset tokenized(const std::vector<std::string>& documents, double test_fraction) const {
-    static int number = 0;
+  Dataset tokenized(const std::vector<std::string>& documents, double test_fraction, bool bos = false) const {
     TokenizeOptions options;
-    options.inputs = {folder.write(fmt::format("{}.jsonl", ++number), testing::json_lines(documents))};
+    options.inputs = {folder.write(fmt::format("{}.jsonl", ++last_corpus), testing::json_lines(documents))};
     options.tokenizer = "byte";
-    options.out = folder.path(fmt::format("data-{}", number));
+    options.out = folder.path(fmt::format("data-{}", last_corpus));
     options.test_fraction = test_fraction;
     options.shard_tokens = 50;
+    options.bos = bos;
     tokenize_corpus(options);
     return Dataset(options.out);
   }
@@ -67,14 +68,14 @@ class BatchesTest : public ::testing::Test {
     options.order = order;
     return options;
   }
-  // "abc|bc." with '.' for eos and '-' for a target of -1.
+  // "^abc|bc." with '^' for bos, '.' for eos and '-' for a target of -1.
   static std::string text(const Tensor& ids) {
     std::string result;
     for (int64_t row = 0; row < ids.size(0); ++row) {
       if (row > 0) result += '|';
       for (int64_t t = 0; t < ids.size(1); ++t) {
         const int32_t id = ids.data<int32_t>()[row * ids.size(1) + t];
-        result += id == -1 ? '-' : id == 257 ? '.' : static_cast<char>(id);
+        result += id == -1 ? '-' : id == 256 ? '^' : id == 257 ? '.' : static_cast<char>(id);
       }
     }
     return result;
@@ -90,6 +91,7 @@ class BatchesTest : public ::testing::Test {
   }
 
   TemporaryFolder folder;
+  mutable int last_corpus = 0;
 };
 
 TEST_F(BatchesTest, PackedInOrder) {  // a.bb.ccc.dddd.
@@ -157,6 +159,71 @@ TEST_F(BatchesTest, OneDocumentPerRow) {
   EXPECT_EQ(text(batch.inputs), "a..|bb.|ccc|ddd");
   EXPECT_EQ(text(batch.targets), ".--|b.-|cc.|ddd");
   EXPECT_FALSE(batch.boundaries);
+}
+
+// As the authors' trainer has them: ids = [bos] + document, cut off after length + 1, filled up with eos; inputs are
+// all but the last, targets all but the first, where the input is no padding.
+TEST_F(BatchesTest, RowsThatBeginWithBos) {
+  // Of 5: much shorter, one that leaves room for eos, one that fills the row, one longer, much longer. An empty one is
+  // not in the shards, so it is no row.
+  const std::vector<std::string> documents = {"a", "", "bbbb", "ccccc", "dddddd", "eeeeeeeeeeee"};
+  const std::string inputs = "^a...|^bbbb|^cccc|^dddd|^eeee";
+  const std::string targets = "a.---|bbbb.|ccccc|ddddd|eeeee";
+  for (const bool stored : {false, true}) {  // in the shards; there is no second one then
+    const Dataset data = tokenized(documents, 0, stored);
+    BatchOptions options = sized(5, 5, Packing::rows, Order::once);
+    options.bos = true;
+    const DatasetBatches batches(data, Split::train, options);
+    EXPECT_EQ(batches.samples(), 5);
+    EXPECT_EQ(text(batches.at(0).inputs), inputs) << stored;
+    EXPECT_EQ(text(batches.at(0).targets), targets) << stored;
+    EXPECT_FALSE(batches.at(0).boundaries);
+  }
+}
+
+TEST_F(BatchesTest, RowsWithBosAreThoseOfTheAuthorsOnRandomText) {
+  testing::Random random(5);
+  const Dataset data = tokenized(testing::random_documents(random, 40), 0);
+  const TokenView& tokens = data.tokens(Split::train);
+  for (const int64_t length : {1, 2, 16, 37, 4000}) {
+    BatchOptions options = sized(1, length, Packing::rows, Order::once);
+    options.bos = true;
+    const DatasetBatches batches(data, Split::train, options);
+    for (int64_t row = 0; row < tokens.documents(); ++row) {
+      const DocumentRange range = tokens.document(row);
+      std::vector<int32_t> ids(static_cast<size_t>(range.length()), 256);  // bos, and the document without its eos
+      tokens.copy(range.begin, range.length() - 1, ids.data() + 1);
+      const int64_t there = std::min(length + 1, range.length());
+      ids.resize(static_cast<size_t>(length + 1), 257);
+      const Batch batch = batches.at(row);
+      for (int64_t t = 0; t < length; ++t) {
+        ASSERT_EQ(batch.inputs.data<int32_t>()[t], ids[static_cast<size_t>(t)]);
+        ASSERT_EQ(batch.targets.data<int32_t>()[t], t < there ? ids[static_cast<size_t>(t + 1)] : -1);
+      }
+    }
+  }
+}
+
+TEST_F(BatchesTest, BosIsForRowsAndTokenizersThatHaveOne) {
+  const Dataset data = letters(3);
+  for (const Packing packing : {Packing::packed, Packing::isolated}) {
+    BatchOptions options = sized(1, 2, packing, Order::once);
+    options.bos = true;
+    expect_error([&] { DatasetBatches(data, Split::train, options); },
+                 {"bos", "packing is " + name_of(packing), "rows", "tokenize --bos"});
+  }
+  // The same shards, of a tokenizer without bos.
+  const std::string path = folder.path("data-without");
+  std::filesystem::copy(folder.path(fmt::format("data-{}", last_corpus)), path,
+                        std::filesystem::copy_options::recursive);
+  std::string manifest = testing::read_file(path + "/manifest.json");
+  const size_t at = manifest.find("256", manifest.find("\"bos\""));
+  ASSERT_NE(at, std::string::npos) << manifest;
+  folder.write("data-without/manifest.json", manifest.replace(at, 3, "-1"));
+  BatchOptions options = sized(1, 2, Packing::rows, Order::once);
+  options.bos = true;
+  const Dataset without(path);
+  expect_error([&] { DatasetBatches(without, Split::train, options); }, {"tokenizer has no bos"});
 }
 
 TEST_F(BatchesTest, ABatchThatIsNotFullIsPadded) {

@@ -156,6 +156,14 @@ TEST_F(AblationTest, AFolderWithOtherRunsIsNotGoneOnWith) {
   refused([](TrainOptions& o) { o.data = "synthetic:passkey"; }, {"data = ", "synthetic:passkey"});
   options.base.save_every = 1;
   EXPECT_TRUE(run_ablation(options).finished());
+  // A run of a version that did not know an option had its default.
+  const std::string toml = folder.path("mine/runs/linear/seed-123/run.toml");
+  std::string text = read_file(toml);
+  const size_t at = text.find("\neps = ") + 1;
+  ASSERT_GT(at, 0u);
+  folder.write("mine/runs/linear/seed-123/run.toml", text.erase(at, text.find('\n', at) + 1 - at));
+  EXPECT_TRUE(run_ablation(options).finished());
+  refused([](TrainOptions& o) { o.eps = 0.5; }, {"eps = 1e-08", "eps = 0.5"});
 }
 
 TEST_F(AblationTest, BadInput) {

@@ -42,6 +42,16 @@ TEST(TrainOptions, Refuses) {
   options.accumulate = 1;
   options.schedule_steps = 50;
   expect_error([&] { check_train_options(options); }, {"schedule-steps is 50", "100 of warmup"});
+  options.schedule_steps = 0;
+  options.bos = true;
+  for (const char* packing : {"packed", "isolated"}) {
+    options.packing = packing;
+    expect_error([&] { check_train_options(options); }, {"--bos", std::string("packing is ") + packing, "rows"});
+  }
+  options.packing = "rows";
+  check_train_options(options);
+  options.eps = 0;  // a parameter without gradients would become 0 / 0
+  expect_error([&] { check_train_options(options); }, {"eps is 0", "1e-30 to 1"});
 }
 
 TEST(TrainOptions, DimensionsReplaceTheSize) {

@@ -87,6 +87,8 @@ TEST_F(RunTest, StoppedAnywhereItGoesOnBitForBit) {
     options.accumulate = random.pick<int64_t>({1, 2});
     options.recompute = random.coin();
     options.clip = random.pick<double>({0, 0.5});
+    options.eps = random.pick<double>({1e-8, 1e-2});
+    options.bos = options.packing == "rows" && random.coin();
     train(options);
     const auto expected = contents(options.out);
     options.out = folder.path(fmt::format("parts-{}", round));
@@ -126,6 +128,29 @@ TEST_F(RunTest, StepsAfterTheCheckpointAreMadeAgain) {
   train(*saved);
   EXPECT_TRUE(contents(options.out) == expected);
   EXPECT_EQ(log_of(options.out).size(), 12u);
+}
+
+TEST_F(RunTest, ResumedItGoesOnWithItsEps) {
+  TrainOptions options = options_for("whole");
+  options.eps = 1e-2;
+  train(options);
+  EXPECT_NE(read_file(options.out + "/run.toml").find("eps = 0.01\n"), std::string::npos);
+  const auto expected = contents(options.out);
+  options.out = folder.path("parts");
+  TrainObserver observer;
+  int64_t done = 0;
+  observer.step = [&](const TrainStep& step) { done = step.step; };
+  observer.stop = [&] { return done == 5; };
+  ASSERT_TRUE(train(options, observer).stopped);
+  const std::optional<TrainOptions> saved = options_of_run(options.out);
+  ASSERT_TRUE(saved.has_value());
+  EXPECT_EQ(saved->eps, 1e-2);
+  train(*saved);
+  EXPECT_TRUE(contents(options.out) == expected);
+  options.out = folder.path("default");
+  options.eps = TrainOptions().eps;
+  train(options);
+  EXPECT_FALSE(contents(options.out) == expected);
 }
 
 TEST_F(RunTest, ResumeRefusesAnotherRun) {

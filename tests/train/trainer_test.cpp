@@ -72,6 +72,49 @@ TEST_F(TrainerTest, PartsOfABatchAddUp) {
   }
 }
 
+// The first step changes a parameter by lr·g / (|g| + eps).
+TEST_F(TrainerTest, EpsReachesTheOptimizer) {
+  options.weight_decay = 0;
+  options.warmup = 0;
+  options.lr = 0.5;
+  for (const bool sharded : {false, true}) {
+    Team team;
+    team.sharded = sharded;
+    const auto change = [&](double eps) {
+      options.eps = eps;
+      Trainer trainer(options, team);
+      std::vector<double> weights = weights_of(trainer);
+      trainer.step();
+      const std::vector<double> after = weights_of(trainer);
+      for (size_t i = 0; i < weights.size(); ++i) weights[i] = after[i] - weights[i];
+      return weights;
+    };
+    const std::vector<double> of_a_small = change(1e-3), of_a_large = change(1e-2);
+    std::vector<double> expected;
+    for (const double moved : of_a_small) {
+      const double part = std::abs(moved) / options.lr, gradient = 1e-3 * part / (1 - part);
+      expected.push_back(std::copysign(options.lr * gradient / (gradient + 1e-2), moved));
+    }
+    EXPECT_LT(relative_error(of_a_large, expected), 1e-3) << sharded;
+    EXPECT_GT(relative_error(of_a_large, of_a_small), 0.1) << sharded;
+  }
+}
+
+// Training and its test loss see rows that begin with bos.
+TEST_F(TrainerTest, RowsWithBos) {
+  options.packing = "rows";
+  const double without = *Trainer(options).test_loss();
+  options.bos = true;
+  Trainer trainer(options);
+  EXPECT_NE(*trainer.test_loss(), without);
+  for (const BatchSource* source : {trainer.data().batches.get(), trainer.data().test.get()}) {
+    const Batch batch = source->at(0);
+    for (int64_t row = 0; row < batch.inputs.size(0); ++row)
+      EXPECT_EQ(batch.inputs.data<int32_t>()[row * batch.inputs.size(1)], 256);
+  }
+  EXPECT_GT(trainer.step().loss, 0);
+}
+
 TEST_F(TrainerTest, ClippingBoundsTheGradientNotItsReport) {
   Trainer free(options);
   options.clip = 1e-3;
