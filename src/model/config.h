@@ -72,6 +72,7 @@ struct ModelConfig {
   int64_t branch = 0;    // channels of the gated branch beside the mixer; 0: none
   float norm_eps = 1e-5f;
   bool tie_embeddings = false;
+  bool bos = false;  // trained on texts that begin with bos
 
   bool operator==(const ModelConfig&) const = default;
   int64_t heads() const;  // the largest of the three
