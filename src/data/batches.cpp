@@ -70,9 +70,15 @@ DatasetBatches::DatasetBatches(const Dataset& data, Split split, const BatchOpti
     : tokens_(data.tokens(split)),
       vocabulary_(data.manifest().tokenizer.vocabulary_size),
       padding_(std::max(0, data.manifest().tokenizer.eos)),
+      bos_(data.manifest().tokenizer.bos),
       options_(options) {
   require(options.batch >= 1, "batches: batch {}, expected 1 or more", options.batch);
   require(options.length >= 1, "batches: length {}, expected 1 or more", options.length);
+  require(!options.bos || options.packing == Packing::rows,
+          "batches: bos begins rows, but the packing is {}; use packing rows, or `furious tokenize --bos`",
+          name_of(options.packing));
+  require(!options.bos || bos_ >= 0, "{}: its tokenizer has no bos; leave bos out, or tokenize with one that has",
+          tokens_.name());
   require(tokens_.size() > 0, "{} is empty{}", tokens_.name(),
           split == Split::test ? "; tokenize with a larger --test-fraction" : "");
   if (options.packing == Packing::rows) {
@@ -147,10 +153,13 @@ void DatasetBatches::isolate(int64_t begin, int64_t count, const Row& row) const
 }
 
 void DatasetBatches::fill_document(int64_t document, const Row& row) const {
-  const DocumentRange range = tokens_.document(document);
-  const int64_t predicted = std::min(options_.length, range.length() - 1);
-  tokens_.copy(range.begin, std::min(options_.length, range.length()), row.inputs);
-  tokens_.copy(range.begin + 1, predicted, row.targets);
+  const DocumentRange range = tokens_.document(document);  // of one token or more
+  int32_t first = 0;
+  tokens_.copy(range.begin, 1, &first);
+  const int64_t added = options_.bos && first != bos_ ? 1 : 0;
+  if (added > 0) row.inputs[0] = bos_;
+  tokens_.copy(range.begin, std::min(options_.length, range.length()) - added, row.inputs + added);
+  tokens_.copy(range.begin + 1 - added, std::min(options_.length, range.length() - 1 + added), row.targets);
 }
 
 }  // namespace furious

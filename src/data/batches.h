@@ -80,6 +80,10 @@ struct BatchOptions {
   Order order = Order::shuffled;
   uint64_t seed = 123;
   BatchPosition start;  // where step 0 begins
+  // With rows: each begins with bos, from which the document's first token is predicted. A document that fits is
+  // followed by one eos that is predicted, one that is cut off is not. Those that begin with bos already
+  // (`furious tokenize --bos`) get no second one.
+  bool bos = false;
 };
 
 class DatasetBatches final : public BatchSource {
@@ -106,6 +110,7 @@ class DatasetBatches final : public BatchSource {
   TokenView tokens_;
   int32_t vocabulary_;
   int32_t padding_;
+  int32_t bos_;
   BatchOptions options_;
   int64_t samples_ = 0;
 };
