@@ -142,6 +142,7 @@ fs::path checkpoint_of(const fs::path& path) {
 std::vector<std::string> load_notes(const fs::path& given) {
   const fs::path path = checkpoint_of(given);
   std::error_code ignored;
+  if (!fs::exists(path, ignored)) return {};
   std::vector<std::string> pickles;
   for (const auto& entry : fs::directory_iterator(folder_of(path), ignored))
     if (std::ranges::count(kPickles, entry.path().extension().string()) > 0)
