@@ -23,12 +23,12 @@
 namespace furious {
 
 struct LoadOptions {
-  std::string arch;            // the architecture's name, for weights that come without a config.json
+  std::string arch;            // for weights without a config.json: a preset, or an attention_type of the authors
   std::string tokenizer;       // "byte", a SentencePiece model or a folder with one; empty: the one of the checkpoint
   std::string device = "cpu";  // where it runs: "cpu", "cuda", "cuda:1", or "auto": a GPU if there is one
   std::string dtype;           // "f32" or "bf16", in which products are computed; empty: bf16 on a GPU, f32 on the CPU
-  int64_t heads = 0;           // of weights that do not tell it; 0: not known
-  bool bos = false;            // texts begin with bos; otherwise only where the checkpoint is a plain Llama
+  int64_t heads = 0;           // for weights without a config.json whose tensors do not tell it; 0: not known
+  bool bos = false;  // texts begin with bos; otherwise only where the model was trained so, as far as is known
 };
 
 // A loaded checkpoint and its tokenizer. Copies share the weights; any number of sessions may use them at once.

@@ -33,8 +33,9 @@ struct TrainOptions {
   bool tie_embeddings = false;
   std::string switches;  // of the token-mixing block, where not the arch's: conv_window=3,norm=none (as config.json)
   std::string init;      // begin with the weights of this model instead of new ones
-  // How new weights are drawn. furious: normal(0, 0.02), a convolution without bias; pytorch: inside the layers as the
-  // authors' modules start, linear layers uniform ±1/√fan_in and convolutions as nn.Conv1d.
+  // How new weights are drawn. furious: normal(0, 0.02), the convolution's bias zero; pytorch: inside the layers as the
+  // authors' modules start, linear layers uniform ±1/√fan_in and convolutions as nn.Conv1d; identity: as furious, but
+  // the convolution starts by passing the current token on.
   std::string initialization = "furious";
 
   // The data.

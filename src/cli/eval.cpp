@@ -11,6 +11,7 @@
 #include "cli/checks.h"
 #include "cli/commands.h"
 #include "cli/json_file.h"
+#include "cli/load_flags.h"
 #include "cli/progress.h"
 #include "eval/test_loss.h"
 #include "model/checkpoint.h"
@@ -22,18 +23,30 @@ namespace {
 namespace fs = std::filesystem;
 
 struct EvalCommand {
-  std::string model, data, arch, json, device = "auto", dtype = "auto";
+  std::string model, data, json, device = "auto", dtype = "auto";
+  LoadOptions load;
   std::string packing, split = "test";
   int64_t length = 0, batch = 8, max_batches = 0;
   int threads = 0;
 
-  TrainOptions trained_with() const;
+  BatchOptions batches_for(const ModelConfig& config) const;
   void run() const;
 };
 
-// Where that is not known, the defaults of training.
-TrainOptions EvalCommand::trained_with() const {
-  return fs::exists(fs::path(model) / "training.safetensors") ? saved_options(model) : TrainOptions();
+// As the model was trained; where that is not known, with the defaults of training. A model of texts with bos gets a
+// row for each, unless another packing is asked for.
+BatchOptions EvalCommand::batches_for(const ModelConfig& config) const {
+  const bool is_known = fs::exists(fs::path(model) / "training.safetensors");
+  const TrainOptions trained = is_known ? saved_options(model) : TrainOptions();
+  const bool bos = load.bos || (is_known ? trained.bos : config.bos);
+  BatchOptions options;
+  options.batch = batch;
+  options.length = length > 0 ? length : trained.length;
+  options.packing = packing_from_name(!packing.empty() ? packing : bos ? name_of(Packing::rows) : trained.packing);
+  options.bos = bos && options.packing == Packing::rows;
+  options.order = Order::once;
+  require(!load.bos || options.bos, "eval: --bos is for rows of one document each; use --packing rows");
+  return options;
 }
 
 void check_tokenizer(const std::string& model, const Dataset& data) {
@@ -52,16 +65,13 @@ void EvalCommand::run() const {
   if (threads > 0) set_threads(threads);
   const Dataset dataset(data);
   check_tokenizer(model, dataset);
-  BatchOptions options;
-  options.batch = batch;
-  const TrainOptions trained = trained_with();
-  options.length = length > 0 ? length : trained.length;
-  options.packing = packing_from_name(packing.empty() ? trained.packing : packing);
-  options.order = Order::once;
+  show_notes(model);
+  const ModelConfig config = load_config(model, load.arch, load.heads);
+  const BatchOptions options = batches_for(config);
   const Split part = split == name_of(Split::test) ? Split::test : Split::train;
   const DatasetBatches batches(dataset, part, options);
   const int64_t steps = max_batches > 0 ? std::min(max_batches, batches.steps()) : batches.steps();
-  LanguageModel language_model = load_model(model, arch, where);
+  LanguageModel language_model = load_model(model, load.arch, where, load.heads);
   language_model.set_compute(compute_in(bf16 ? DType::bf16 : DType::f32, where));
 
   stop_on_signals();
@@ -83,8 +93,9 @@ void EvalCommand::run() const {
   fmt::print("loss            {:.5f} per token\nperplexity      {:.4f}\n", loss.mean(), loss.perplexity());
   fmt::print("loss            {:.5f} per byte of text\nbits            {:.5f} per byte of text\n", loss.per_byte(),
              loss.bits_per_byte());
-  fmt::print("predicted       {} tokens, {} bytes of text; {} of {} batches of {} x {} ({}, {})\n", loss.tokens,
-             loss.text_bytes, done, batches.steps(), batch, options.length, split, name_of(options.packing));
+  fmt::print("predicted       {} tokens, {} bytes of text; {} of {} batches of {} x {} ({}, {}{})\n", loss.tokens,
+             loss.text_bytes, done, batches.steps(), batch, options.length, split, name_of(options.packing),
+             options.bos ? ", bos" : "");
   fmt::print("time            {:.1f} s, {:.0f} tokens/s\n", seconds, static_cast<double>(loss.tokens) / seconds);
   file.write(nlohmann::ordered_json{{"loss", loss.mean()},
                                     {"perplexity", loss.perplexity()},
@@ -96,6 +107,7 @@ void EvalCommand::run() const {
                                     {"batch", batch},
                                     {"length", options.length},
                                     {"packing", name_of(options.packing)},
+                                    {"bos", options.bos},
                                     {"split", split},
                                     {"seconds", seconds}});
 }
@@ -117,12 +129,12 @@ void add_eval(CLI::App& app) {
   command
       ->add_option("--packing", options->packing,
                    "packed: windows over all documents; isolated: the same, documents apart; rows: one per document; "
-                   "by default as in training, else packed")
+                   "by default as in training, else rows with bos for models of texts with bos, and packed for others")
       ->check(CLI::IsMember({"packed", "isolated", "rows"}));
   command->add_option("--max-batches", options->max_batches, "Stop after so many; 0: all")
       ->check(at_least(0))
       ->capture_default_str();
-  command->add_option("--arch", options->arch, "The architecture, for weights without a config.json");
+  add_load_flags(*command, options->load);
   add_threads(*command, options->threads);
   command->add_option("--device", options->device, "cpu, cuda, cuda:N; auto: a GPU if there is one")
       ->capture_default_str();

@@ -14,6 +14,7 @@
 #include "cli/checks.h"
 #include "cli/commands.h"
 #include "cli/json_file.h"
+#include "cli/load_flags.h"
 #include "cli/progress.h"
 #include "furious/model.h"
 
@@ -77,6 +78,7 @@ void GenerateCommand::run() const {
   if (!save_state.empty()) AtomicFile(save_state, 0);  // a place that cannot be written is said first
   const std::string text = prompt_text();
   if (threads > 0) set_threads(threads);
+  show_notes(model);
   Session session(Model::load(model, load), sequences);
   if (!load_state.empty()) session.load(load_state);
 
@@ -161,8 +163,7 @@ void add_generate(CLI::App& app) {
       ->capture_default_str();
   command->add_option("--save-state", options->save_state, "Keep in this file what the model remembers at the end");
   command->add_option("--load-state", options->load_state, "Go on from there; a prompt is read after it");
-  command->add_flag("--bos", options->load.bos, "The text begins with bos");
-  command->add_option("--arch", options->load.arch, "The architecture, for weights without a config.json");
+  add_load_flags(*command, options->load);
   command->add_option("--tokenizer", options->load.tokenizer, "Instead of the one in the checkpoint");
   add_threads(*command, options->threads);
   command->add_option("--device", options->load.device, "Where the model runs: cpu, cuda")->capture_default_str();
@@ -172,7 +173,8 @@ void add_generate(CLI::App& app) {
   command->footer(
       "The text begins with eos, which stands before every document of our training data; with bos where the "
       "checkpoint\n"
-      "is a plain Llama, or by --bos. One sequence is shown as it is written, several one after the other.\n"
+      "is a plain Llama or of the authors' release, or by --bos. One sequence is shown as it is written, several one "
+      "after the other.\n"
       "Example: furious generate runs/stories --prompt 'Once upon a time' --tokens 100 --temperature 0.7");
   command->callback([options] { options->run(); });
 }

@@ -15,7 +15,7 @@
 #include "base/names.h"
 #include "cli/commands.h"
 #include "cli/json_file.h"
-#include "model/config.h"
+#include "model/config_json.h"
 #include "report/table.h"
 
 namespace furious::cli {
@@ -26,6 +26,7 @@ using Json = nlohmann::ordered_json;
 constexpr std::array<int64_t, 3> kLengths = {1 << 10, 8 << 10, 64 << 10};
 
 struct PresetsCommand {
+  std::string name;
   std::string size = "small";
   int64_t vocabulary = 32000;
   std::string json;
@@ -58,6 +59,26 @@ std::string count_text(int64_t count) {
   return fmt::format("{:.1f}{}", value, units.front());
 }
 
+// The block's switches as config.json has them, which is how --switches takes them; those of every block first.
+Json switches_of(const ModelConfig& config) {
+  const Json all = Json::parse(config_to_json(config));
+  Json switches;
+  for (const std::string& key : switch_names())
+    if (all.contains(key)) switches[key] = all[key];
+  return switches;
+}
+
+void print_one(const Preset& preset, const PresetsCommand& options) {
+  const ModelConfig config = model_config(preset.name, options.size, options.vocabulary);
+  fmt::print("{}: {}\n\n", preset.name, preset.description);
+  fmt::print("At size {}: {} head{} of {} with queries and keys of {}", options.size, config.heads(),
+             config.heads() == 1 ? "" : "s", config.head_dim, config.qk_dim);
+  if (config.branch > 0) fmt::print(", beside a gated branch of {} channels", config.branch);
+  fmt::print("\n\nSwitches, for --switches KEY=VALUE,…:\n");
+  for (const auto& [key, value] : switches_of(config).items())
+    fmt::print("  {:<14} {}\n", key, value.is_string() ? value.get<std::string>() : value.dump());
+}
+
 void print(const std::vector<Row>& rows, const PresetsCommand& options) {
   size_t width = 0;
   for (const Row& row : rows) width = std::max(width, row.preset.name.size());
@@ -81,8 +102,14 @@ Json to_json(const std::vector<Row>& rows, const PresetsCommand& options) {
     Json parameters, bytes;
     for (size_t i = 0; i < row.parameters.size(); ++i) parameters[sizes()[i].name] = row.parameters[i];
     for (size_t i = 0; i < row.bytes.size(); ++i) bytes[std::to_string(kLengths[i])] = row.bytes[i];
+    const ModelConfig config = model_config(row.preset.name, options.size, options.vocabulary);
     presets.push_back({{"name", row.preset.name},
                        {"description", row.preset.description},
+                       {"heads", config.heads()},
+                       {"head_dim", config.head_dim},
+                       {"qk_dim", config.qk_dim},
+                       {"branch", config.branch},
+                       {"switches", switches_of(config)},
                        {"parameters", parameters},
                        {"sequence_bytes", bytes}});
   }
@@ -92,9 +119,23 @@ Json to_json(const std::vector<Row>& rows, const PresetsCommand& options) {
 void PresetsCommand::run() const {
   JsonFile file(json);
   std::vector<Row> rows;
-  for (const Preset& preset : presets()) rows.push_back(row_of(preset, *this));
-  print(rows, *this);
+  for (const Preset& one : presets())
+    if (name.empty() || one.name == name) rows.push_back(row_of(one, *this));
+  if (name.empty())
+    print(rows, *this);
+  else
+    print_one(preset(name), *this);
   file.write(to_json(rows, *this));
+}
+
+// Why `name` is no preset; empty if it is one.
+std::string check_preset(const std::string& name) {
+  try {
+    preset(name);
+    return {};
+  } catch (const Error& error) {
+    return error.what();
+  }
 }
 
 std::vector<std::string> size_names() {
@@ -119,6 +160,7 @@ std::string check_size(const std::string& name) {
 void add_presets(CLI::App& app) {
   auto options = std::make_shared<PresetsCommand>();
   CLI::App* command = app.add_subcommand("presets", "List the architectures, with their parameters and memory");
+  command->add_option("preset", options->name, "Show the switches of this one only")->check(check_preset);
   command
       ->add_option("--size", options->size,
                    fmt::format("The size whose memory is shown: {}", fmt::join(size_names(), ", ")))

@@ -6,15 +6,6 @@
 #include "tensor/device.h"
 
 namespace furious {
-namespace {
-
-// Our own rotary positions are interleaved; those of a Llama pair the halves of a head.
-bool is_plain_llama(const ModelConfig& config) {
-  return config.block.rope && config.block.rope_pairing == RopePairing::halves;
-}
-
-}  // namespace
-
 Model::Parts::Parts(LanguageModel model, std::shared_ptr<const Tokenizer> its_tokenizer, bool bos)
     : language_model(std::move(model)), tokenizer(std::move(its_tokenizer)) {
   const int64_t known = language_model.config().vocabulary;
@@ -22,7 +13,7 @@ Model::Parts::Parts(LanguageModel model, std::shared_ptr<const Tokenizer> its_to
           "the tokenizer has {} token ids, the model knows {}: it was trained with another tokenizer",
           tokenizer->vocabulary_size(), known);
   require(!bos || tokenizer->bos() >= 0, "texts were to begin with bos, but the tokenizer has none");
-  const bool wants_bos = bos || is_plain_llama(language_model.config()) || tokenizer->eos() < 0;
+  const bool wants_bos = bos || language_model.config().bos || tokenizer->eos() < 0;
   start = wants_bos ? tokenizer->bos() : tokenizer->eos();
 }
 
@@ -33,7 +24,7 @@ Model Model::load(const std::filesystem::path& given, const LoadOptions& options
   const std::string dtype = !options.dtype.empty() ? options.dtype : device.is_cpu() ? "f32" : "bf16";
   require(dtype == "f32" || dtype == "bf16", "dtype {}: models run in f32 or bf16", dtype);
   const std::filesystem::path path = checkpoint_of(given);
-  LanguageModel model = load_model(path, options.arch, device);
+  LanguageModel model = load_model(path, options.arch, device, options.heads);
   model.set_compute(compute_in(dtype_from_name(dtype), device));
   if (dtype == "bf16") model.round_weights();
   const auto folder = std::filesystem::is_directory(path) ? path : path.parent_path();

@@ -4,11 +4,13 @@
 
 #include <algorithm>
 #include <map>
+#include <numeric>
 #include <set>
 
 #include "base/error.h"
 #include "base/file.h"
 #include "base/names.h"
+#include "model/formats/release.h"
 #include "model/safetensors.h"
 
 namespace furious {
@@ -17,9 +19,9 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr uint64_t kMostConfigBytes = 1 << 20;
-constexpr int64_t kHeadDimOfThePaper = 64;
 
-constexpr std::string_view kLoadable[] = {"F32", "BF16", "F16", "F64"};
+constexpr int64_t kSomeHeadDim = 64;
+constexpr std::string_view kPickles[] = {".pt", ".pth", ".bin", ".pkl"};
 constexpr std::string_view kFused = "qkv_proj.weight";
 constexpr const char* kEmbedding = "model.embed_tokens.weight";
 constexpr const char* kHead = "lm_head.weight";
@@ -29,14 +31,10 @@ Shape stored_shape(const std::string& name, const Shape& shape) {
   return name.ends_with("conv1d.weight") ? Shape{shape[0], 1, shape[1]} : shape;
 }
 
-struct Piece {
-  std::string name;
-  Shape shape;
-};
-
-// The tensors of the file that make up a parameter, row after row: queries, keys and values of a Llama lie apart.
+// The tensors of the file that make up a parameter, one after the other: queries, keys and values of a Llama lie apart.
 std::vector<Piece> pieces_of(const SafetensorsReader& reader, const ModelConfig& config, const std::string& name,
                              const Shape& shape) {
+  if (const std::vector<Piece> theirs = release_pieces(reader, config, name, shape); !theirs.empty()) return theirs;
   const std::vector<Piece> whole = {{name, stored_shape(name, shape)}};
   if (!name.ends_with(kFused) || reader.find(name)) return whole;
   const std::string mixing = name.substr(0, name.size() - kFused.size());
@@ -51,24 +49,6 @@ std::vector<Piece> pieces_of(const SafetensorsReader& reader, const ModelConfig&
 bool is_stray(const std::string& name) {
   const auto holds = [&](const char* part) { return name.find(part) != std::string::npos; };
   return holds("attn_mask") || holds("rotary_emb") || holds("inv_freq");
-}
-
-// Of a dtype that can be loaded, so that its shape is one of numbers that are there.
-const StoredTensor& stored_tensor(const SafetensorsReader& reader, std::string_view name, std::string_view shape = "") {
-  const StoredTensor* const tensor = reader.find(name);
-  require(tensor != nullptr, "{}: no tensor \"{}\"{}; the file is incomplete, or of another architecture",
-          reader.path().string(), name, shape);
-  require(std::ranges::count(kLoadable, tensor->dtype) > 0,
-          "{}: tensor \"{}\" has dtype {}, expected F32, BF16 or F16; convert it", tensor->file->path().string(), name,
-          printable(tensor->dtype));
-  return *tensor;
-}
-
-int64_t stored_size(const SafetensorsReader& reader, const std::string& name, size_t dim) {
-  const StoredTensor& tensor = stored_tensor(reader, name);
-  require(dim < tensor.shape.size() && tensor.shape[dim] > 0, "{}: tensor \"{}\" has shape [{}], expected a size at {}",
-          tensor.file->path().string(), name, fmt::join(tensor.shape, ", "), dim);
-  return tensor.shape[dim];
 }
 
 void check_tensor(const SafetensorsReader& reader, const std::string& name, const Shape& shape) {
@@ -105,50 +85,17 @@ void check_tensors(const SafetensorsReader& reader, const ModelConfig& config) {
        fmt::join(unused.begin(), unused.begin() + shown, ", "), shown < unused.size() ? ", …" : "");
 }
 
-// How many heads the first layer has, by the first tensor that has a row for each; 0 where none has.
-int64_t heads_of(const SafetensorsReader& reader, const std::string& mixing) {
-  for (const char* name : {"A_mask_proj.weight", "A_log", "dt_proj.weight", "D"})
-    if (reader.find(mixing + name)) return stored_size(reader, mixing + name, 0);
-  return 0;
-}
-
-// The authors' release says nothing of itself: dimensions follow from the first layer's tensors, switches from the
-// preset, but for the two of which the authors ran variants under one name.
-ModelConfig release_config(const SafetensorsReader& reader, const Preset& preset) {
-  const std::string layer = "model.layers.0.";
-  const std::string mixing = layer + "self_attn.";
-  ModelConfig config;
-  config.arch = preset.name;
-  config.block = preset.block;
-  config.vocabulary = stored_size(reader, kEmbedding, 0);
-  config.hidden = stored_size(reader, kEmbedding, 1);
-  config.intermediate = stored_size(reader, layer + "mlp.gate_proj.weight", 0);
-  while (reader.find(fmt::format("model.layers.{}.input_layernorm.weight", config.layers))) ++config.layers;
-  config.tie_embeddings = !reader.find(kHead);
-
-  const int64_t width = stored_size(reader, mixing + "o_proj.weight", 1);
-  int64_t heads = heads_of(reader, mixing);
-  require(heads > 0 || width % kHeadDimOfThePaper == 0,
-          "{}: no tensor tells the number of heads, and {} dimensions are not heads of {} as in the paper; put a "
-          "config.json with heads and head_dim beside the file",
-          reader.path().string(), width, kHeadDimOfThePaper);
-  if (heads == 0) heads = width / kHeadDimOfThePaper;
-  require(width % heads == 0, "{}: {} heads do not divide {} dimensions; the file is not of the authors' release",
-          reader.path().string(), heads, width);
-  config.q_heads = config.k_heads = config.v_heads = heads;
-  config.head_dim = config.qk_dim = width / heads;
-
-  const std::string conv = mixing + "conv1d.weight";
-  if (preset.block.conv_window > 0 && reader.find(conv)) config.block.conv_window = stored_size(reader, conv, 2);
-  if (preset.block.has_dt()) config.block.dt_bias = reader.find(mixing + "dt_proj.bias") != nullptr;
-  return checked_config(config, reader.path().string());
-}
-
+// Presets that have just these tensors. Where no tensor tells the heads, any that divide the width will do.
 std::vector<std::string> fitting_presets(const SafetensorsReader& reader) {
   std::vector<std::string> names;
   for (const Preset& preset : presets()) {
     try {
-      const ModelConfig config = release_config(reader, preset);
+      int64_t heads = 0;
+      if (told_heads(reader) == 0) {
+        const int64_t width = stored_size(reader, "model.layers.0.self_attn.o_proj.weight", 1);
+        heads = width / std::gcd(width, kSomeHeadDim);
+      }
+      const ModelConfig config = release_config(reader, preset.name, heads);
       check_tensors(reader, config);
       if (config.block.conv_window == preset.block.conv_window) names.push_back(preset.name);
     } catch (const Error&) {  // it does not fit
@@ -157,19 +104,32 @@ std::vector<std::string> fitting_presets(const SafetensorsReader& reader) {
   return names;
 }
 
-ModelConfig release_config(const SafetensorsReader& reader, const std::string& arch) {
-  if (!arch.empty()) return release_config(reader, preset(arch));
+ModelConfig bare_config(const SafetensorsReader& reader, const std::string& arch, int64_t heads) {
+  if (!arch.empty()) return release_config(reader, arch, heads);
   const std::vector<std::string> names = fitting_presets(reader);
   fail("{}: there is no config.json beside it, so the architecture must be named: give --arch{}",
        reader.path().string(),
        names.empty() ? "" : fmt::format("; its tensors are those of {}", fmt::join(names, ", ")));
 }
 
-ModelConfig saved_config(const fs::path& file, const std::string& arch) {
+ModelConfig saved_config(const fs::path& file, const fs::path& weights, const std::string& arch, int64_t heads) {
   ModelConfig config = config_from_json(read_text(file, kMostConfigBytes), file.string());
-  require(arch.empty() || arch == config.arch, "{}: the architecture is {}, not {}; leave --arch out", file.string(),
-          printable(config.arch), arch);
+  require(arch.empty() || arch == config.arch || named_architecture(arch).name == config.arch,
+          "{}: the architecture is {}, not {}; leave --arch out", file.string(), printable(config.arch), arch);
+  if (config.bos) {  // perhaps the authors'
+    follow_tensors(config, SafetensorsReader(weights));
+    config = checked_config(config, weights.string());
+  }
+  // Beside a branch there is one head of as many as the width would have.
+  const int64_t own = config.heads() + config.branch / config.head_dim;
+  require(heads == 0 || heads == own, "{}: the model has {} heads, not {}; leave --heads out", file.string(), own,
+          heads);
   return config;
+}
+
+fs::path folder_of(const fs::path& path) {
+  std::error_code ignored;
+  return fs::is_directory(path, ignored) ? path : path.parent_path();
 }
 
 }  // namespace
@@ -179,26 +139,50 @@ fs::path checkpoint_of(const fs::path& path) {
   return fs::is_directory(path / "latest", ignored) ? path / "latest" : path;
 }
 
-ModelConfig load_config(const fs::path& given, const std::string& arch) {
+std::vector<std::string> load_notes(const fs::path& given) {
+  const fs::path path = checkpoint_of(given);
+  std::error_code ignored;
+  if (!fs::exists(path, ignored)) return {};
+  std::vector<std::string> pickles;
+  for (const auto& entry : fs::directory_iterator(folder_of(path), ignored))
+    if (std::ranges::count(kPickles, entry.path().extension().string()) > 0)
+      pickles.push_back(printable(entry.path().filename().string()));
+  if (pickles.empty()) return {};
+  std::ranges::sort(pickles);
+  return {
+      fmt::format("{}: {} {} pickled and not read: a pickle can run any code; config.json or --arch says the "
+                  "architecture",
+                  folder_of(path).string(), fmt::join(pickles, ", "), pickles.size() == 1 ? "is" : "are")};
+}
+
+ModelConfig load_config(const fs::path& given, const std::string& arch, int64_t heads) {
   const fs::path path = checkpoint_of(given);
   recover_directory(path);
   std::error_code ignored;
   require(fs::exists(path, ignored), "{}: does not exist; expected a model's directory or .safetensors file",
           path.string());
-  const fs::path file = (fs::is_directory(path, ignored) ? path : path.parent_path()) / "config.json";
-  return fs::exists(file, ignored) ? saved_config(file, arch) : release_config(SafetensorsReader(path), arch);
+  const fs::path file = folder_of(path) / "config.json";
+  return fs::exists(file, ignored) ? saved_config(file, path, arch, heads)
+                                   : bare_config(SafetensorsReader(path), arch, heads);
 }
 
-LanguageModel load_model(const fs::path& given, const std::string& arch, Device device) {
+LanguageModel load_model(const fs::path& given, const std::string& arch, Device device, int64_t heads) {
   const fs::path path = checkpoint_of(given);
-  const ModelConfig config = load_config(path, arch);
+  const ModelConfig config = load_config(path, arch, heads);
   const SafetensorsReader reader(path);
   check_tensors(reader, config);
   const auto fill = [&](const std::string& name, const Tensor& out) {
-    int64_t row = 0;
+    const Tensor flat = out.view({out.elements()});
+    int64_t done = 0;
     for (const Piece& piece : pieces_of(reader, config, name, out.shape())) {
-      reader.load_into(piece.name, out.slice(0, row, piece.shape[0]).view(piece.shape));
-      row += piece.shape[0];
+      const Tensor part = flat.slice(0, done, piece.elements());
+      done += piece.elements();
+      if (piece.elements() == piece.shape.elements())
+        reader.load_into(piece.name, part.view(piece.shape));
+      else
+        copy_between(
+            part,
+            reader.view(piece.name, DType::f32).view({piece.shape.elements()}).slice(0, piece.first, piece.elements()));
     }
   };
   return LanguageModel(config, fill, device);

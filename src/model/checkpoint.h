@@ -14,13 +14,19 @@ namespace furious {
 std::filesystem::path checkpoint_of(const std::filesystem::path& path);
 
 // Reads a model: a directory with config.json and model.safetensors (or shards with their index), or a .safetensors
-// file of the authors' release. `arch` is needed only where nothing on disk says it (the authors' release: dimensions
-// follow from tensor shapes).
+// file of the authors' release. config.json is our own, the authors' (formats/release.h) or a plain Llama's.
+// `arch`, a preset or an attention_type of the authors, is needed only where there is no config.json: dimensions then
+// follow from tensor shapes, and `heads` (0: not known) is needed where they leave the number of heads open. Where
+// `arch` and `heads` are known they must agree.
 //
 // Every tensor is compared with the configuration before the model is made. One that is missing, of another shape or
 // left over is an Error; only buffers that hold no weights (masks, rotary frequencies) may be left over.
-LanguageModel load_model(const std::filesystem::path& path, const std::string& arch = "", Device device = {});
-ModelConfig load_config(const std::filesystem::path& path, const std::string& arch = "");
+LanguageModel load_model(const std::filesystem::path& path, const std::string& arch = "", Device device = {},
+                         int64_t heads = 0);
+ModelConfig load_config(const std::filesystem::path& path, const std::string& arch = "", int64_t heads = 0);
+
+// What a user should know of the files there, for a program to print: pickles, which are never read.
+std::vector<std::string> load_notes(const std::filesystem::path& path);
 
 // Writes config.json and model.safetensors, with f32 weights, into an existing directory.
 void save_model(const std::filesystem::path& directory, const LanguageModel& model);

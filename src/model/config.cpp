@@ -247,6 +247,8 @@ void check_config(const ModelConfig& config) {
   require(config.branch >= 0, "model: branch is {}, expected 0 or more", config.branch);
   require(block.conv_window == 0 || (block.conv_window >= 2 && block.conv_window <= 4),
           "model: conv window {}, expected 0 (none), 2, 3 or 4", block.conv_window);
+  require(block.qk_activation <= Activation::silu,
+          "model: an activation of Q and K that is none of none, relu and silu");
   require(!block.conv_silu || block.conv_window > 0, "model: SiLU after a convolution, but there is no convolution");
   const bool power = block.score == Score::power, series = block.score == Score::series;
   if (power)
@@ -270,6 +272,11 @@ void check_config(const ModelConfig& config) {
   require(!block.dt_bias || block.has_dt(), "model: dt bias without a dt: neither discretization nor original decay");
   require(block.dt_limit == 0 || (block.has_dt() && block.dt_limit > 0),
           "model: dt_limit {}, expected 0 or, with a dt, more", block.dt_limit);
+  const bool per_value =
+      block.d_residual || block.discretize == Discretization::dt || block.discretize == Discretization::sigmoid;
+  require(!per_value || config.v_heads == config.heads(),
+          "model: {} heads of V shared by {}, but dt and D are of each head; use as many heads of V, or neither",
+          config.v_heads, config.heads());
   require(!block.rope || config.qk_dim % 2 == 0, "model: rotary positions need an even head dimension, got {}",
           config.qk_dim);
 }

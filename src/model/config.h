@@ -24,11 +24,11 @@ enum class Discretization : uint8_t { none, dt, sigmoid, silu, softplus, softplu
 
 // The token-mixing block (every switch of the paper):
 //
-//   [Q,K,V] = conv(h W_qkv)    dt = min(softplus(h W_dt + dt_bias), dt_limit)    a = −exp(A_log)·dt | −softplus(h W_A)
-//   | … o = mixer(act(Q), act(K), V ⊙ dt, a) + D ⊙ V              out = [silu(h W_u) ⊙ (h W_m), RMSNorm(o ⊙ silu(h
-//   W_z))] W_out
+//   [Q,K,V] = conv(h W_qkv)    dt = min(softplus(h W_dt + dt_bias), dt_limit)    a: the log-decay (DecayKind)
+//   o = mixer(act(Q), act(K), V', a) + D ⊙ V       V' = V ⊙ dt, or as Discretization says
+//   o = RMSNorm(o ⊙ silu(h W_z))                   out = [silu(h W_u) ⊙ (h W_m), o] W_out
 //
-// The two branches u and m, of ModelConfig::branch channels, are those of mamba_ssm's block with d_ssm < d_inner.
+// The gated branch of u and m, ModelConfig::branch channels, is that of mamba_ssm's block with d_ssm < d_inner.
 struct BlockConfig {
   Score score = Score::squared;
   int64_t score_degree = 0;  // of the scores power and series
@@ -72,6 +72,7 @@ struct ModelConfig {
   int64_t branch = 0;    // channels of the gated branch beside the mixer; 0: none
   float norm_eps = 1e-5f;
   bool tie_embeddings = false;
+  bool bos = false;  // trained on texts that begin with bos
 
   bool operator==(const ModelConfig&) const = default;
   int64_t heads() const;  // the largest of the three

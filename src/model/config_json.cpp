@@ -7,6 +7,7 @@
 
 #include "base/error.h"
 #include "base/names.h"
+#include "model/formats/release.h"
 
 namespace furious {
 namespace {
@@ -22,6 +23,7 @@ constexpr int kMostDepth = 32;  // some of what the library does with a value ca
 
 constexpr std::string_view kOwnType = "furious";
 constexpr std::string_view kLlamaType = "llama";
+constexpr const char* kAttentionType = "attention_type";  // of the authors' trainer
 
 // In the order of the enumerations.
 template <class Enum>
@@ -126,6 +128,8 @@ class Reader {
     value = static_cast<Enum>(found - kNames<Enum>.begin());
   }
 
+  const std::string& origin() const { return origin_; }
+  bool contains(const char* key) const { return json_.contains(key); }
   bool has(const char* key) const { return json_.contains(key) && !json_[key].is_null(); }
 
   template <class Value, class... More>
@@ -215,6 +219,7 @@ void each_key(Config& config, Keys& keys) {
   keys("rms_norm_eps", config.norm_eps, kEps);
   keys("tie_word_embeddings", config.tie_embeddings);
   each_switch(config.block, keys);
+  keys.later("bos", config.bos, config.block.rope && config.block.rope_pairing == RopePairing::halves);
 }
 
 ModelConfig own_config(const Reader& reader) {
@@ -225,14 +230,45 @@ ModelConfig own_config(const Reader& reader) {
   return config;
 }
 
-// A Llama is our softmax attention. What else its configuration may ask for would be computed wrongly, so it is
-// refused.
+// What a Llama's configuration says of everything but positions and heads. What else it may ask for would be computed
+// wrongly, so it is refused.
+void read_llama(ModelConfig& config, const Reader& reader) {
+  each_llama_key(config, reader);
+  config.norm_eps = 1e-6f;  // where Hugging Face's library leaves it
+  reader.optional("rms_norm_eps", config.norm_eps, kEps);
+  reader.optional("tie_word_embeddings", config.tie_embeddings);
+  reader.only("attention_bias", false, "projections have no bias here");
+  reader.only("mlp_bias", false, "projections have no bias here");
+  reader.only("hidden_act", "silu", "the MLP knows no other activation here");
+  config.bos = true;
+}
+
+// The authors' trainer: a Llama whose attention is replaced by the block that attention_type names. Their softmax has
+// rotary positions of its own, interleaved and with base 10000, whatever the keys of a Llama say of them.
+ModelConfig release_config(const Reader& reader) {
+  std::string attention_type;
+  reader(kAttentionType, attention_type);
+  const Preset architecture = release_architecture(attention_type, reader.origin());
+  ModelConfig config;
+  config.arch = architecture.name;
+  config.block = architecture.block;
+  read_llama(config, reader);
+  int64_t heads = 0;
+  reader("num_attention_heads", heads, kHeads);
+  if (config.hidden % heads != 0) reader.unexpected("num_attention_heads", "a divisor of \"hidden_size\"");
+  set_heads(config, architecture, heads);
+  reader.only("num_key_value_heads", heads, "the same as num_attention_heads");
+  reader.only("head_dim", config.head_dim, "hidden_size / num_attention_heads");
+  return config;
+}
+
+// A plain Llama is our softmax attention.
 ModelConfig llama_config(const Reader& reader) {
   ModelConfig config;
   config.arch = "softmax";
   config.block = preset(config.arch).block;
   config.block.rope_pairing = RopePairing::halves;
-  each_llama_key(config, reader);
+  read_llama(config, reader);
   reader("num_attention_heads", config.q_heads, kHeads);
   config.k_heads = config.q_heads;
   reader.optional("num_key_value_heads", config.k_heads, kHeads);
@@ -242,10 +278,7 @@ ModelConfig llama_config(const Reader& reader) {
   config.head_dim = config.hidden / config.q_heads;
   reader.optional("head_dim", config.head_dim, kHeadDim);
   config.qk_dim = config.head_dim;
-  config.norm_eps = 1e-6f;  // where Hugging Face's library leaves it
-  reader.optional("rms_norm_eps", config.norm_eps, kEps);
   reader.optional("rope_theta", config.block.rope_base, kRopeBase);
-  reader.optional("tie_word_embeddings", config.tie_embeddings);
   if (reader.has("rope_parameters")) {
     const Reader rope = reader.inside("rope_parameters");
     rope.optional("rope_theta", config.block.rope_base, kRopeBase);
@@ -254,9 +287,6 @@ ModelConfig llama_config(const Reader& reader) {
   }
   if (reader.has("rope_scaling"))
     reader.unexpected("rope_scaling", "null: scaled rotary positions are not computed here");
-  reader.only("attention_bias", false, "projections have no bias here");
-  reader.only("mlp_bias", false, "projections have no bias here");
-  reader.only("hidden_act", "silu", "the MLP knows no other activation here");
   return config;
 }
 
@@ -301,7 +331,11 @@ ModelConfig config_from_json(std::string_view text, const std::string& origin) {
   reader("model_type", type);
   if (type != kOwnType && type != kLlamaType)
     reader.unexpected("model_type", fmt::format("\"{}\" or \"{}\"", kOwnType, kLlamaType));
-  return checked_config(type == kOwnType ? own_config(reader) : llama_config(reader), origin);
+  if (type == kOwnType) {
+    if (reader.contains(kAttentionType)) reader.unexpected(kAttentionType, "no such key in a model of ours");
+    return checked_config(own_config(reader), origin);
+  }
+  return checked_config(reader.contains(kAttentionType) ? release_config(reader) : llama_config(reader), origin);
 }
 
 ModelConfig checked_config(const ModelConfig& config, const std::string& origin) {

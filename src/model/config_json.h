@@ -17,8 +17,9 @@ std::string config_to_json(const ModelConfig& config);
 const std::vector<std::string>& switch_names();
 void set_switch(BlockConfig& block, const std::string& key, const std::string& text);
 
-// Takes what config_to_json writes, and the config.json of a Llama, which is `softmax`. Errors name `origin` and the
-// key. Numbers are bounded, so that no size computed from them overflows.
+// Takes what config_to_json writes, what the authors' trainer writes (a Llama with an attention_type), and the
+// config.json of a plain Llama, which is `softmax`. Errors name `origin` and the key. Numbers are bounded, so that no
+// size computed from them overflows.
 ModelConfig config_from_json(std::string_view text, const std::string& origin);
 
 // `config` itself; what check_config throws also names `origin`.

@@ -14,18 +14,20 @@ namespace {
 int64_t kept_by_layer(const ModelConfig& config) {
   const BlockConfig& block = config.block;
   const int64_t heads = config.heads();
-  const int64_t out = heads * config.head_dim;
+  const int64_t out = config.out_width();
   const int64_t qk = (config.q_heads + config.k_heads) * config.qk_dim;
   int64_t kept = 4 * config.hidden + 3 * config.intermediate + config.qkv_width() + out + 3 * heads;
   if (block.conv_window > 0) kept += config.qkv_width();
   if (block.qk_activation != Activation::none) kept += qk;
   if (block.rope) kept += qk;
   if (block.has_dt()) kept += 2 * heads;
-  if (block.decay != DecayKind::none) kept += 2 * heads;
+  if (block.decay != DecayKind::none) kept += (block.decay == DecayKind::softplus_dt ? 3 : 2) * heads;
   if (block.discretize != Discretization::none) kept += config.v_heads * config.head_dim;
   if (block.d_residual) kept += out;
   if (block.z_gate) kept += out;
   if (block.z_gate || block.norm == Norm::none) kept += out;
+  if (config.branch > 0)
+    kept += 4 * config.branch + out;  // two projections, their product, and that beside the mixer's
   return kept;
 }
 
@@ -72,7 +74,9 @@ TrainingMemory training_memory(const ModelConfig& config, int64_t batch, int64_t
     const int64_t in_layers = parameter_count(config) - (config.tie_embeddings ? 1 : 2) * embedding;
     output += (embedding + in_layers / (recompute ? config.layers : 1)) * size;
   }
-  const int64_t states = kept_state_bytes(config.block.mixer(), config.head_dim, length, device, activations);
+  const int64_t states = config.qk_dim == config.head_dim
+                             ? kept_state_bytes(config.block.mixer(), config.head_dim, length, device, activations)
+                             : 0;
   if (states > 0) output += product(batch * config.heads() * (recompute ? 1 : config.layers), states);
   return {4 * parameter_count(config) * static_cast<int64_t>(sizeof(float)),
           product(tokens, layers + around) * size + output};

@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
-#include <limits>
 
 #include "base/error.h"
 #include "base/hash.h"
+#include "base/names.h"
 #include "ops/adamw.h"
 #include "ops/conv.h"
 #include "ops/cross_entropy.h"
@@ -26,15 +26,58 @@
 namespace furious {
 namespace {
 
-constexpr float kOutNormEps = std::numeric_limits<float>::epsilon();  // the authors' release
-
 MixerCache::Sizes cache_sizes(const ModelConfig& config, int64_t batch) {
-  return {batch, config.q_heads, config.k_heads, config.v_heads, config.head_dim, config.head_dim};
+  return {batch, config.q_heads, config.k_heads, config.v_heads, config.qk_dim, config.head_dim};
 }
 
 double dt_bias_of(double log_dt) {
   const double dt = std::exp(log_dt);
   return dt + std::log(-std::expm1(-dt));  // softplus⁻¹
+}
+
+HeadFunction time_step_of(const BlockConfig& block) {
+  HeadFunction function;
+  function.f = block.discretize == Discretization::sigmoid ? Activation::sigmoid : Activation::softplus;
+  if (block.dt_limit > 0) function.limit = static_cast<float>(block.dt_limit);
+  return function;
+}
+
+// The square of a mask has twice its logarithm.
+float decay_factor(const BlockConfig& block) {
+  return block.square_mask ? 2.0f : 1.0f;
+}
+
+// Of the decay's projection.
+HeadFunction decay_of(const BlockConfig& block) {
+  HeadFunction function;
+  function.factor = -decay_factor(block);
+  if (block.decay == DecayKind::softplus2) function.f = Activation::softplus2;
+  if (block.decay == DecayKind::silu) function.f = Activation::silu;
+  if (block.decay == DecayKind::log_sigmoid) {
+    function.f = Activation::log_sigmoid;
+    function.factor = decay_factor(block);
+  }
+  return function;
+}
+
+bool scales_values(const BlockConfig& block) {
+  return block.discretize == Discretization::dt || block.discretize == Discretization::sigmoid;
+}
+
+Activation value_activation(const BlockConfig& block) {
+  switch (block.discretize) {
+    case Discretization::silu:
+      return Activation::silu;
+    case Discretization::softplus:
+      return Activation::softplus;
+    case Discretization::softplus2:
+      return Activation::softplus2;
+    case Discretization::none:
+    case Discretization::dt:
+    case Discretization::sigmoid:
+      return Activation::none;
+  }
+  return Activation::none;
 }
 
 double rms_of(const Tensor& x) {
@@ -48,8 +91,10 @@ double rms_of(const Tensor& x) {
 // move the others' numbers, or ones that `fill` gives. With a `visit`, it tells of them and makes none.
 class LanguageModel::Maker {
  public:
-  Maker(std::vector<Parameter>& parameters, Device device, uint64_t seed, Fill fill)
-      : parameters_(parameters), device_(device), seed_(seed), fill_(std::move(fill)) {}
+  Maker(std::vector<Parameter>& parameters, Device device, uint64_t seed, Initialization initialization)
+      : parameters_(parameters), device_(device), seed_(seed), initialization_(initialization) {}
+  Maker(std::vector<Parameter>& parameters, Device device, Fill fill)
+      : parameters_(parameters), device_(device), fill_(std::move(fill)) {}
   Maker(std::vector<Parameter>& parameters, Visit visit) : parameters_(parameters), visit_(std::move(visit)) {}
 
   Variable normal(const std::string& name, const Shape& shape) {
@@ -60,6 +105,25 @@ class LanguageModel::Maker {
   }
   Variable constant(const std::string& name, const Shape& shape, float value) {
     return add(name, shape, [&](const Tensor& x, uint64_t) { furious::fill(x, value); });
+  }
+  // The weight [out, in] of a linear layer inside the decoder layers, and the bias of one that reads `in` numbers.
+  Variable linear(const std::string& name, const Shape& shape) {
+    if (initialization_ != Initialization::pytorch) return normal(name, shape);
+    return around_zero(name, shape, shape[1]);
+  }
+  Variable bias(const std::string& name, int64_t size, int64_t in) {
+    return initialization_ == Initialization::pytorch ? around_zero(name, {size}, in) : constant(name, {size}, 0);
+  }
+  // Of a convolution [channels, window].
+  Variable taps(const std::string& name, const Shape& shape) {
+    const int64_t window = shape[1];
+    if (initialization_ != Initialization::identity) return around_zero(name, shape, window);
+    return add(name, shape, [&](const Tensor& out, uint64_t stream) {
+      const Tensor x = Tensor::empty(shape, DType::f32);
+      fill_normal(x, 0, 0.02f, seed_, stream);
+      for (int64_t i = window - 1; i < x.elements(); i += window) x.data<float>()[i] += 1;
+      copy_between(out, x);
+    });
   }
   // f(u) of numbers u that are uniform in [low, high); f of the CPU, for the same bits everywhere.
   Variable mapped(const std::string& name, const Shape& shape, float low, float high, double (*f)(double)) {
@@ -73,6 +137,11 @@ class LanguageModel::Maker {
   }
 
  private:
+  Variable around_zero(const std::string& name, const Shape& shape, int64_t fan_in) {
+    const float bound = 1 / std::sqrt(static_cast<float>(fan_in));
+    return uniform(name, shape, -bound, bound);
+  }
+
   template <class New>
   Variable add(const std::string& name, const Shape& shape, New&& new_values) {
     if (visit_) {
@@ -92,6 +161,7 @@ class LanguageModel::Maker {
   std::vector<Parameter>& parameters_;
   Device device_;
   uint64_t seed_ = 0;
+  Initialization initialization_ = Initialization::furious;
   Fill fill_;
   Visit visit_;
 };
@@ -172,14 +242,27 @@ Compute compute_in(DType dtype, Device device) {
   return compute;
 }
 
-LanguageModel::LanguageModel(const ModelConfig& config, uint64_t seed, Device device) : LanguageModel(config, device) {
-  Maker maker(parameters_, device, seed, {});
+const std::vector<std::string>& initialization_names() {
+  static const std::vector<std::string> names{"furious", "pytorch", "identity"};
+  return names;
+}
+
+Initialization initialization_from_name(std::string_view name) {
+  const std::vector<std::string>& names = initialization_names();
+  const auto found = std::ranges::find(names, name);
+  if (found == names.end()) unknown_name("initialization", name, names);
+  return static_cast<Initialization>(found - names.begin());
+}
+
+LanguageModel::LanguageModel(const ModelConfig& config, uint64_t seed, Device device, Initialization initialization)
+    : LanguageModel(config, device) {
+  Maker maker(parameters_, device, seed, initialization);
   make(maker);
 }
 
 LanguageModel::LanguageModel(const ModelConfig& config, const Fill& fill, Device device)
     : LanguageModel(config, device) {
-  Maker maker(parameters_, device, 0, fill);
+  Maker maker(parameters_, device, fill);
   make(maker);
 }
 
@@ -194,37 +277,40 @@ void LanguageModel::make(Maker& maker) {
   check_config(config);
   const BlockConfig& block = config.block;
   const int64_t heads = config.heads();
-  const int64_t out_width = heads * config.head_dim;
+  const int64_t out_width = config.out_width();
   embedding_ = maker.normal("model.embed_tokens.weight", {config.vocabulary, config.hidden});
   for (int64_t i = 0; i < config.layers; ++i) {
     const std::string layer_name = fmt::format("model.layers.{}.", i);
     const std::string mixing = layer_name + "self_attn.";
     Layer layer;
     layer.input_norm = maker.constant(layer_name + "input_layernorm.weight", {config.hidden}, 1);
-    layer.qkv = maker.normal(mixing + "qkv_proj.weight", {config.qkv_width(), config.hidden});
+    layer.qkv = maker.linear(mixing + "qkv_proj.weight", {config.qkv_width(), config.hidden});
     if (block.conv_window > 0) {
-      const float bound = 1 / std::sqrt(static_cast<float>(block.conv_window));
-      layer.conv_weight =
-          maker.uniform(mixing + "conv1d.weight", {config.qkv_width(), block.conv_window}, -bound, bound);
-      layer.conv_bias = maker.uniform(mixing + "conv1d.bias", {config.qkv_width()}, -bound, bound);
+      layer.conv_weight = maker.taps(mixing + "conv1d.weight", {config.qkv_width(), block.conv_window});
+      if (block.conv_bias) layer.conv_bias = maker.bias(mixing + "conv1d.bias", config.qkv_width(), block.conv_window);
     }
-    if (block.has_dt()) layer.dt = maker.normal(mixing + "dt_proj.weight", {heads, config.hidden});
+    if (block.has_dt()) layer.dt = maker.linear(mixing + "dt_proj.weight", {heads, config.hidden});
     if (block.dt_bias)
       layer.dt_bias = maker.mapped(mixing + "dt_proj.bias", {heads}, std::log(0.001f), std::log(0.1f), dt_bias_of);
-    if (block.decay == DecayKind::softplus)
-      layer.a_mask = maker.normal(mixing + "A_mask_proj.weight", {heads, config.hidden});
+    if (block.has_decay_projection())
+      layer.a_mask = maker.linear(mixing + "A_mask_proj.weight", {heads, config.hidden});
+    if (block.decay_bias) layer.a_mask_bias = maker.constant(mixing + "A_mask_proj.bias", {heads}, 0);
     if (block.decay == DecayKind::original) layer.a_log = maker.mapped(mixing + "A_log", {heads}, 1, 16, std::log);
     if (block.d_residual) layer.d = maker.constant(mixing + "D", {heads, config.head_dim}, 1);
     if (block.z_gate) {
-      layer.z_gate = maker.normal(mixing + "z_gate_proj.weight", {out_width, config.hidden});
-      layer.z_gate_bias = maker.constant(mixing + "z_gate_proj.bias", {out_width}, 0);
+      layer.z_gate = maker.linear(mixing + "z_gate_proj.weight", {out_width, config.hidden});
+      if (block.z_gate_bias) layer.z_gate_bias = maker.bias(mixing + "z_gate_proj.bias", out_width, config.hidden);
     }
     if (block.norm == Norm::none) layer.out_norm = maker.constant(mixing + "out_norm.weight", {out_width}, 1);
-    layer.out = maker.normal(mixing + "o_proj.weight", {config.hidden, out_width});
+    if (config.branch > 0) {
+      layer.branch_gate = maker.linear(mixing + "branch_gate_proj.weight", {config.branch, config.hidden});
+      layer.branch = maker.linear(mixing + "branch_proj.weight", {config.branch, config.hidden});
+    }
+    layer.out = maker.linear(mixing + "o_proj.weight", {config.hidden, config.branch + out_width});
     layer.mlp_norm = maker.constant(layer_name + "post_attention_layernorm.weight", {config.hidden}, 1);
-    layer.gate = maker.normal(layer_name + "mlp.gate_proj.weight", {config.intermediate, config.hidden});
-    layer.up = maker.normal(layer_name + "mlp.up_proj.weight", {config.intermediate, config.hidden});
-    layer.down = maker.normal(layer_name + "mlp.down_proj.weight", {config.hidden, config.intermediate});
+    layer.gate = maker.linear(layer_name + "mlp.gate_proj.weight", {config.intermediate, config.hidden});
+    layer.up = maker.linear(layer_name + "mlp.up_proj.weight", {config.intermediate, config.hidden});
+    layer.down = maker.linear(layer_name + "mlp.down_proj.weight", {config.hidden, config.intermediate});
     layers_.push_back(layer);
   }
   norm_ = maker.constant("model.norm.weight", {config.hidden}, 1);
@@ -249,7 +335,9 @@ void LanguageModel::round_weights() {
   head_ = output_weight();
   round(head_);
   for (Layer& l : layers_)
-    for (Variable* weight : {&l.qkv, &l.dt, &l.a_mask, &l.z_gate, &l.out, &l.gate, &l.up, &l.down}) round(*weight);
+    for (Variable* weight :
+         {&l.qkv, &l.dt, &l.a_mask, &l.z_gate, &l.branch_gate, &l.branch, &l.out, &l.gate, &l.up, &l.down})
+      round(*weight);
 }
 
 int64_t LanguageModel::bytes_per_token() const {
@@ -258,16 +346,19 @@ int64_t LanguageModel::bytes_per_token() const {
   count(norm_);
   count(output_weight());
   for (const Layer& l : layers_)
-    for (const Variable& weight : {l.input_norm, l.qkv, l.conv_weight, l.conv_bias, l.dt, l.dt_bias, l.a_mask, l.a_log,
-                                   l.d, l.z_gate, l.z_gate_bias, l.out_norm, l.out, l.mlp_norm, l.gate, l.up, l.down})
+    for (const Variable& weight :
+         {l.input_norm,  l.qkv,   l.conv_weight, l.conv_bias, l.dt,          l.dt_bias,  l.a_mask,
+          l.a_mask_bias, l.a_log, l.d,           l.z_gate,    l.z_gate_bias, l.out_norm, l.branch_gate,
+          l.branch,      l.out,   l.mlp_norm,    l.gate,      l.up,          l.down})
       count(weight);
   return static_cast<int64_t>(bytes);
 }
 
 Variable LanguageModel::mix(Tape& tape, const Variable& q, const Variable& k, const Variable& v,
                             const Variable& log_decay, const Tensor& boundaries, ModelCache::Layer* cache) const {
-  if (cache == nullptr) return mixer(tape, config_.block.mixer(), q, k, v, log_decay, boundaries);
-  return Variable(cache->mixer.prefill({q.value(), k.value(), v.value(), log_decay.value(), {}, {}}));
+  const MixerOptions options{.precision = compute_.mixer};
+  if (cache == nullptr) return mixer(tape, config_.block.mixer(), q, k, v, log_decay, boundaries, options);
+  return Variable(cache->mixer.prefill({q.value(), k.value(), v.value(), log_decay.value(), {}, {}}, options));
 }
 
 Variable LanguageModel::block(Tape& tape, size_t index, const Variable& x, const Tensor& boundaries, ModelCache* caches,
@@ -279,7 +370,7 @@ Variable LanguageModel::block(Tape& tape, size_t index, const Variable& x, const
   const int64_t seen = cache ? cache->mixer.tokens() : 0;
   std::vector<Variable> weights{layer.qkv};
   if (block.has_dt()) weights.push_back(layer.dt);
-  if (block.decay == DecayKind::softplus) weights.push_back(layer.a_mask);
+  if (block.has_decay_projection()) weights.push_back(layer.a_mask);
   const std::vector<Variable> projected = project(tape, h, weights);
   Variable qkv = projected.front();
   if (block.conv_window > 0) {
@@ -295,7 +386,7 @@ Variable LanguageModel::block(Tape& tape, size_t index, const Variable& x, const
   }
   const std::vector<Variable> parts = split_heads(
       tape, qkv,
-      {{config_.q_heads, config_.head_dim}, {config_.k_heads, config_.head_dim}, {config_.v_heads, config_.head_dim}});
+      {{config_.q_heads, config_.qk_dim}, {config_.k_heads, config_.qk_dim}, {config_.v_heads, config_.head_dim}});
   Variable q = activation(tape, parts[0], block.qk_activation);
   Variable k = activation(tape, parts[1], block.qk_activation);
   const Variable& v = parts[2];
@@ -305,22 +396,32 @@ Variable LanguageModel::block(Tape& tape, size_t index, const Variable& x, const
     k = rope(tape, k, positions, boundaries);
   }
   Variable dt, log_decay;
-  if (block.has_dt()) dt = time_step(tape, projected[1], layer.dt_bias);
-  if (block.decay == DecayKind::softplus) log_decay = softplus_decay(tape, projected.back());
-  if (block.decay == DecayKind::original) log_decay = original_decay(tape, dt, layer.a_log);
+  const Shape& shape = h.value().shape();
+  if (block.has_dt()) dt = head_function(tape, projected[1], layer.dt_bias, time_step_of(block));
+  if (block.has_decay_projection())
+    log_decay = head_function(tape, projected.back(), layer.a_mask_bias, decay_of(block));
+  if (block.decay == DecayKind::softplus_dt) {  // times dt, as values of one dimension are
+    const Shape per_head = log_decay.value().shape();
+    log_decay = reshape(tape, log_decay, {shape[0], shape[1], config_.heads(), 1});
+    log_decay = reshape(tape, discretize(tape, log_decay, dt), per_head);
+  }
+  if (block.decay == DecayKind::original) log_decay = original_decay(tape, dt, layer.a_log, decay_factor(block));
 
-  const Variable values = block.discretize != Discretization::none ? discretize(tape, v, dt) : v;
+  const Variable values = scales_values(block) ? discretize(tape, v, dt) : activation(tape, v, value_activation(block));
   if (observe) observe(fmt::format("model.layers.{}.self_attn.values", index), values.value());
   Variable o = mix(tape, q, k, values, log_decay, boundaries, cache);
   if (block.d_residual) o = d_residual(tape, o, v, layer.d);
-  const Shape& shape = h.value().shape();
-  o = reshape(tape, o, {shape[0], shape[1], config_.heads() * config_.head_dim});
+  o = reshape(tape, o, {shape[0], shape[1], config_.out_width()});
   Variable z;
   if (block.z_gate) z = project(tape, h, layer.z_gate, layer.z_gate_bias);
   if (block.norm == Norm::none)
-    o = rms_norm(tape, o, layer.out_norm, kOutNormEps, z);
+    o = rms_norm(tape, o, layer.out_norm, block.out_norm_eps, z);
   else if (z)
     o = swiglu(tape, z, o);  // silu(z) ⊙ o
+  if (config_.branch > 0) {
+    const std::vector<Variable> inner = project(tape, h, {layer.branch_gate, layer.branch});
+    o = concat(tape, swiglu(tape, inner[0], inner[1]), o);
+  }
   return project(tape, o, layer.out, {}, x);
 }
 
@@ -409,6 +510,29 @@ Tensor LanguageModel::read(ModelCache& cache, const Tensor& tokens) const {
   return to_device(logits_forward(h.select(1, h.size(1) - 1), output_weight().value()), {});
 }
 
+TokenMixing LanguageModel::token_mixing_of(const Layer& layer) const {
+  const BlockConfig& block = config_.block;
+  TokenMixing mixing;
+  mixing.qkv = layer.qkv.value();
+  mixing.conv_weight = layer.conv_weight.value();
+  mixing.conv_bias = layer.conv_bias.value();
+  mixing.dt = layer.dt.value();
+  mixing.dt_bias = layer.dt_bias.value();
+  mixing.a_mask = layer.a_mask.value();
+  mixing.a_mask_bias = layer.a_mask_bias.value();
+  mixing.a_log = layer.a_log.value();
+  mixing.z_gate = layer.z_gate.value();
+  mixing.z_gate_bias = layer.z_gate_bias.value();
+  mixing.after_conv = block.conv_silu ? Activation::silu : Activation::none;
+  mixing.qk_activation = block.qk_activation;
+  mixing.qk_width = (config_.q_heads + config_.k_heads) * config_.qk_dim;
+  mixing.time_step = time_step_of(block);
+  mixing.decay = decay_of(block);
+  mixing.decay_times_dt = block.decay == DecayKind::softplus_dt;
+  mixing.original_factor = decay_factor(block);
+  return mixing;
+}
+
 // Every layer for one token: what block() and mlp() do for many.
 Tensor LanguageModel::token_pass(ModelCache& cache, const Tensor& tokens) const {
   const BlockConfig& block = config_.block;
@@ -419,32 +543,33 @@ Tensor LanguageModel::token_pass(ModelCache& cache, const Tensor& tokens) const 
   for (size_t i = 0; i < layers_.size(); ++i) {
     const Layer& layer = layers_[i];
     ModelCache::Layer& memory = cache.layers_[i];
-    const TokenMixed mixed =
-        token_mixing(normed(layer.input_norm),
-                     {layer.qkv.value(), layer.conv_weight.value(), layer.conv_bias.value(), layer.dt.value(),
-                      layer.dt_bias.value(), layer.a_mask.value(), layer.a_log.value(), layer.z_gate.value(),
-                      layer.z_gate_bias.value(), block.conv_silu ? Activation::silu : Activation::none,
-                      block.qk_activation, (config_.q_heads + config_.k_heads) * dim},
-                     memory.conv, precision);
-    const auto part = [&](int64_t first, int64_t own_heads) {
+    const TokenMixed mixed = token_mixing(normed(layer.input_norm), token_mixing_of(layer), memory.conv, precision);
+    const auto part = [&](int64_t begin, int64_t own_heads, int64_t own_dim) {
       return mixed.qkv.view({batch, 1, config_.qkv_width()})
-          .slice(2, first * dim, own_heads * dim)
-          .split_dim(2, own_heads, dim);
+          .slice(2, begin, own_heads * own_dim)
+          .split_dim(2, own_heads, own_dim);
     };
-    Tensor q = part(0, config_.q_heads), k = part(config_.q_heads, config_.k_heads);
-    const Tensor v = part(config_.q_heads + config_.k_heads, config_.v_heads);
+    const int64_t q_width = config_.q_heads * config_.qk_dim, k_width = config_.k_heads * config_.qk_dim;
+    Tensor q = part(0, config_.q_heads, config_.qk_dim), k = part(q_width, config_.k_heads, config_.qk_dim);
+    const Tensor v = part(q_width + k_width, config_.v_heads, dim);
     if (block.rope) {
       const Tensor seen = memory.mixer.position();
       const Rope positions{block.rope_pairing, block.rope_base, seen ? 0 : memory.mixer.tokens(), seen};
       q = rope_forward(q, positions);
       k = rope_forward(k, positions);
     }
-    const Tensor scaled =
-        block.discretize != Discretization::none ? discretize_forward(v, mixed.dt.view({batch, 1, heads})) : v;
-    Tensor o = memory.mixer.step(q.select(1, 0), k.select(1, 0), scaled.select(1, 0), mixed.log_decay);
+    Tensor values = v;
+    if (scales_values(block)) values = discretize_forward(v, mixed.dt.view({batch, 1, heads}));
+    if (value_activation(block) != Activation::none) values = activation_forward(v, value_activation(block));
+    Tensor o = memory.mixer.step(q.select(1, 0), k.select(1, 0), values.select(1, 0), mixed.log_decay);
     if (block.d_residual) o = d_residual_forward(o.view({batch, 1, heads, dim}), v, layer.d.value());
-    token_add(x, {o.view({batch, heads * dim}), mixed.z, layer.out_norm.value(), kOutNormEps}, layer.out.value(),
-              precision);
+    TokenInput out{o.view({batch, config_.out_width()}), mixed.z, layer.out_norm.value(), block.out_norm_eps};
+    if (config_.branch > 0) {
+      const Tensor branch =
+          token_swiglu(normed(layer.input_norm), layer.branch_gate.value(), layer.branch.value(), precision);
+      out = {concat_forward(branch, prepared(out)), {}, {}, 0};
+    }
+    token_add(x, out, layer.out.value(), precision);
     const Tensor m = token_swiglu(normed(layer.mlp_norm), layer.gate.value(), layer.up.value(), precision);
     token_add(x, {m, {}, {}, 0}, layer.down.value(), precision);
   }
@@ -456,11 +581,17 @@ bool LanguageModel::fits_program(const ModelCache& cache) const {
   const BlockConfig& block = config_.block;
   if (device_.is_cpu() || !compute_.token_program || compute_.activations != DType::bf16 ||
       output_weight().value().dtype() != DType::bf16 || block.rope || block.discretize != Discretization::none ||
-      block.d_residual || !cache.layers_.front().mixer.has_folded())
+      block.d_residual || config_.branch > 0 || config_.qk_dim != config_.head_dim ||
+      !knows_functions(token_mixing_of(layers_.front())) || !cache.layers_.front().mixer.has_folded())
     return false;
-  const int64_t out_width = config_.heads() * config_.head_dim;
-  return TokenProgram::fits(device_, {cache.batch(), config_.heads(), config_.head_dim,
-                                      std::max({config_.hidden, config_.intermediate, out_width}), config_.hidden});
+  return TokenProgram::fits(device_,
+                            {cache.batch(), config_.heads(), config_.head_dim,
+                             std::max({config_.hidden, config_.intermediate, config_.out_width()}), config_.hidden});
+}
+
+std::string_view LanguageModel::step_runs_as(const ModelCache& cache) const {
+  if (device_.is_cpu()) return "operations";
+  return fits_program(cache) ? "one kernel" : "graph";
 }
 
 Tensor LanguageModel::step(ModelCache& cache, const Tensor& tokens) const {

@@ -18,6 +18,8 @@
 
 namespace furious {
 
+struct TokenMixing;
+
 // What a model remembers of the sequences it has read: per layer the mixer's cache and the convolution's last inputs.
 class ModelCache {
  public:
@@ -74,11 +76,21 @@ struct Compute {
 // Products in f32 or bf16; on a GPU activations too.
 Compute compute_in(DType dtype, Device device);
 
+// How new weights are drawn. Norms and D start at 1, A_log and dt_bias as Mamba-2 starts them.
+//   furious     linear layers normal(0, 0.02); the convolution uniform ±1/√window, its bias and others 0
+//   pytorch     as nn.Linear and nn.Conv1d start: inside the layers uniform ±1/√fan_in, with biases ±1/√window in the
+//               convolution and ±1/√fan_in in the Z gate; embedding and output projection normal(0, 0.02)
+//   identity    as furious, but the convolution starts by passing the current token on: weights [0, …, 0, 1] +
+//               normal(0, 0.02)
+enum class Initialization : uint8_t { furious, pytorch, identity };
+const std::vector<std::string>& initialization_names();
+Initialization initialization_from_name(std::string_view name);  // unknown names are answered with the nearest
+
 class LanguageModel {
  public:
-  // New weights: normal(0, 0.02), convolution uniform ±1/√window, decay and dt as Mamba-2 starts them.
-  // The same bits on every device.
-  LanguageModel(const ModelConfig& config, uint64_t seed, Device device = {});
+  // New weights, with the same bits on every device.
+  LanguageModel(const ModelConfig& config, uint64_t seed, Device device = {},
+                Initialization initialization = Initialization::furious);
   // Weights from elsewhere: `fill` is called once for each parameter, with its name and the f32 tensor to write.
   using Fill = std::function<void(const std::string& name, const Tensor& out)>;
   LanguageModel(const ModelConfig& config, const Fill& fill, Device device = {});
@@ -113,6 +125,9 @@ class LanguageModel {
   // writes its own. On a GPU the step is recorded as a graph and run again from token to token, with the weights where
   // they are: they may change. Nothing waits for the device.
   Tensor step(ModelCache& cache, const Tensor& tokens) const;
+  // How such a step would run for this cache as it is: "one kernel" (ops/token_program.h), "graph", or "operations" one
+  // after the other, as on a CPU.
+  std::string_view step_runs_as(const ModelCache& cache) const;
 
   // Where a full pass first meets a number that is not finite, as the checkpoint names the place
   // ("model.layers.3.self_attn"); empty if nowhere.
@@ -122,7 +137,8 @@ class LanguageModel {
 
  private:
   struct Layer {
-    Variable input_norm, qkv, conv_weight, conv_bias, dt, dt_bias, a_mask, a_log, d, z_gate, z_gate_bias, out_norm, out;
+    Variable input_norm, qkv, conv_weight, conv_bias, dt, dt_bias, a_mask, a_mask_bias, a_log, d, z_gate, z_gate_bias;
+    Variable out_norm, branch_gate, branch, out;
     Variable mlp_norm, gate, up, down;
   };
 
@@ -146,6 +162,7 @@ class LanguageModel {
   Variable mix(Tape& tape, const Variable& q, const Variable& k, const Variable& v, const Variable& log_decay,
                const Tensor& boundaries, ModelCache::Layer* cache) const;
   Tensor here(std::string_view argument, const Tensor& ids, int64_t first) const;
+  TokenMixing token_mixing_of(const Layer& layer) const;
   Tensor token_pass(ModelCache& cache, const Tensor& tokens) const;
   bool fits_program(const ModelCache& cache) const;
   Variable output_weight() const { return head_ ? head_ : embedding_; }

@@ -16,6 +16,10 @@ template <Activation kActivation>
 HWY_INLINE FloatVector activate(FloatVector x) {
   if constexpr (kActivation == Activation::relu) return hn::IfThenZeroElse(hn::Lt(x, hn::Zero(Floats())), x);
   if constexpr (kActivation == Activation::silu) return silu(x);
+  if constexpr (kActivation == Activation::softplus) return softplus(x);
+  if constexpr (kActivation == Activation::softplus2) return hn::Mul(x, softplus(x));
+  if constexpr (kActivation == Activation::sigmoid) return hn::IfThenElse(hn::IsNaN(x), x, sigmoid(x).value);
+  if constexpr (kActivation == Activation::log_sigmoid) return hn::Neg(softplus(hn::Neg(x)));
   return x;
 }
 
@@ -24,20 +28,14 @@ template <Activation kActivation>
 HWY_INLINE FloatVector activation_gradient(FloatVector x, FloatVector dy) {
   if constexpr (kActivation == Activation::relu) return hn::IfThenElseZero(hn::Gt(x, hn::Zero(Floats())), dy);
   if constexpr (kActivation == Activation::silu) return hn::Mul(dy, silu_with_derivative(x).derivative);
-  return dy;
-}
-
-// Calls f with the activation as a compile-time constant.
-template <class F>
-void with_activation(Activation activation, F&& f) {
-  switch (activation) {
-    case Activation::none:
-      return f(std::integral_constant<Activation, Activation::none>());
-    case Activation::relu:
-      return f(std::integral_constant<Activation, Activation::relu>());
-    case Activation::silu:
-      return f(std::integral_constant<Activation, Activation::silu>());
+  if constexpr (kActivation == Activation::softplus) return hn::Mul(dy, sigmoid(x).value);
+  if constexpr (kActivation == Activation::softplus2) return hn::Mul(dy, hn::MulAdd(x, sigmoid(x).value, softplus(x)));
+  if constexpr (kActivation == Activation::sigmoid) {
+    const Sigmoid s = sigmoid(x);
+    return hn::Mul(dy, hn::Mul(s.value, s.complement));
   }
+  if constexpr (kActivation == Activation::log_sigmoid) return hn::Mul(dy, sigmoid(x).complement);
+  return dy;
 }
 
 }  // namespace furious::HWY_NAMESPACE

@@ -1,17 +1,46 @@
-// Elementwise activations of queries and keys:
+// Elementwise functions, of queries, keys and values and of what surrounds the decay (ops/decay.h):
 //
-//   relu:  y = max(x, 0)       dx = dy where x > 0, else 0
-//   silu:  y = x σ(x)          dx = dy σ(x) (1 + x σ(−x))
+//   relu:         y = max(x, 0)            dx = dy where x > 0, else 0
+//   silu:         y = x σ(x)               dx = dy σ(x) (1 + x σ(−x))
+//   softplus:     y = ln(1 + e^x)          dx = dy σ(x)
+//   softplus2:    y = x ln(1 + e^x)        dx = dy (ln(1 + e^x) + x σ(x))
+//   sigmoid:      y = σ(x)                 dx = dy σ(x) σ(−x)
+//   log_sigmoid:  y = −ln(1 + e^−x)        dx = dy σ(−x)
+//
+// ln(1 + e^x) is computed as max(x, 0) + ln(1 + e^−|x|), which neither overflows nor loses its tail.
 //
 // x is f32 (on a GPU also bf16) of any shape whose innermost stride is 1 (a view of a fused projection); y is
 // contiguous.
 #pragma once
 
+#include <type_traits>
+
 #include "ops/tape.h"
 
 namespace furious {
 
-enum class Activation : uint8_t { none, relu, silu };
+enum class Activation : uint8_t { none, relu, silu, softplus, softplus2, sigmoid, log_sigmoid };
+
+// Calls f with the activation as a compile-time constant.
+template <class F>
+void with_activation(Activation activation, F&& f) {
+  switch (activation) {
+    case Activation::none:
+      return f(std::integral_constant<Activation, Activation::none>());
+    case Activation::relu:
+      return f(std::integral_constant<Activation, Activation::relu>());
+    case Activation::silu:
+      return f(std::integral_constant<Activation, Activation::silu>());
+    case Activation::softplus:
+      return f(std::integral_constant<Activation, Activation::softplus>());
+    case Activation::softplus2:
+      return f(std::integral_constant<Activation, Activation::softplus2>());
+    case Activation::sigmoid:
+      return f(std::integral_constant<Activation, Activation::sigmoid>());
+    case Activation::log_sigmoid:
+      return f(std::integral_constant<Activation, Activation::log_sigmoid>());
+  }
+}
 
 Tensor activation_forward(const Tensor& x, Activation activation);
 void activation_backward(const Tensor& dx, const Tensor& dy, const Tensor& x, Activation activation);

@@ -5,25 +5,23 @@
 namespace furious::cuda {
 namespace {
 
-template <class T>
+template <class T, Activation kActivation>
 struct Forward {
   Rows<T> y, x;
-  Activation activation;
 
   template <int N>
   __device__ void run(int64_t row, int column) const {
     float v[N];
     load(v, x[row] + column);
 #pragma unroll
-    for (int i = 0; i < N; ++i) v[i] = activate(v[i], activation);
+    for (int i = 0; i < N; ++i) v[i] = activate<kActivation>(v[i]);
     store(y[row] + column, v);
   }
 };
 
-template <class T>
+template <class T, Activation kActivation>
 struct Backward {
   Rows<T> dx, dy, x;
-  Activation activation;
 
   template <int N>
   __device__ void run(int64_t row, int column) const {
@@ -31,7 +29,7 @@ struct Backward {
     load(v, x[row] + column);
     load(d, dy[row] + column);
 #pragma unroll
-    for (int i = 0; i < N; ++i) d[i] = activation_gradient(v[i], d[i], activation);
+    for (int i = 0; i < N; ++i) d[i] = activation_gradient<kActivation>(v[i], d[i]);
     store(dx[row] + column, d);
   }
 };
@@ -41,16 +39,20 @@ struct Backward {
 void activation_forward(const Tensor& y, const Tensor& x, Activation activation) {
   with_activation_type(x.dtype(), [&](auto zero) {
     using T = decltype(zero);
-    const Forward<typename OnDevice<T>::Type> f{rows<T>(y), rows<T>(x), activation};
-    map_rows<kLanes<T>>(x.device(), f.x.count, f.x.size, f, f.y, f.x);
+    with_activation(activation, [&](auto kind) {
+      const Forward<typename OnDevice<T>::Type, kind> f{rows<T>(y), rows<T>(x)};
+      map_rows<kLanes<T>>(x.device(), f.x.count, f.x.size, f, f.y, f.x);
+    });
   });
 }
 
 void activation_backward(const Tensor& dx, const Tensor& dy, const Tensor& x, Activation activation) {
   with_activation_type(x.dtype(), [&](auto zero) {
     using T = decltype(zero);
-    const Backward<typename OnDevice<T>::Type> f{rows<T>(dx), rows<T>(dy), rows<T>(x), activation};
-    map_rows<kLanes<T>>(x.device(), f.x.count, f.x.size, f, f.dx, f.dy, f.x);
+    with_activation(activation, [&](auto kind) {
+      const Backward<typename OnDevice<T>::Type, kind> f{rows<T>(dx), rows<T>(dy), rows<T>(x)};
+      map_rows<kLanes<T>>(x.device(), f.x.count, f.x.size, f, f.dx, f.dy, f.x);
+    });
   });
 }
 

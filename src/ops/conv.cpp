@@ -14,9 +14,12 @@ void check_window(const ArgumentCheck& check, int64_t window) {
   require(window >= 2 && window <= 4, "{}: a window of {} tokens, expected 2, 3 or 4", check.operation(), window);
 }
 
-void check_parameters(const ArgumentCheck& check, const Tensor& x, const Tensor& weight, const Tensor& bias) {
+void check_parameters(const ArgumentCheck& check, const Tensor& x, const Tensor& weight, const Tensor& bias,
+                      Activation activation) {
+  require(activation <= Activation::silu, "{}: an activation that it does not know, expected none, relu or silu",
+          check.operation());
   check.dense("weight", weight, DType::f32, {x.size(-1), ArgumentCheck::kAny}, x.device());
-  check.dense("bias", bias, DType::f32, {x.size(-1)}, x.device());
+  if (bias) check.dense("bias", bias, DType::f32, {x.size(-1)}, x.device());
   check_window(check, weight.size(1));
 }
 
@@ -29,17 +32,21 @@ void check_state(const ArgumentCheck& check, const Tensor& state, int64_t window
   check.dense("state", state, DType::f32, {x.size(0), window - 1, x.size(-1)}, x.device());
 }
 
+Tensor or_zeros(const Tensor& bias, const Tensor& weight) {
+  return bias ? bias : Tensor::zeros({weight.size(0)}, DType::f32, weight.device());
+}
+
 }  // namespace
 
 Tensor conv_forward(const Tensor& x, const Tensor& weight, const Tensor& bias, Activation activation,
                     const Tensor& boundaries, const Tensor& state) {
   const ArgumentCheck check("conv");
   check_input(check, x);
-  check_parameters(check, x, weight, bias);
+  check_parameters(check, x, weight, bias, activation);
   if (state) check_state(check, state, weight.size(1), x);
   const std::vector<Segment> segments = segments_of("conv", boundaries, x.size(0), x.size(1));
   Tensor y = Tensor::empty_like(x);
-  FURIOUS_DISPATCH(x.device(), conv_forward(y, x, weight, bias, activation, segments, state));
+  FURIOUS_DISPATCH(x.device(), conv_forward(y, x, weight, or_zeros(bias, weight), activation, segments, state));
   return y;
 }
 
@@ -73,10 +80,10 @@ Tensor conv_step(const Tensor& state, const Tensor& x, const Tensor& weight, con
   const ArgumentCheck check("conv_step");
   check.rank("x", x, 2);
   check.rows("x", x);
-  check_parameters(check, x, weight, bias);
+  check_parameters(check, x, weight, bias, activation);
   check_state(check, state, weight.size(1), x);
   Tensor y = Tensor::empty_like(x);
-  FURIOUS_DISPATCH(x.device(), conv_step(y, state, x, weight, bias, activation));
+  FURIOUS_DISPATCH(x.device(), conv_step(y, state, x, weight, or_zeros(bias, weight), activation));
   return y;
 }
 
@@ -84,24 +91,26 @@ void conv_backward(const ConvGradients& out, const Tensor& dy, const Tensor& x, 
                    const Tensor& bias, Activation activation, const Tensor& boundaries) {
   const ArgumentCheck check("conv backward");
   check_input(check, x);
-  check_parameters(check, x, weight, bias);
+  check_parameters(check, x, weight, bias, activation);
   check.rows("dy", dy, x);
   check.rows("dx", out.x, x);
   check.dense("dweight", out.weight, DType::f32, {weight.size(0), weight.size(1)}, x.device());
-  check.dense("dbias", out.bias, DType::f32, {bias.size(0)}, x.device());
+  if (bias) check.dense("dbias", out.bias, DType::f32, {bias.size(0)}, x.device());
   const std::vector<Segment> segments = segments_of("conv backward", boundaries, x.size(0), x.size(1));
-  FURIOUS_DISPATCH(x.device(), conv_backward(out, dy, x, weight, bias, activation, segments));
+  ConvGradients all = out;
+  if (!bias) all.bias = Tensor::empty({weight.size(0)}, DType::f32, x.device());
+  FURIOUS_DISPATCH(x.device(), conv_backward(all, dy, x, weight, or_zeros(bias, weight), activation, segments));
 }
 
 Variable conv(Tape& tape, const Variable& x, const Variable& weight, const Variable& bias, Activation activation,
               const Tensor& boundaries) {
   Tensor y = conv_forward(x.value(), weight.value(), bias.value(), activation, boundaries);
   return tape.record(std::move(y), {x, weight, bias}, [=](const Tensor& dy) {
-    const ConvGradients d{x.new_gradient(), weight.new_gradient(), bias.new_gradient()};
+    const ConvGradients d{x.new_gradient(), weight.new_gradient(), bias ? bias.new_gradient() : Tensor()};
     conv_backward(d, dy, x.value(), weight.value(), bias.value(), activation, boundaries);
     x.add_gradient(d.x);
     weight.add_gradient(d.weight);
-    bias.add_gradient(d.bias);
+    if (bias) bias.add_gradient(d.bias);
   });
 }
 

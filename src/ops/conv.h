@@ -1,4 +1,4 @@
-// Causal depthwise convolution over the tokens of a document, with bias and activation:
+// Causal depthwise convolution over the tokens of a document, with activation (none, relu or silu) and optional bias:
 //
 //   pre[b,t,c] = bias[c] + Σ_{s<w} weight[c,s] · x[b, t−(w−1)+s, c]        y = activation(pre)
 //
@@ -32,7 +32,7 @@ Tensor conv_step(const Tensor& state, const Tensor& x, const Tensor& weight, con
 struct ConvGradients {
   Tensor x;  // may be a view with contiguous rows
   Tensor weight;
-  Tensor bias;
+  Tensor bias;  // only with a bias
 };
 void conv_backward(const ConvGradients& out, const Tensor& dy, const Tensor& x, const Tensor& weight,
                    const Tensor& bias, Activation activation, const Tensor& boundaries = {});

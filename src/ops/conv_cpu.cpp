@@ -232,11 +232,14 @@ void step(const Tensor& y, const Tensor& state_tensor, const Tensor& x, const Te
 // Calls f with window and activation as compile-time constants.
 template <class F>
 void with_spec(int64_t window, Activation activation, F&& f) {
-  with_activation(activation, [&](auto kind) {
+  const auto with_window = [&](auto kind) {
     if (window == 2) f(std::integral_constant<int, 2>(), kind);
     if (window == 3) f(std::integral_constant<int, 3>(), kind);
     if (window == 4) f(std::integral_constant<int, 4>(), kind);
-  });
+  };
+  if (activation == Activation::none) with_window(std::integral_constant<Activation, Activation::none>());
+  if (activation == Activation::relu) with_window(std::integral_constant<Activation, Activation::relu>());
+  if (activation == Activation::silu) with_window(std::integral_constant<Activation, Activation::silu>());
 }
 
 }  // namespace

@@ -15,7 +15,7 @@ void check_f32_rows(const ArgumentCheck& check, std::string_view name, const Ten
   check.device(name, tensor, input.device());
 }
 
-void check_softplus(const ArgumentCheck& check, const Tensor& x, const Tensor& bias) {
+void check_head_function(const ArgumentCheck& check, const Tensor& x, const Tensor& bias) {
   check.rank("x", x, 3);
   check.rows("x", x);
   if (bias) check.dense("bias", bias, DType::f32, {x.size(2)}, x.device());
@@ -39,50 +39,40 @@ void check_d_residual(const ArgumentCheck& check, const Tensor& v, const Tensor&
   check.dense("D", d, DType::f32, {v.size(2), v.size(3)}, v.device());
 }
 
-Variable scaled_softplus(Tape& tape, const Variable& x, const Variable& bias, float sign) {
-  const Tensor bias_value = bias ? bias.value() : Tensor();
-  return tape.record(softplus_forward(x.value(), bias_value, sign), {x, bias}, [=](const Tensor& dy) {
-    const SoftplusGradients gradients{x.new_gradient(), bias ? bias.new_gradient() : Tensor()};
-    softplus_backward(gradients, dy, x.value(), bias_value, sign);
-    x.add_gradient(gradients.x);
-    if (bias) bias.add_gradient(gradients.bias);
-  });
-}
-
 }  // namespace
 
-Tensor softplus_forward(const Tensor& x, const Tensor& bias, float sign) {
-  check_softplus(ArgumentCheck("softplus"), x, bias);
+Tensor head_function_forward(const Tensor& x, const Tensor& bias, const HeadFunction& function) {
+  check_head_function(ArgumentCheck("head_function"), x, bias);
   Tensor y = Tensor::empty(x.shape(), DType::f32, x.device());
-  FURIOUS_DISPATCH(x.device(), softplus_forward(y, x, bias, sign));
+  FURIOUS_DISPATCH(x.device(), head_function_forward(y, x, bias, function));
   return y;
 }
 
-void softplus_backward(const SoftplusGradients& out, const Tensor& dy, const Tensor& x, const Tensor& bias,
-                       float sign) {
-  const ArgumentCheck check("softplus backward");
-  check_softplus(check, x, bias);
+void head_function_backward(const HeadFunctionGradients& out, const Tensor& dy, const Tensor& x, const Tensor& bias,
+                            const HeadFunction& function) {
+  const ArgumentCheck check("head_function backward");
+  check_head_function(check, x, bias);
   check_f32_rows(check, "dy", dy, x);
   check.rows("dx", out.x, x);
   if (bias) check.dense("dbias", out.bias, DType::f32, {x.size(2)}, x.device());
-  FURIOUS_DISPATCH(x.device(), softplus_backward(out, dy, x, bias, sign));
+  FURIOUS_DISPATCH(x.device(), head_function_backward(out, dy, x, bias, function));
 }
 
-Tensor original_decay_forward(const Tensor& dt, const Tensor& a_log) {
+Tensor original_decay_forward(const Tensor& dt, const Tensor& a_log, float factor) {
   check_original_decay(ArgumentCheck("original_decay"), dt, a_log);
   Tensor a = Tensor::empty(dt.shape(), DType::f32, dt.device());
-  FURIOUS_DISPATCH(dt.device(), original_decay_forward(a, dt, a_log));
+  FURIOUS_DISPATCH(dt.device(), original_decay_forward(a, dt, a_log, factor));
   return a;
 }
 
-void original_decay_backward(const OriginalDecayGradients& out, const Tensor& da, const Tensor& dt,
-                             const Tensor& a_log) {
+void original_decay_backward(const OriginalDecayGradients& out, const Tensor& da, const Tensor& dt, const Tensor& a_log,
+                             float factor) {
   const ArgumentCheck check("original_decay backward");
   check_original_decay(check, dt, a_log);
   check_f32_rows(check, "da", da, dt);
   check.rows("ddt", out.dt, dt);
   check.dense("dA_log", out.a_log, DType::f32, {dt.size(2)}, dt.device());
-  FURIOUS_DISPATCH(dt.device(), original_decay_backward(out, da, dt, a_log));
+  FURIOUS_DISPATCH(dt.device(), original_decay_backward(out, da, dt, a_log, factor));
 }
 
 Tensor discretize_forward(const Tensor& v, const Tensor& dt) {
@@ -119,18 +109,19 @@ void d_residual_backward(const DResidualGradients& out, const Tensor& dy, const 
   FURIOUS_DISPATCH(v.device(), d_residual_backward(out, dy, v, d));
 }
 
-Variable time_step(Tape& tape, const Variable& x, const Variable& dt_bias) {
-  return scaled_softplus(tape, x, dt_bias, 1.0f);
+Variable head_function(Tape& tape, const Variable& x, const Variable& bias, const HeadFunction& function) {
+  return tape.record(head_function_forward(x.value(), bias.value(), function), {x, bias}, [=](const Tensor& dy) {
+    const HeadFunctionGradients gradients{x.new_gradient(), bias ? bias.new_gradient() : Tensor()};
+    head_function_backward(gradients, dy, x.value(), bias.value(), function);
+    x.add_gradient(gradients.x);
+    if (bias) bias.add_gradient(gradients.bias);
+  });
 }
 
-Variable softplus_decay(Tape& tape, const Variable& x) {
-  return scaled_softplus(tape, x, {}, -1.0f);
-}
-
-Variable original_decay(Tape& tape, const Variable& dt, const Variable& a_log) {
-  return tape.record(original_decay_forward(dt.value(), a_log.value()), {dt, a_log}, [=](const Tensor& da) {
+Variable original_decay(Tape& tape, const Variable& dt, const Variable& a_log, float factor) {
+  return tape.record(original_decay_forward(dt.value(), a_log.value(), factor), {dt, a_log}, [=](const Tensor& da) {
     const OriginalDecayGradients gradients{dt.new_gradient(), a_log.new_gradient()};
-    original_decay_backward(gradients, da, dt.value(), a_log.value());
+    original_decay_backward(gradients, da, dt.value(), a_log.value(), factor);
     dt.add_gradient(gradients.dt);
     a_log.add_gradient(gradients.a_log);
   });

@@ -7,6 +7,7 @@
 #define HWY_TARGET_INCLUDE "ops/decay_cpu.cpp"
 #include <hwy/foreach_target.h>
 
+#include "ops/activation-inl.h"
 #include "ops/block_sum.h"
 #include "ops/simd-inl.h"
 
@@ -14,11 +15,12 @@ HWY_BEFORE_NAMESPACE();
 namespace furious::HWY_NAMESPACE {
 namespace {
 
-// −exp(A_log) of every head.
-Tensor rates(const Tensor& a_log) {
+// −factor · exp(A_log) of every head.
+Tensor rates(const Tensor& a_log, float factor) {
   Tensor result = Tensor::empty_like(a_log);
   const float* const from = a_log.data<float>();
-  std::transform(from, from + a_log.elements(), result.data<float>(), [](float value) { return -std::exp(value); });
+  std::transform(from, from + a_log.elements(), result.data<float>(),
+                 [factor](float value) { return -factor * std::exp(value); });
   return result;
 }
 
@@ -26,12 +28,21 @@ Tensor or_zeros(const Tensor& bias, int64_t size) {
   return bias ? bias : Tensor::zeros({size}, DType::f32);
 }
 
+// Before the limit.
+template <Activation kActivation>
+HWY_INLINE FloatVector scaled(FloatVector x, float factor) {
+  return hn::Mul(set(factor), activate<kActivation>(x));
+}
+
 // Adds this row to dbias.
-void softplus_backward_row(float* dx, float* dbias, const float* dy, const float* x, const float* bias, float sign,
-                           int64_t n) {
+template <Activation kActivation>
+void head_function_backward_row(float* dx, float* dbias, const float* dy, const float* x, const float* bias,
+                                const HeadFunction& function, int64_t n) {
   for_each_vector(n, [&](int64_t i, auto memory) HWY_ATTR {
-    const Sigmoid slope = sigmoid(hn::Add(memory.load(x + i), memory.load(bias + i)));
-    const FloatVector d = hn::Mul(hn::Mul(memory.load(dy + i), set(sign)), slope.value);
+    const FloatVector at = hn::Add(memory.load(x + i), memory.load(bias + i));
+    const FloatVector slope = activation_gradient<kActivation>(at, hn::Mul(memory.load(dy + i), set(function.factor)));
+    const auto cut = hn::Gt(scaled<kActivation>(at, function.factor), set(function.limit));
+    const FloatVector d = hn::IfThenZeroElse(cut, slope);
     memory.store(d, dx + i);
     memory.store(hn::Add(memory.load(dbias + i), d), dbias + i);
   });
@@ -74,41 +85,48 @@ void d_residual_backward_row(float* dv, float* dd, const float* dy, const float*
 
 }  // namespace
 
-void softplus_forward(const Tensor& y, const Tensor& x, const Tensor& bias, float sign) {
+void head_function_forward(const Tensor& y, const Tensor& x, const Tensor& bias, const HeadFunction& function) {
   const Tensor offset = or_zeros(bias, x.size(-1));
-  map_rows(
-      [=](auto memory, float* to, const float* from, const float* shift)
-          HWY_ATTR { memory.store(hn::Mul(set(sign), softplus(hn::Add(memory.load(from), memory.load(shift)))), to); },
-      Rows(y), Rows(x), RepeatedRows(offset));
+  const float factor = function.factor, limit = function.limit;
+  with_activation(function.f, [&](auto kind) {
+    map_rows(
+        [=](auto memory, float* to, const float* from, const float* shift) HWY_ATTR {
+          const FloatVector value = scaled<kind>(hn::Add(memory.load(from), memory.load(shift)), factor);
+          memory.store(hn::IfThenElse(hn::Gt(value, set(limit)), set(limit), value), to);  // NaN stays NaN
+        },
+        Rows(y), Rows(x), RepeatedRows(offset));
+  });
 }
 
-void softplus_backward(const SoftplusGradients& out, const Tensor& dy_tensor, const Tensor& x_tensor,
-                       const Tensor& bias, float sign) {
+void head_function_backward(const HeadFunctionGradients& out, const Tensor& dy_tensor, const Tensor& x_tensor,
+                            const Tensor& bias, const HeadFunction& function) {
   const Rows dx(out.x);
   const Rows dy(dy_tensor);
   const Rows x(x_tensor);
   const Tensor offset = or_zeros(bias, x.size());
   const BlockSum sum(x.count(), x.size());
-  sum.run([&](int64_t begin, int64_t end, float* dbias) {
-    for (int64_t row = begin; row < end; ++row)
-      softplus_backward_row(dx[row], dbias, dy[row], x[row], offset.data<float>(), sign, x.size());
+  with_activation(function.f, [&](auto kind) {
+    sum.run([&](int64_t begin, int64_t end, float* dbias) {
+      for (int64_t row = begin; row < end; ++row)
+        head_function_backward_row<kind>(dx[row], dbias, dy[row], x[row], offset.data<float>(), function, x.size());
+    });
   });
   if (bias) sum.write(out.bias);
 }
 
-void original_decay_forward(const Tensor& a, const Tensor& dt, const Tensor& a_log) {
-  const Tensor rate = rates(a_log);
-  map_rows([](auto memory, float* to, const float* step, const float* factor)
-               HWY_ATTR { memory.store(hn::Mul(memory.load(step), memory.load(factor)), to); },
+void original_decay_forward(const Tensor& a, const Tensor& dt, const Tensor& a_log, float factor) {
+  const Tensor rate = rates(a_log, factor);
+  map_rows([](auto memory, float* to, const float* step, const float* rate_of_head)
+               HWY_ATTR { memory.store(hn::Mul(memory.load(step), memory.load(rate_of_head)), to); },
            Rows(a), Rows(dt), RepeatedRows(rate));
 }
 
 void original_decay_backward(const OriginalDecayGradients& out, const Tensor& da_tensor, const Tensor& dt_tensor,
-                             const Tensor& a_log) {
+                             const Tensor& a_log, float factor) {
   const Rows ddt(out.dt);
   const Rows da(da_tensor);
   const Rows dt(dt_tensor);
-  const Tensor rate = rates(a_log);
+  const Tensor rate = rates(a_log, factor);
   const BlockSum sum(dt.count(), dt.size());
   sum.run([&](int64_t begin, int64_t end, float* da_log) {
     for (int64_t row = begin; row < end; ++row)
@@ -166,8 +184,8 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace furious::cpu {
 
-HWY_EXPORT(softplus_forward);
-HWY_EXPORT(softplus_backward);
+HWY_EXPORT(head_function_forward);
+HWY_EXPORT(head_function_backward);
 HWY_EXPORT(original_decay_forward);
 HWY_EXPORT(original_decay_backward);
 HWY_EXPORT(discretize_forward);
@@ -175,22 +193,22 @@ HWY_EXPORT(discretize_backward);
 HWY_EXPORT(d_residual_forward);
 HWY_EXPORT(d_residual_backward);
 
-void softplus_forward(const Tensor& y, const Tensor& x, const Tensor& bias, float sign) {
-  HWY_DYNAMIC_DISPATCH(softplus_forward)(y, x, bias, sign);
+void head_function_forward(const Tensor& y, const Tensor& x, const Tensor& bias, const HeadFunction& function) {
+  HWY_DYNAMIC_DISPATCH(head_function_forward)(y, x, bias, function);
 }
 
-void softplus_backward(const SoftplusGradients& out, const Tensor& dy, const Tensor& x, const Tensor& bias,
-                       float sign) {
-  HWY_DYNAMIC_DISPATCH(softplus_backward)(out, dy, x, bias, sign);
+void head_function_backward(const HeadFunctionGradients& out, const Tensor& dy, const Tensor& x, const Tensor& bias,
+                            const HeadFunction& function) {
+  HWY_DYNAMIC_DISPATCH(head_function_backward)(out, dy, x, bias, function);
 }
 
-void original_decay_forward(const Tensor& a, const Tensor& dt, const Tensor& a_log) {
-  HWY_DYNAMIC_DISPATCH(original_decay_forward)(a, dt, a_log);
+void original_decay_forward(const Tensor& a, const Tensor& dt, const Tensor& a_log, float factor) {
+  HWY_DYNAMIC_DISPATCH(original_decay_forward)(a, dt, a_log, factor);
 }
 
-void original_decay_backward(const OriginalDecayGradients& out, const Tensor& da, const Tensor& dt,
-                             const Tensor& a_log) {
-  HWY_DYNAMIC_DISPATCH(original_decay_backward)(out, da, dt, a_log);
+void original_decay_backward(const OriginalDecayGradients& out, const Tensor& da, const Tensor& dt, const Tensor& a_log,
+                             float factor) {
+  HWY_DYNAMIC_DISPATCH(original_decay_backward)(out, da, dt, a_log, factor);
 }
 
 void discretize_forward(const Tensor& y, const Tensor& v, const Tensor& dt) {

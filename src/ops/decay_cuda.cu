@@ -15,12 +15,12 @@ __device__ void load_or_zero(float (&to)[N], const float* from, int column) {
   for (int i = 0; i < N; ++i) to[i] = 0;
 }
 
-template <class T>
-struct SoftplusForward {
+template <class T, Activation kActivation>
+struct HeadFunctionForward {
   Rows<float> y;
   Rows<T> x;
   const float* bias;
-  float sign;
+  float factor, limit;
 
   template <int N>
   __device__ void run(int64_t row, int column) const {
@@ -29,20 +29,20 @@ struct SoftplusForward {
     load_or_zero(shift, bias, column);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      v[i] += shift[i];
-      v[i] = sign * (fmaxf(v[i], 0.0f) + log1pf(expf(-fabsf(v[i]))));
+      v[i] = factor * activate<kActivation>(v[i] + shift[i]);
+      if (v[i] > limit) v[i] = limit;
     }
     store(y[row] + column, v);
   }
 };
 
-template <class T>
-struct SoftplusBackward {
+template <class T, Activation kActivation>
+struct HeadFunctionBackward {
   Rows<T> dx;
   Rows<float> dy;
   Rows<T> x;
   const float* bias;
-  float sign;
+  float factor, limit;
 
   template <int N>
   __device__ void run(int64_t row, int column) const {
@@ -57,7 +57,9 @@ struct SoftplusBackward {
     load_or_zero(shift, bias, column);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      d[i] *= sign * sigmoid(v[i] + shift[i]);
+      v[i] += shift[i];
+      d[i] = activation_gradient<kActivation>(v[i], factor * d[i]);
+      if (factor * activate<kActivation>(v[i]) > limit) d[i] = 0;
       dbias[i] += d[i];
     }
     store(dx[row] + column, d);
@@ -69,6 +71,7 @@ struct OriginalForward {
   Rows<float> a;
   Rows<T> dt;
   const float* a_log;
+  float factor;
 
   template <int N>
   __device__ void run(int64_t row, int column) const {
@@ -76,7 +79,7 @@ struct OriginalForward {
     load(v, dt[row] + column);
     load(w, a_log + column);
 #pragma unroll
-    for (int i = 0; i < N; ++i) v[i] *= -expf(w[i]);
+    for (int i = 0; i < N; ++i) v[i] *= -factor * expf(w[i]);
     store(a[row] + column, v);
   }
 };
@@ -87,6 +90,7 @@ struct OriginalBackward {
   Rows<float> da;
   Rows<T> dt;
   const float* a_log;
+  float factor;
 
   template <int N>
   __device__ void run(int64_t row, int column, float (&da_log)[N]) const {
@@ -96,7 +100,7 @@ struct OriginalBackward {
     load(w, a_log + column);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      d[i] *= -expf(w[i]);
+      d[i] *= -factor * expf(w[i]);
       da_log[i] += d[i] * v[i];
     }
     store(ddt[row] + column, d);
@@ -192,40 +196,46 @@ struct ResidualBackward {
 
 }  // namespace
 
-void softplus_forward(const Tensor& y, const Tensor& x, const Tensor& bias, float sign) {
+void head_function_forward(const Tensor& y, const Tensor& x, const Tensor& bias, const HeadFunction& function) {
   with_activation_type(x.dtype(), [&](auto zero) {
     using T = decltype(zero);
-    const SoftplusForward<On<T>> f{rows<float>(y), rows<T>(x), bias ? bias.data<float>() : nullptr, sign};
-    map_rows<kLanes<T>>(x.device(), f.x.count, f.x.size, f, f.y, f.x, f.bias);
+    with_activation(function.f, [&](auto kind) {
+      const HeadFunctionForward<On<T>, kind> f{rows<float>(y), rows<T>(x), bias ? bias.data<float>() : nullptr,
+                                               function.factor, function.limit};
+      map_rows<kLanes<T>>(x.device(), f.x.count, f.x.size, f, f.y, f.x, f.bias);
+    });
   });
 }
 
-void softplus_backward(const SoftplusGradients& out, const Tensor& dy, const Tensor& x, const Tensor& bias,
-                       float sign) {
+void head_function_backward(const HeadFunctionGradients& out, const Tensor& dy, const Tensor& x, const Tensor& bias,
+                            const HeadFunction& function) {
   with_activation_type(x.dtype(), [&](auto zero) {
     using T = decltype(zero);
-    const SoftplusBackward<On<T>> f{rows<T>(out.x), rows<float>(dy), rows<T>(x), bias ? bias.data<float>() : nullptr,
-                                    sign};
-    if (bias)
-      sum_columns<kLanes<T>>(x.device(), out.bias, f.x.count, f.x.size, f, f.dx, f.dy, f.x, f.bias);
-    else
-      map_rows<kLanes<T>>(x.device(), f.x.count, f.x.size, f, f.dx, f.dy, f.x);
+    with_activation(function.f, [&](auto kind) {
+      const HeadFunctionBackward<On<T>, kind> f{rows<T>(out.x),  rows<float>(dy),
+                                                rows<T>(x),      bias ? bias.data<float>() : nullptr,
+                                                function.factor, function.limit};
+      if (bias)
+        sum_columns<kLanes<T>>(x.device(), out.bias, f.x.count, f.x.size, f, f.dx, f.dy, f.x, f.bias);
+      else
+        map_rows<kLanes<T>>(x.device(), f.x.count, f.x.size, f, f.dx, f.dy, f.x);
+    });
   });
 }
 
-void original_decay_forward(const Tensor& a, const Tensor& dt, const Tensor& a_log) {
+void original_decay_forward(const Tensor& a, const Tensor& dt, const Tensor& a_log, float factor) {
   with_activation_type(dt.dtype(), [&](auto zero) {
     using T = decltype(zero);
-    const OriginalForward<On<T>> f{rows<float>(a), rows<T>(dt), a_log.data<float>()};
+    const OriginalForward<On<T>> f{rows<float>(a), rows<T>(dt), a_log.data<float>(), factor};
     map_rows<kLanes<T>>(dt.device(), f.dt.count, f.dt.size, f, f.a, f.dt, f.a_log);
   });
 }
 
-void original_decay_backward(const OriginalDecayGradients& out, const Tensor& da, const Tensor& dt,
-                             const Tensor& a_log) {
+void original_decay_backward(const OriginalDecayGradients& out, const Tensor& da, const Tensor& dt, const Tensor& a_log,
+                             float factor) {
   with_activation_type(dt.dtype(), [&](auto zero) {
     using T = decltype(zero);
-    const OriginalBackward<On<T>> f{rows<T>(out.dt), rows<float>(da), rows<T>(dt), a_log.data<float>()};
+    const OriginalBackward<On<T>> f{rows<T>(out.dt), rows<float>(da), rows<T>(dt), a_log.data<float>(), factor};
     sum_columns<kLanes<T>>(dt.device(), out.a_log, f.dt.count, f.dt.size, f, f.ddt, f.da, f.dt, f.a_log);
   });
 }

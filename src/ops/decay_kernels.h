@@ -4,11 +4,12 @@
 
 namespace furious::cpu {
 
-void softplus_forward(const Tensor& y, const Tensor& x, const Tensor& bias, float sign);
-void softplus_backward(const SoftplusGradients& out, const Tensor& dy, const Tensor& x, const Tensor& bias, float sign);
-void original_decay_forward(const Tensor& a, const Tensor& dt, const Tensor& a_log);
-void original_decay_backward(const OriginalDecayGradients& out, const Tensor& da, const Tensor& dt,
-                             const Tensor& a_log);
+void head_function_forward(const Tensor& y, const Tensor& x, const Tensor& bias, const HeadFunction& function);
+void head_function_backward(const HeadFunctionGradients& out, const Tensor& dy, const Tensor& x, const Tensor& bias,
+                            const HeadFunction& function);
+void original_decay_forward(const Tensor& a, const Tensor& dt, const Tensor& a_log, float factor);
+void original_decay_backward(const OriginalDecayGradients& out, const Tensor& da, const Tensor& dt, const Tensor& a_log,
+                             float factor);
 void discretize_forward(const Tensor& y, const Tensor& v, const Tensor& dt);
 void discretize_backward(const DiscretizeGradients& out, const Tensor& dy, const Tensor& v, const Tensor& dt);
 void d_residual_forward(const Tensor& y, const Tensor& o, const Tensor& v, const Tensor& d);
@@ -18,11 +19,12 @@ void d_residual_backward(const DResidualGradients& out, const Tensor& dy, const 
 
 namespace furious::cuda {
 
-void softplus_forward(const Tensor& y, const Tensor& x, const Tensor& bias, float sign);
-void softplus_backward(const SoftplusGradients& out, const Tensor& dy, const Tensor& x, const Tensor& bias, float sign);
-void original_decay_forward(const Tensor& a, const Tensor& dt, const Tensor& a_log);
-void original_decay_backward(const OriginalDecayGradients& out, const Tensor& da, const Tensor& dt,
-                             const Tensor& a_log);
+void head_function_forward(const Tensor& y, const Tensor& x, const Tensor& bias, const HeadFunction& function);
+void head_function_backward(const HeadFunctionGradients& out, const Tensor& dy, const Tensor& x, const Tensor& bias,
+                            const HeadFunction& function);
+void original_decay_forward(const Tensor& a, const Tensor& dt, const Tensor& a_log, float factor);
+void original_decay_backward(const OriginalDecayGradients& out, const Tensor& da, const Tensor& dt, const Tensor& a_log,
+                             float factor);
 void discretize_forward(const Tensor& y, const Tensor& v, const Tensor& dt);
 void discretize_backward(const DiscretizeGradients& out, const Tensor& dy, const Tensor& v, const Tensor& dt);
 void d_residual_forward(const Tensor& y, const Tensor& o, const Tensor& v, const Tensor& d);

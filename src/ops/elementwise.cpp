@@ -121,6 +121,31 @@ Tensor add_forward(const Tensor& a, const Tensor& b) {
   return out;
 }
 
+Tensor concat_forward(const Tensor& a, const Tensor& b) {
+  const ArgumentCheck check("concat");
+  check.present("a", a);
+  check.present("b", b);
+  check.dtype("b", b, {a.dtype()});
+  Shape shape = a.shape();
+  shape[a.rank() - 1] = a.size(-1) + b.size(-1);
+  Tensor out = Tensor::empty(shape, a.dtype(), a.device());
+  copy(out.slice(-1, 0, a.size(-1)), a);
+  copy(out.slice(-1, a.size(-1), b.size(-1)), b);
+  return out;
+}
+
+Variable concat(Tape& tape, const Variable& a, const Variable& b) {
+  return tape.record(concat_forward(a.value(), b.value()), {a, b}, [a, b](const Tensor& gradient) {
+    int64_t start = 0;
+    for (const Variable& x : {a, b}) {
+      const Tensor dx = x.new_gradient();
+      copy(dx, gradient.slice(-1, start, x.value().size(-1)));
+      x.add_gradient(dx);
+      start += x.value().size(-1);
+    }
+  });
+}
+
 Variable add(Tape& tape, const Variable& a, const Variable& b) {
   return tape.record(add_forward(a.value(), b.value()), {a, b}, [a, b](const Tensor& gradient) {
     // One takes the gradient over, the other a copy: each may be added to later.

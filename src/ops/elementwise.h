@@ -12,6 +12,10 @@ void add_into(const Tensor& out, const Tensor& in);    // out += in; one dtype, 
 Tensor to_dtype(const Tensor& in, DType dtype);        // a contiguous copy in another dtype
 Tensor add_forward(const Tensor& a, const Tensor& b);  // a + b; one dtype and shape
 
+// [a, b] in the last dimension; one dtype, rows may be strided.
+Tensor concat_forward(const Tensor& a, const Tensor& b);
+Variable concat(Tape& tape, const Variable& a, const Variable& b);
+
 // y = a + b, the residual connection.
 Variable add(Tape& tape, const Variable& a, const Variable& b);
 

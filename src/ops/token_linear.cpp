@@ -45,16 +45,16 @@ void run(const TokenInput& in, std::span<const TokenPart> parts) {
 #endif
 }
 
-Tensor prepared(const TokenInput& in) {
-  if (in.norm) return rms_norm_forward(in.x, in.norm, in.eps, in.gate).y;
-  return in.gate ? swiglu_forward(in.gate, in.x) : in.x;
-}
-
 Tensor rows_for(const TokenInput& in, const Tensor& weight, DType dtype) {
   return Tensor::empty({in.x.size(0), weight.size(0)}, dtype, in.x.device());
 }
 
 }  // namespace
+
+Tensor prepared(const TokenInput& in) {
+  if (in.norm) return rms_norm_forward(in.x, in.norm, in.eps, in.gate).y;
+  return in.gate ? swiglu_forward(in.gate, in.x) : in.x;
+}
 
 Tensor logits_forward(const Tensor& h, const Tensor& weight) {
   if (h.device().is_cpu() || weight.dtype() == DType::f32)
@@ -120,16 +120,29 @@ TokenMixed plain_mixing(const TokenInput& in, const TokenMixing& w, const Tensor
   };
   const auto without_length = [](const Tensor& x) { return x.view({x.size(0), x.size(2)}); };
   if (w.dt) {
-    const Tensor dt = softplus_forward(per_head(w.dt), w.dt_bias, 1);
-    if (w.a_log) out.log_decay = without_length(original_decay_forward(dt, w.a_log));
+    const Tensor dt = head_function_forward(per_head(w.dt), w.dt_bias, w.time_step);
+    if (w.a_log) out.log_decay = without_length(original_decay_forward(dt, w.a_log, w.original_factor));
     out.dt = without_length(dt);
   }
-  if (w.a_mask) out.log_decay = without_length(softplus_forward(per_head(w.a_mask), {}, -1));
+  if (w.a_mask) {
+    Tensor a = head_function_forward(per_head(w.a_mask), w.a_mask_bias, w.decay);
+    if (w.decay_times_dt) {
+      const int64_t batch = a.size(0), heads = a.size(2);
+      a = discretize_forward(a.view({batch, 1, heads, 1}), out.dt.view({batch, 1, heads})).view({batch, 1, heads});
+    }
+    out.log_decay = without_length(a);
+  }
   if (w.z_gate) out.z = linear_forward(h, w.z_gate, w.z_gate_bias, precision);
   return out;
 }
 
 }  // namespace
+
+bool knows_functions(const TokenMixing& w) {
+  const HeadFunction softplus;
+  return (!w.dt || w.time_step == softplus) && (!w.a_log || w.original_factor == 1) && !w.decay_times_dt &&
+         (!w.a_mask || (w.decay.f == softplus.f && w.decay.limit == softplus.limit));
+}
 
 TokenMixed token_mixing(const TokenInput& in, const TokenMixing& w, const Tensor& conv_state,
                         MatmulPrecision precision) {
@@ -138,7 +151,8 @@ TokenMixed token_mixing(const TokenInput& in, const TokenMixing& w, const Tensor
   if (w.conv_weight)
     check.dense("conv_state", conv_state, DType::f32, {in.x.size(0), w.conv_weight.size(1) - 1, w.qkv.size(0)},
                 in.x.device());
-  if (!fits(in, w.qkv, TokenPart::Kind::value)) return plain_mixing(in, w, conv_state, precision);
+  if (!knows_functions(w) || !fits(in, w.qkv, TokenPart::Kind::value))
+    return plain_mixing(in, w, conv_state, precision);
   using Kind = TokenPart::Kind;
   TokenMixed out;
   std::vector<TokenPart> parts;
@@ -168,7 +182,11 @@ TokenMixed token_mixing(const TokenInput& in, const TokenMixing& w, const Tensor
   }
   if (w.a_mask) {
     out.log_decay = rows_for(in, w.a_mask, DType::f32);
-    parts.push_back({.kind = Kind::softplus, .weight = w.a_mask, .out = out.log_decay, .sign = -1});
+    parts.push_back({.kind = Kind::softplus,
+                     .weight = w.a_mask,
+                     .out = out.log_decay,
+                     .bias = w.a_mask_bias,
+                     .sign = w.decay.factor});
   }
   run(in, parts);
   return out;

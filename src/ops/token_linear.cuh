@@ -80,8 +80,8 @@ __device__ inline float quick_silu(float x) {
 }
 
 // For few elements of a result: its code stays out of the way of the others.
-__device__ __noinline__ inline float softplus(float x) {
-  return fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x)));
+__device__ __noinline__ inline float rare_softplus(float x) {
+  return softplus(x);
 }
 
 // Where finished activations go, and numbers of f32.
@@ -98,7 +98,7 @@ __device__ void finish(const LinearPart& part, int sequence, int row, float sum,
                        const Before& before, const To& to = {}) {
   const int64_t at = static_cast<int64_t>(sequence) * part.rows + row;
   if (part.kind == TokenPart::Kind::softplus) {
-    const float y = part.sign * softplus(sum + before.bias);
+    const float y = part.sign * rare_softplus(sum + before.bias);
     if (part.decay == nullptr) return to.number(part.out, at, y);
     static_cast<float*>(part.out)[at] = y;
     return to.number(part.decay, at, -expf(before.a_log) * y);

@@ -5,18 +5,18 @@
 //   token_add       to += h Wᵀ
 //   token_swiglu    silu(h W_gateᵀ) ⊙ (h W_upᵀ)
 //   token_logits    h Wᵀ, in f32
-//   token_mixing    what the mixer takes in: qkv = act(conv(h W_qkvᵀ)), dt = softplus(h W_dtᵀ + bias),
-//                   a = −softplus(h W_Aᵀ) or −exp(A_log)·dt, z = h W_zᵀ + bias
+//   token_mixing    what the mixer takes in: qkv = act(conv(h W_qkvᵀ)), dt = f(h W_dtᵀ + bias),
+//                   a = g(h W_Aᵀ + bias), that times dt, or −factor·exp(A_log)·dt, z = h W_zᵀ + bias
 //
 // x, gate [batch, n] are activations, weights as ops/linear.h takes them, everything else is f32. On a GPU, for up to 8
-// sequences with activations and weights in bf16, each is one kernel that fetches the weights, and the convolution's
-// state, while the kernel before it still runs (tensor/launch.cuh): that one must not have written them. In all other
-// cases each is the plain operations one after the other.
+// sequences with activations and weights in bf16, and f and g multiples of softplus, each is one kernel that fetches
+// the weights, and the convolution's state, while the kernel before it still runs (tensor/launch.cuh): that one must
+// not have written them. In all other cases each is the plain operations one after the other.
 #pragma once
 
 #include <span>
 
-#include "ops/activation.h"
+#include "ops/decay.h"
 #include "ops/matmul.h"
 #include "tensor/tensor.h"
 
@@ -29,22 +29,30 @@ struct TokenInput {
   float eps = 0;
 };
 
+// h on its own.
+Tensor prepared(const TokenInput& in);
 void token_add(const Tensor& to, const TokenInput& in, const Tensor& weight, MatmulPrecision precision);
 Tensor token_swiglu(const TokenInput& in, const Tensor& gate, const Tensor& up, MatmulPrecision precision);
 Tensor token_logits(const TokenInput& in, const Tensor& weight);
 
 // Parameters that a block does not have are not there.
 struct TokenMixing {
-  Tensor qkv, conv_weight, conv_bias, dt, dt_bias, a_mask, a_log, z_gate, z_gate_bias;
+  Tensor qkv, conv_weight, conv_bias, dt, dt_bias, a_mask, a_mask_bias, a_log, z_gate, z_gate_bias;
   Activation after_conv = Activation::none;
   Activation qk_activation = Activation::none;
   int64_t qk_width = 0;  // channels of qkv, from the first, that it is for
+  HeadFunction time_step = {};
+  HeadFunction decay = {.factor = -1};  // of h W_Aᵀ
+  bool decay_times_dt = false;
+  float original_factor = 1;
 };
 struct TokenMixed {
   Tensor qkv;            // [batch, channels]
   Tensor dt, log_decay;  // [batch, heads] f32
   Tensor z;              // [batch, its width]
 };
+// Whether the one kernel computes the functions of these.
+bool knows_functions(const TokenMixing& weights);
 // Moves the convolution's state [batch, window − 1, channels] on.
 TokenMixed token_mixing(const TokenInput& in, const TokenMixing& weights, const Tensor& conv_state,
                         MatmulPrecision precision);

@@ -15,6 +15,7 @@
 #include "base/parallel.h"
 #include "data/batches.h"
 #include "model/config_json.h"
+#include "model/language_model.h"
 #include "tensor/device.h"
 
 namespace furious {
@@ -94,8 +95,9 @@ std::vector<TrainOption> make_table() {
   t.flag("tie-embeddings", &O::tie_embeddings, "Use the embedding as output projection");
   t.text("switches", &O::switches, "Of the block, instead of the architecture's: conv_window=3,norm=none");
   t.text("initialization", &O::initialization,
-         "How new weights are drawn: furious, or pytorch (inside layers as nn.Linear and nn.Conv1d start)",
-         {"furious", "pytorch"});
+         "How new weights are drawn: furious, pytorch (inside layers as nn.Linear and nn.Conv1d start), identity (the "
+         "convolution passes the current token on)",
+         initialization_names());
   t.text("packing", &O::packing, "packed, isolated (documents do not see each other), rows (one each, padded)",
          {name_of(Packing::packed), name_of(Packing::isolated), name_of(Packing::rows)});
   t.flag("bos", &O::bos, "With rows: each begins with bos");
@@ -226,6 +228,9 @@ TrainOptions resolved(TrainOptions options, const Communicator& ranks) {
   const Device device = device_of_rank(options.device, ranks);
   options.device = name_of(device);
   if (options.dtype == "auto") options.dtype = device.is_cpu() ? "f32" : "bf16";
+  require(!device.is_cpu() || options.mixer_precision == "auto" || options.mixer_precision == "f32",
+          "train: mixer-precision is {}, but a CPU computes mixers in f32 only; use --mixer-precision auto, or a GPU",
+          options.mixer_precision);
   return options;
 }
 

@@ -88,6 +88,7 @@ Compute compute_of(const TrainOptions& options, Device device) {
   Compute compute = compute_in(options.dtype == "bf16" ? DType::bf16 : DType::f32, device);
   if (options.dtype == "tf32") compute.precision = MatmulPrecision::tf32;
   compute.recompute = options.recompute;
+  compute.mixer = mixer_precision_from_name(options.mixer_precision);
   return compute;
 }
 
@@ -224,8 +225,10 @@ Trainer::Trainer(const TrainOptions& options, TrainData data, const Team& team)
             config.vocabulary, vocabulary);
   }
   check_memory(own_, config, team_);
-  model_ = std::make_unique<LanguageModel>(options.init.empty() ? LanguageModel(config, options.seed, device_)
-                                                                : load_model(options.init, "", device_));
+  model_ = std::make_unique<LanguageModel>(
+      options.init.empty()
+          ? LanguageModel(config, options.seed, device_, initialization_from_name(options.initialization))
+          : load_model(options.init, "", device_));
   add_moments(nullptr);
   prepare();
 }

@@ -54,6 +54,23 @@ TEST(PresetsCommand, Json) {
   }
 }
 
+TEST(PresetsCommand, SwitchesOfOne) {
+  expect_run("presets mamba2-paper --size tiny", 0,
+             {"1 head of 32 with queries and keys of 128", "gated branch of 96 channels", "decay          original",
+              "conv_bias      false", "scale          1.0"});
+  expect_run("presets fox", 0, {"16 heads of 64", "decay          log_sigmoid", "decay_bias     true"});
+  expect_run("presets 2mamba-square-mask", 0, {"square_mask    true"});
+  expect_run("presets foxx", 2, {"unknown architecture \"foxx\"", "\"fox\""});
+  const TemporaryFolder folder;
+  expect_run("presets mamba2-paper --size tiny --json " + folder.path("one.json"), 0, {});
+  const auto json = nlohmann::json::parse(testing::read_file(folder.path("one.json"))).at("presets");
+  ASSERT_EQ(json.size(), 1u);
+  EXPECT_EQ(json[0].at("qk_dim"), 128);
+  EXPECT_EQ(json[0].at("branch"), 96);
+  EXPECT_EQ(json[0].at("heads"), 1);
+  EXPECT_EQ(json[0].at("switches").at("z_gate_bias"), false);
+}
+
 TEST(PresetsCommand, AFileThatCannotBeWrittenIsSaidFirst) {
   const TemporaryFolder folder;
   const std::string file = folder.write("file", "kept");

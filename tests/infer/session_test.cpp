@@ -279,12 +279,12 @@ TEST(Session, Checks) {
   expect_error([&] { Model::Parts(small, load_tokenizer("byte"), false); }, {"258", "100"});
 }
 
-TEST(Model, TextsBeginWithBosWhereTheModelIsALlama) {
+TEST(Model, TextsBeginWithBosWhereTheModelWasTrainedSo) {
   ModelConfig config = config_of("softmax");
   const auto byte = load_tokenizer("byte");
   EXPECT_EQ(Model::Parts(LanguageModel(config, 1), byte, false).start, byte->eos());
   EXPECT_EQ(Model::Parts(LanguageModel(config, 1), byte, true).start, byte->bos());
-  config.block.rope_pairing = RopePairing::halves;
+  config.bos = true;
   EXPECT_EQ(Model::Parts(LanguageModel(config, 1), byte, false).start, byte->bos());
 }
 

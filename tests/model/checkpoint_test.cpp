@@ -111,7 +111,7 @@ TEST(Switches, AreSetByTheirKeys) {
   expected.conv_silu = expected.rope = true;
   expected.rope_base = 5e5;
   EXPECT_EQ(block, expected);
-  EXPECT_EQ(switch_names().size(), 13u);
+  EXPECT_EQ(switch_names().size(), 21u);
   for (const std::string& key : switch_names())  // each one has a value that it takes
     expect_error([&] { set_switch(block, key, "[]"); }, {key});
   expect_error([&] { set_switch(block, "conv_windw", "2"); }, {"unknown switch", "did you mean \"conv_window\""});
@@ -413,18 +413,20 @@ class ReleaseCheckpoint : public Checkpoint {
 TEST_F(ReleaseCheckpoint, DimensionsFollowFromShapes) {
   ModelConfig softmax = little("softmax");
   softmax.q_heads = softmax.k_heads = softmax.v_heads = 2;
-  softmax.head_dim = 64;
+  softmax.head_dim = softmax.qk_dim = 64;
   ModelConfig mamba2 = little("mamba2");
   mamba2.block.dt_bias = false;
   ModelConfig wide = little("2mamba");
   wide.block.conv_window = 3;
   wide.tie_embeddings = true;
-  for (const ModelConfig& config : {little("2mamba"), mamba2, softmax, wide, little("mamba2"), little("outnorm-d")}) {
+  for (ModelConfig config : {little("2mamba"), mamba2, softmax, wide, little("mamba2"), little("outnorm-d")}) {
     SCOPED_TRACE(config.arch);
+    config.bos = true;
+    const int64_t heads = config.arch == "softmax" ? 2 : 0;  // no tensor tells it
     const LanguageModel model = released(config);
     for (const fs::path& path : {directory_.path(), weights_}) {
-      EXPECT_EQ(load_config(path, config.arch), config);
-      expect_same_logits(model, load_model(path, config.arch));
+      EXPECT_EQ(load_config(path, config.arch, heads), config);
+      expect_same_logits(model, load_model(path, config.arch, {}, heads));
     }
   }
 }
@@ -444,7 +446,7 @@ TEST_F(ReleaseCheckpoint, AsksForTheArchitecture) {
 
 TEST_F(ReleaseCheckpoint, AsksForHeadsThatNothingTells) {
   released(little("softmax"));
-  expect_refused({"24 dimensions", "heads of 64", "config.json"}, "softmax");
+  expect_refused({"no tensor tells", "24 dimensions", "--heads"}, "softmax");
   released(little("2mamba"));
   Tensors all = tensors();
   all["model.layers.0.self_attn.A_mask_proj.weight"] = random_.normal_tensor({5, 24});

@@ -2,6 +2,8 @@
 
 #include <set>
 
+#include "model/block_oracle.h"
+#include "model/config_json.h"
 #include "model/little.h"
 #include "ops/adamw.h"
 
@@ -32,12 +34,24 @@ void enlarge(const LanguageModel& model, Random& random) {
   }
 }
 
-class EveryPreset : public ::testing::TestWithParam<Preset> {};
+// The parallel pass of both rows of a batch against the oracle, row by row.
+void expect_logits_of_the_oracle(const ModelConfig& config) {
+  Random random(9);
+  const LanguageModel model(config, 7);
+  enlarge(model, random);
+  const int64_t length = 13;
+  const Tensor tokens = random_tokens(random, {2, length}, config.vocabulary);
+  const Tensor logits = model.logits(tokens);
+  const Oracle oracle(model);
+  for (int64_t row = 0; row < 2; ++row) {
+    const int32_t* first = tokens.data<int32_t>() + row * length;
+    EXPECT_LE(relative_error(logits.select(0, row), oracle.logits({first, first + length})), 3e-5) << "row " << row;
+  }
+}
 
 // Along its own gradient, each parameter must change the loss as that gradient says.
-TEST_P(EveryPreset, GradientsAreFiniteDifferences) {
+void expect_gradients_of_finite_differences(const ModelConfig& config) {
   Random random(1);
-  const ModelConfig config = little(GetParam());
   const LanguageModel model(config, 7);
   enlarge(model, random);
   const Tensor tokens = random_tokens(random, {2, 9}, config.vocabulary);
@@ -75,9 +89,9 @@ TEST_P(EveryPreset, GradientsAreFiniteDifferences) {
   }
 }
 
-TEST_P(EveryPreset, CacheGivesTheLogitsOfTheFullPass) {
+// One token, many, and then one by one.
+void expect_decoding_to_give_the_full_pass(const ModelConfig& config) {
   Random random(2);
-  const ModelConfig config = little(GetParam());
   const LanguageModel model(config, 7);
   enlarge(model, random);
   const Tensor tokens = random_tokens(random, {2, 40}, config.vocabulary);
@@ -93,6 +107,21 @@ TEST_P(EveryPreset, CacheGivesTheLogitsOfTheFullPass) {
   }
   EXPECT_EQ(cache.tokens(), 40);
   EXPECT_GT(cache.bytes(), 0);
+  EXPECT_EQ(model.step_runs_as(cache), "operations");
+}
+
+class EveryPreset : public ::testing::TestWithParam<Preset> {};
+
+TEST_P(EveryPreset, LogitsAreTheOracles) {
+  expect_logits_of_the_oracle(little(GetParam()));
+}
+
+TEST_P(EveryPreset, GradientsAreFiniteDifferences) {
+  expect_gradients_of_finite_differences(little(GetParam()));
+}
+
+TEST_P(EveryPreset, CacheGivesTheLogitsOfTheFullPass) {
+  expect_decoding_to_give_the_full_pass(little(GetParam()));
 }
 
 TEST_P(EveryPreset, RecomputationChangesNoBit) {
@@ -158,19 +187,226 @@ INSTANTIATE_TEST_SUITE_P(Model, EveryPreset, ::testing::ValuesIn(presets()), [](
   return name;
 });
 
+TEST(LanguageModel, AnySwitchesTogether) {
+  Random random(10);
+  for (int i = 0; i < 24; ++i) {
+    const ModelConfig config = random_config(random);
+    SCOPED_TRACE(config_to_json(config));
+    expect_logits_of_the_oracle(config);
+    expect_decoding_to_give_the_full_pass(config);
+    if (i % 4 == 0) expect_gradients_of_finite_differences(config);
+  }
+}
+
+// The mask may grow where the log-decay is positive.
+TEST(LanguageModel, DecaysThatMayBePositive) {
+  for (const DecayKind kind : {DecayKind::softplus2, DecayKind::silu})
+    for (const bool bias : {false, true}) {
+      ModelConfig config = little(preset("2mamba"));
+      config.block.decay = kind;
+      config.block.decay_bias = bias;
+      SCOPED_TRACE(config_to_json(config));
+      expect_logits_of_the_oracle(config);
+      expect_gradients_of_finite_differences(config);
+      expect_decoding_to_give_the_full_pass(config);
+    }
+}
+
+// A state that is not square, through several folds.
+TEST(LanguageModel, DecodingWithOtherDimensionsOfQueriesAndKeys) {
+  for (const char* name : {"2mamba", "mamba2-paper", "softmax"}) {
+    SCOPED_TRACE(name);
+    Random random(11);
+    ModelConfig config = little(preset(name));
+    config.layers = 1;
+    if (config.branch == 0) config.qk_dim = 12;
+    const LanguageModel model(config, 7);
+    enlarge(model, random);
+    constexpr int64_t kLength = 420;
+    const Tensor tokens = random_tokens(random, {1, kLength}, config.vocabulary), full = model.logits(tokens);
+    ModelCache cache(config, 1);
+    std::vector<int64_t> bytes;
+    for (int64_t t = 0; t < kLength; ++t) {
+      const Tensor logits = model.read(cache, tokens_of(tokens, t, 1));
+      ASSERT_LE(relative_error(logits, full.select(1, t)), 2e-4) << "token " << t;
+      bytes.push_back(cache.bytes());
+    }
+    // A state stops growing; a KV cache does not.
+    EXPECT_EQ(bytes.back() == bytes[kLength - 64], config.block.mixer().has_state());
+    EXPECT_GE(bytes.back(), 4 * cache_numbers(config, kLength));
+  }
+}
+
+TEST(LanguageModel, QueryKeyDimensionDecidesTheState) {
+  ModelConfig config = model_config("2mamba", "tiny", 258);
+  const int64_t length = 1 << 20, conv = config.qkv_width();
+  EXPECT_EQ(cache_numbers(config, length), config.layers * (conv + 4 * (32 * 33 / 2) * 33));
+  config.qk_dim = 16;
+  EXPECT_EQ(cache_numbers(config, length), config.layers * (config.qkv_width() + 4 * (16 * 17 / 2) * 33));
+  EXPECT_EQ(conv - config.qkv_width(), 2 * 4 * 16);
+  const ModelConfig paper = model_config("mamba2-paper", "tiny", 258);
+  EXPECT_EQ(cache_numbers(paper, length), paper.layers * (paper.qkv_width() + 128 * 32));
+  EXPECT_EQ(paper.branch, 96);
+}
+
 TEST(LanguageModel, CountsItsParameters) {
+  const auto expect_count = [](const ModelConfig& config) {
+    int64_t visited = 0;
+    LanguageModel::visit_parameters(config,
+                                    [&](const std::string&, const Shape& shape) { visited += shape.elements(); });
+    EXPECT_EQ(visited, parameter_count(config)) << config_to_json(config);
+  };
   for (const Preset& preset : presets()) {
+    for (const Size& size : sizes()) expect_count(model_config(preset.name, size.name, 32000));
     for (bool tied : {false, true}) {
       ModelConfig config = little(preset);
       config.tie_embeddings = tied;
       config.k_heads = 1;
       config.q_heads = 1;
+      expect_count(config);
       const LanguageModel model(config, 1);
       int64_t numbers = 0;
       for (const Parameter& parameter : model.parameters()) numbers += parameter.value.value().elements();
       EXPECT_EQ(numbers, parameter_count(config)) << preset.name;
     }
   }
+  Random random(12);
+  for (int i = 0; i < 50; ++i) expect_count(random_config(random));
+}
+
+struct Moments {
+  double least = 0, largest = 0, mean = 0, deviation = 0;
+};
+Moments moments_of(const Tensor& x) {
+  const std::vector<double> values = to_doubles(x);
+  const auto n = static_cast<double>(values.size());
+  Moments m{values[0], values[0], 0, 0};
+  for (const double value : values) {
+    m.least = std::min(m.least, value);
+    m.largest = std::max(m.largest, value);
+    m.mean += value / n;
+  }
+  for (const double value : values) m.deviation += (value - m.mean) * (value - m.mean) / n;
+  m.deviation = std::sqrt(m.deviation);
+  return m;
+}
+
+const Tensor& parameter_of(const LanguageModel& model, const std::string& name) {
+  for (const Parameter& parameter : model.parameters())
+    if (parameter.name == name) return parameter.value.value();
+  fail("no parameter {}", name);
+}
+
+// Wide enough that means and deviations are known to a few per cent.
+ModelConfig wide(const char* arch) {
+  ModelConfig config = little(preset(arch));
+  config.hidden = 128;
+  config.intermediate = 96;
+  config.vocabulary = 200;
+  set_heads(config, preset(arch), 8);
+  config.layers = 1;
+  return config;
+}
+
+void expect_normal(const Tensor& x, double mean = 0) {
+  const Moments m = moments_of(x);
+  EXPECT_NEAR(m.mean, mean, 0.02 * 5 / std::sqrt(static_cast<double>(x.elements())));
+  EXPECT_NEAR(m.deviation, 0.02, 0.003);
+  EXPECT_GT(m.largest, mean + 0.04);
+}
+
+void expect_uniform(const Tensor& x, double bound) {
+  const Moments m = moments_of(x);
+  EXPECT_GE(m.least, -bound);
+  EXPECT_LE(m.largest, bound);
+  EXPECT_NEAR(m.mean, 0, 5 * bound / std::sqrt(3.0 * static_cast<double>(x.elements())));
+  EXPECT_NEAR(m.deviation, bound / std::sqrt(3.0), 0.1 * bound);
+  EXPECT_GT(m.largest, 0.9 * bound);
+  EXPECT_LT(m.least, -0.9 * bound);
+}
+
+void expect_constant(const Tensor& x, double value) {
+  const Moments m = moments_of(x);
+  EXPECT_EQ(m.least, value);
+  EXPECT_EQ(m.largest, value);
+}
+
+TEST(Initialization, Distributions) {
+  const std::string self = "model.layers.0.self_attn.", mlp = "model.layers.0.mlp.";
+  for (const std::string& name : initialization_names()) {
+    SCOPED_TRACE(name);
+    const Initialization kind = initialization_from_name(name);
+    const LanguageModel model(wide("mamba2"), 3, {}, kind), paper(wide("mamba2-paper"), 3, {}, kind);
+    const LanguageModel fox(wide("fox"), 3, {}, kind);
+    const auto of = [&](const std::string& parameter) { return parameter_of(model, parameter); };
+    expect_normal(of("model.embed_tokens.weight"));
+    expect_normal(of("lm_head.weight"));
+    for (const std::string& linear : {self + "qkv_proj.weight", self + "z_gate_proj.weight", self + "dt_proj.weight",
+                                      self + "o_proj.weight", mlp + "gate_proj.weight", mlp + "down_proj.weight"}) {
+      SCOPED_TRACE(linear);
+      if (kind == Initialization::pytorch)
+        expect_uniform(of(linear), 1 / std::sqrt(linear.ends_with("down_proj.weight") ? 96.0 : 128.0));
+      else
+        expect_normal(of(linear));
+    }
+    for (const char* branch : {"branch_gate_proj.weight", "branch_proj.weight", "o_proj.weight"})
+      if (kind == Initialization::pytorch)
+        expect_uniform(parameter_of(paper, self + branch), 1 / std::sqrt(128.0));
+      else
+        expect_normal(parameter_of(paper, self + branch));
+    const Tensor taps = of(self + "conv1d.weight");
+    if (kind == Initialization::identity) {
+      expect_normal(to_dtype(taps.slice(1, 3, 1), DType::f32), 1);
+      expect_normal(to_dtype(taps.slice(1, 0, 3), DType::f32), 0);
+    } else {
+      expect_uniform(taps, 0.5);
+    }
+    if (kind == Initialization::pytorch) {
+      expect_uniform(of(self + "conv1d.bias"), 0.5);
+      expect_uniform(of(self + "z_gate_proj.bias"), 1 / std::sqrt(128.0));
+    } else {
+      expect_constant(of(self + "conv1d.bias"), 0);
+      expect_constant(of(self + "z_gate_proj.bias"), 0);
+    }
+    expect_constant(parameter_of(fox, self + "A_mask_proj.bias"), 0);
+    expect_constant(of(self + "D"), 1);
+    expect_constant(of(self + "out_norm.weight"), 1);
+    expect_constant(of("model.norm.weight"), 1);
+    const Moments a_log = moments_of(of(self + "A_log")), dt_bias = moments_of(of(self + "dt_proj.bias"));
+    EXPECT_GE(a_log.least, 0);
+    EXPECT_LE(a_log.largest, std::log(16.0) + 1e-6);
+    EXPECT_GE(std::log1p(std::exp(dt_bias.least)), 0.001 - 1e-6);
+    EXPECT_LE(std::log1p(std::exp(dt_bias.largest)), 0.1 + 1e-6);
+  }
+  expect_error([] { initialization_from_name("pytorhc"); }, {"unknown initialization \"pytorhc\"", "\"pytorch\""});
+}
+
+// A switch, or another start of the convolution, moves no other parameter's numbers.
+TEST(Initialization, EveryParameterHasItsOwnStream) {
+  const auto expect_same_where_shared = [](const LanguageModel& a, const LanguageModel& b,
+                                           const std::set<std::string>& but) {
+    int64_t shared = 0;
+    for (const Parameter& x : a.parameters())
+      for (const Parameter& y : b.parameters())
+        if (x.name == y.name && x.value.value().shape() == y.value.value().shape()) {
+          const bool differs = std::ranges::any_of(but, [&](const auto& end) { return x.name.ends_with(end); });
+          EXPECT_NE(same_bits(x.value.value(), y.value.value()), differs) << x.name;
+          ++shared;
+        }
+    EXPECT_GT(shared, 20);
+  };
+  const ModelConfig config = little(preset("mamba2"));
+  for (const Initialization kind : {Initialization::furious, Initialization::pytorch, Initialization::identity}) {
+    const LanguageModel full(config, 5, {}, kind);
+    std::set<std::string> but;
+    if (kind == Initialization::pytorch) but = {"conv1d.bias"};  // whose bound is the window's
+    expect_same_where_shared(full, LanguageModel(little(preset("mamba2s-d")), 5, {}, kind), but);
+  }
+  const LanguageModel usual(config, 5);
+  expect_same_where_shared(usual, LanguageModel(config, 5, {}, Initialization::identity), {"conv1d.weight"});
+  expect_same_where_shared(usual, LanguageModel(config, 5, {}, Initialization::pytorch),
+                           {"qkv_proj.weight", "dt_proj.weight", "o_proj.weight", "gate_proj.weight", "up_proj.weight",
+                            "down_proj.weight", "conv1d.bias", "z_gate_proj.bias"});
 }
 
 TEST(LanguageModel, TakesWeightsFromElsewhere) {
@@ -212,7 +448,7 @@ TEST(LanguageModel, ValueRms) {
       const Tensor& x = p.value.value();
       if (p.name == "model.layers.0.self_attn.qkv_proj.weight")
         for (int64_t i = 0; i < x.elements(); ++i) x.data<float>()[i] *= scale;
-      if (p.name.ends_with("conv1d.bias") || p.name.ends_with("dt_proj.weight")) fill(x, 0);
+      if (p.name.ends_with("dt_proj.weight")) fill(x, 0);
     }
     return model.value_rms(tokens);
   };
@@ -256,8 +492,14 @@ TEST(ModelConfig, RefusesWhatCannotWork) {
   refused([](ModelConfig& c) { c.block.conv_window = 5; }, {"conv window 5"});
   refused([](ModelConfig& c) { c.block.conv_window = 0, c.block.conv_silu = true; }, {"no convolution"});
   refused([](ModelConfig& c) { c.block.dt_bias = true; }, {"dt bias"});
+  refused([](ModelConfig& c) { c.block.dt_limit = 1; }, {"dt_limit 1"});
+  refused([](ModelConfig& c) { c.block.decay_bias = true, c.block.decay = DecayKind::original; }, {"decay_bias"});
+  refused([](ModelConfig& c) { c.block.square_mask = true, c.block.score = Score::exponential; }, {"square_mask"});
+  refused([](ModelConfig& c) { c.block.d_residual = true, c.v_heads = 1; }, {"1 heads of V shared by 3"});
+  refused([](ModelConfig& c) { c.qk_dim = 300; }, {"head dimension 300"});
+  refused([](ModelConfig& c) { c.branch = -1; }, {"branch is -1"});
   refused([](ModelConfig& c) { c.k_heads = 2; }, {"2 heads", "divisor of 3"});
-  refused([](ModelConfig& c) { c.head_dim = 9, c.block.rope = true; }, {"even", "9"});
+  refused([](ModelConfig& c) { c.qk_dim = 9, c.block.rope = true; }, {"even", "9"});
   refused([](ModelConfig& c) { c.vocabulary = 0; }, {"vocabulary is 0"});
 }
 

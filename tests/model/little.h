@@ -14,8 +14,46 @@ inline ModelConfig little(const Preset& preset) {
   config.hidden = 24;
   config.intermediate = 32;
   config.layers = 2;
-  config.q_heads = config.k_heads = config.v_heads = 3;
-  config.head_dim = 8;
+  set_heads(config, preset, 3);
+  return config;
+}
+
+// A model whose switches and dimensions are drawn at random. Scores are those that have a preset of their own in every
+// combination: linear, squared and exponential.
+inline ModelConfig random_config(Random& random) {
+  ModelConfig config = little(preset("2mamba"));
+  BlockConfig& block = config.block;
+  block.score = random.pick<Score>({Score::linear, Score::squared, Score::exponential});
+  block.norm = block.score == Score::exponential || random.coin() ? Norm::sum : Norm::none;
+  block.decay = random.pick<DecayKind>(
+      {DecayKind::none, DecayKind::original, DecayKind::softplus, DecayKind::softplus_dt, DecayKind::log_sigmoid});
+  block.decay_bias = block.has_decay_projection() && random.coin();
+  block.square_mask = block.score == Score::squared && block.decay != DecayKind::none && random.coin();
+  block.conv_window = random.pick<int64_t>({0, 2, 3, 4});
+  block.conv_bias = random.coin();
+  block.conv_silu = block.conv_window > 0 && random.coin();
+  block.qk_activation = random.pick<Activation>({Activation::none, Activation::relu, Activation::silu});
+  const bool positive = block.score == Score::linear && block.norm == Norm::sum;  // features, or the sum may be 0
+  if (positive) block.qk_activation = Activation::relu;
+  block.discretize =
+      random.pick<Discretization>({Discretization::none, Discretization::dt, Discretization::sigmoid,
+                                   Discretization::silu, Discretization::softplus, Discretization::softplus2});
+  block.dt_bias = block.has_dt() && random.coin();
+  if (block.has_dt() && random.coin()) block.dt_limit = 0.6;
+  block.d_residual = random.coin();
+  block.z_gate = random.coin();
+  block.z_gate_bias = random.coin();
+  if (random.coin()) block.out_norm_eps = 1e-3f;
+  if (random.coin()) block.scale = 0.5f;
+  block.rope = !positive && random.coin();
+  config.qk_dim = random.pick<int64_t>({8, 10, 16});
+  config.branch = random.pick<int64_t>({0, 16});
+  config.k_heads = random.pick<int64_t>({1, 3});
+  config.q_heads = random.pick<int64_t>({1, 3});
+  const bool per_value =
+      block.d_residual || block.discretize == Discretization::dt || block.discretize == Discretization::sigmoid;
+  if (!per_value && config.q_heads == 3) config.v_heads = random.pick<int64_t>({1, 3});
+  config.tie_embeddings = random.coin();
   return config;
 }
 

@@ -68,6 +68,23 @@ TEST(ConvCuda, MatchesTheCpu) {
         }
 }
 
+TEST(ConvCuda, TheBiasIsOptional) {
+  SKIP_WITHOUT_GPU();
+  Random random(5);
+  for (DType dtype : kActivationTypes) {
+    Data data(random, {2, 70, 136}, dtype, 0, true);
+    fill(data.bias, 0);
+    const Tensor weight = to_gpu(data.weight);
+    EXPECT_TRUE(
+        same_gpu_bits(conv_forward(data.x_there, weight, {}, data.activation, data.boundaries), data.forward_there()));
+    const ConvGradients expected = data.gradients_there();
+    const ConvGradients out{gpu_empty(data.x.shape(), dtype), gpu_empty(data.weight.shape(), DType::f32), {}};
+    conv_backward(out, to_gpu(data.dy, dtype), data.x_there, weight, {}, data.activation, data.boundaries);
+    EXPECT_TRUE(same_gpu_bits(out.x, expected.x));
+    EXPECT_TRUE(same_gpu_bits(out.weight, expected.weight));
+  }
+}
+
 TEST(ConvCuda, SameBitsEveryTime) {
   SKIP_WITHOUT_GPU();
   Random random(2);

@@ -225,6 +225,29 @@ TEST(Conv, RecordsItsGradients) {
   EXPECT_TRUE(same_bits(bias.gradient(), expected.bias));
 }
 
+// Without a bias: the bits of a bias of zero, and no gradient for it.
+TEST(Conv, TheBiasIsOptional) {
+  testing::Random random(10);
+  for (int64_t window : {2, 4}) {
+    const Case c{2, 19, 13, window, Activation::silu, {3, 21}};
+    Data data(random, c);
+    fill(data.bias, 0);
+    const Tensor y = conv_forward(data.x, data.weight, data.bias, c.activation, c.boundaries());
+    EXPECT_TRUE(same_bits(conv_forward(data.x, data.weight, {}, c.activation, c.boundaries()), y));
+    const ConvGradients expected = gradients_of(c, data);
+    const Variable x(data.x, true), weight(data.weight, true);
+    Tape tape;
+    tape.backward(conv(tape, x, weight, {}, c.activation, c.boundaries()), data.dy);
+    EXPECT_TRUE(same_bits(x.gradient(), dense(expected.x)));
+    EXPECT_TRUE(same_bits(weight.gradient(), expected.weight));
+    const Tensor state = random.normal_tensor({2, window - 1, 13}), same = dense(state);
+    const Tensor token = random.normal_tensor({2, 13});
+    EXPECT_TRUE(same_bits(conv_step(state, token, data.weight, {}, c.activation),
+                          conv_step(same, token, data.weight, data.bias, c.activation)));
+    EXPECT_TRUE(same_bits(state, same));
+  }
+}
+
 TEST(Conv, NoTokens) {
   const Tensor x = Tensor::zeros({2, 0, 3}, DType::f32);
   const Tensor weight = Tensor::zeros({3, 2}, DType::f32);
@@ -246,6 +269,8 @@ TEST(Conv, BadArgumentsAreNamed) {
   testing::expect_error(run(x, zeros({4, 2}), bias), {"conv", "\"weight\"", "[4, 2]", "[3, any]"});
   testing::expect_error(run(x, zeros({3, 5}), bias), {"conv", "window of 5", "2, 3 or 4"});
   testing::expect_error(run(x, zeros({3, 1}), bias), {"conv", "window of 1"});
+  testing::expect_error([&] { conv_forward(x, weight, bias, Activation::softplus); },
+                        {"conv", "activation", "none, relu or silu"});
   testing::expect_error(run(x, weight, zeros({2})), {"conv", "\"bias\"", "[2]", "[3]"});
   testing::expect_error(run(x, weight, bias, int_tensor_of({4, 2}, {2})), {"conv", "\"boundaries\"", "2", "4"});
   testing::expect_error(run(x, weight, bias, {}, zeros({2, 2, 3})), {"conv", "\"state\"", "[2, 2, 3]", "[2, 1, 3]"});

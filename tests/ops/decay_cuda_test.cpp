@@ -7,29 +7,35 @@ namespace {
 
 using namespace testing;
 
-TEST(DecayCuda, SoftplusMatchesTheCpu) {
+constexpr Activation kFunctions[] = {Activation::softplus, Activation::softplus2, Activation::silu, Activation::sigmoid,
+                                     Activation::log_sigmoid};
+
+TEST(DecayCuda, HeadFunctionsMatchTheCpu) {
   SKIP_WITHOUT_GPU();
   Random random(1);
   for (DType dtype : kActivationTypes)
     for (int64_t margin : kMargins)
       for (bool biased : {false, true})
         for (const Shape& shape : {Shape{1, 1, 1}, Shape{2, 9, 16}, Shape{1, 5000, 24}, Shape{3, 7, 13}}) {
+          HeadFunction function{.f = random.pick<Activation>({std::begin(kFunctions), std::end(kFunctions)}),
+                                .factor = random.pick<float>({-1, 1, -2})};
+          if (random.coin()) function.limit = 0.4f;
           const Tensor x = rounded(random.normal_tensor(shape, 5), dtype), dy = random.normal_tensor(shape);
           const Tensor bias = biased ? random.normal_tensor({shape[2]}) : Tensor();
           const Tensor x_there = gpu_copy(x, dtype, margin), bias_there = biased ? to_gpu(bias) : Tensor();
-          const Tensor y = softplus_forward(x_there, bias_there, -1);
+          const Tensor y = head_function_forward(x_there, bias_there, function);
           EXPECT_EQ(y.dtype(), DType::f32);
-          EXPECT_LT(gpu_error(y, softplus_forward(x, bias, -1)), 1e-5) << to_string(shape) << margin;
+          EXPECT_LT(gpu_error(y, head_function_forward(x, bias, function)), 1e-5) << to_string(shape) << margin;
 
-          const SoftplusGradients expected{Tensor::empty_like(x), biased ? Tensor::empty_like(bias) : Tensor()};
-          softplus_backward(expected, dy, x, bias, -1);
+          const HeadFunctionGradients expected{Tensor::empty_like(x), biased ? Tensor::empty_like(bias) : Tensor()};
+          head_function_backward(expected, dy, x, bias, function);
           const auto gradients = [&] {
-            const SoftplusGradients out{gpu_empty(shape, dtype, margin),
-                                        biased ? gpu_empty(bias.shape(), DType::f32) : Tensor()};
-            softplus_backward(out, gpu_copy(dy, DType::f32, margin), x_there, bias_there, -1);
+            const HeadFunctionGradients out{gpu_empty(shape, dtype, margin),
+                                            biased ? gpu_empty(bias.shape(), DType::f32) : Tensor()};
+            head_function_backward(out, gpu_copy(dy, DType::f32, margin), x_there, bias_there, function);
             return out;
           };
-          const SoftplusGradients actual = gradients(), again = gradients();
+          const HeadFunctionGradients actual = gradients(), again = gradients();
           EXPECT_LT(gpu_error(actual.x, expected.x), tolerance(dtype)) << to_string(shape) << margin;
           if (!biased) continue;
           EXPECT_LT(gpu_error(actual.bias, expected.bias), 1e-4) << to_string(shape) << margin;
@@ -37,12 +43,16 @@ TEST(DecayCuda, SoftplusMatchesTheCpu) {
         }
 }
 
-TEST(DecayCuda, SoftplusKeepsItsTails) {
+TEST(DecayCuda, HeadFunctionsKeepTheirTails) {
   SKIP_WITHOUT_GPU();
   const Tensor x = tensor_of({-80, -20, 0, 20, 1000}, {1, 1, 5});
-  const Tensor expected = softplus_forward(x, {}, 1), actual = to_cpu(softplus_forward(to_gpu(x), {}, 1));
-  for (int i = 0; i < 5; ++i)
-    EXPECT_NEAR(actual.data<float>()[i] / expected.data<float>()[i], 1, 1e-5) << "at " << x.data<float>()[i];
+  for (const Activation f : kFunctions) {
+    const Tensor expected = head_function_forward(x, {}, {.f = f});
+    const Tensor actual = to_cpu(head_function_forward(to_gpu(x), {}, {.f = f}));
+    for (int i = 0; i < 5; ++i)
+      EXPECT_NEAR(actual.data<float>()[i], expected.data<float>()[i], 1e-5f * std::fabs(expected.data<float>()[i]))
+          << "at " << x.data<float>()[i];
+  }
 }
 
 TEST(DecayCuda, OriginalDecayMatchesTheCpu) {
@@ -54,14 +64,14 @@ TEST(DecayCuda, OriginalDecayMatchesTheCpu) {
         const Tensor dt = rounded(random.uniform_tensor(shape, 0.01, 2), dtype), da = random.normal_tensor(shape);
         const Tensor a_log = random.normal_tensor({shape[2]});
         const Tensor dt_there = gpu_copy(dt, dtype, margin);
-        const Tensor a = original_decay_forward(dt_there, to_gpu(a_log));
+        const Tensor a = original_decay_forward(dt_there, to_gpu(a_log), 2);
         EXPECT_EQ(a.dtype(), DType::f32);
-        EXPECT_LT(gpu_error(a, original_decay_forward(dt, a_log)), 1e-5) << to_string(shape) << margin;
+        EXPECT_LT(gpu_error(a, original_decay_forward(dt, a_log, 2)), 1e-5) << to_string(shape) << margin;
 
         const OriginalDecayGradients expected{Tensor::empty_like(dt), Tensor::empty_like(a_log)};
-        original_decay_backward(expected, da, dt, a_log);
+        original_decay_backward(expected, da, dt, a_log, 2);
         const OriginalDecayGradients actual{gpu_empty(shape, dtype, margin), gpu_empty(a_log.shape(), DType::f32)};
-        original_decay_backward(actual, to_gpu(da), dt_there, to_gpu(a_log));
+        original_decay_backward(actual, to_gpu(da), dt_there, to_gpu(a_log), 2);
         EXPECT_LT(gpu_error(actual.dt, expected.dt), tolerance(dtype)) << to_string(shape) << margin;
         EXPECT_LT(gpu_error(actual.a_log, expected.a_log), 1e-4) << to_string(shape) << margin;
       }
@@ -126,7 +136,7 @@ TEST(DecayCuda, RecordsItsGradients) {
   const auto gradients = [](const Variable& input, const Variable& shift, const Variable& rates,
                             const Tensor& gradient) {
     Tape tape;
-    tape.backward(original_decay(tape, time_step(tape, input, shift), rates), gradient);
+    tape.backward(original_decay(tape, head_function(tape, input, shift, {}), rates), gradient);
   };
   const Variable x_here(x, true), bias_here(bias, true), a_log_here(a_log, true);
   const Variable x_there(to_gpu(x, DType::bf16), true), bias_there(to_gpu(bias), true),

@@ -89,7 +89,7 @@ TEST(TokenLinearCuda, WhatTheMixerTakesIn) {
     Pair state;
     if (window > 0) {
       set(&TokenMixing::conv_weight, Pair::exact(random.normal_tensor({c.out, window})));
-      set(&TokenMixing::conv_bias, Pair::exact(random.normal_tensor({c.out})));
+      if (random.coin()) set(&TokenMixing::conv_bias, Pair::exact(random.normal_tensor({c.out})));
       state = Pair::exact(random.normal_tensor({c.batch, window - 1, c.out}));
       cpu.after_conv = random.pick<Activation>({Activation::none, Activation::silu});
     }
@@ -98,11 +98,27 @@ TEST(TokenLinearCuda, WhatTheMixerTakesIn) {
       if (random.coin()) set(&TokenMixing::dt_bias, Pair::exact(random.normal_tensor({heads})));
       if (random.coin()) set(&TokenMixing::a_log, Pair::exact(random.normal_tensor({heads})));
     }
-    if (!cpu.a_log && random.coin()) set(&TokenMixing::a_mask, c.weight(random, heads));
+    if (!cpu.a_log && random.coin()) {
+      set(&TokenMixing::a_mask, c.weight(random, heads));
+      if (random.coin()) set(&TokenMixing::a_mask_bias, Pair::exact(random.normal_tensor({heads})));
+    }
     if (random.coin()) {
       set(&TokenMixing::z_gate, c.weight(random, 40));
-      set(&TokenMixing::z_gate_bias, Pair::exact(random.normal_tensor({40})));
+      if (random.coin()) set(&TokenMixing::z_gate_bias, Pair::exact(random.normal_tensor({40})));
     }
+    // Every second case with functions that only the plain operations know.
+    cpu.decay.factor = random.pick<float>({-1, -2});
+    if (i % 2 == 1) {
+      cpu.time_step = {.f = random.pick<Activation>({Activation::softplus, Activation::sigmoid}), .limit = 0.5f};
+      cpu.decay.f = random.pick<Activation>({Activation::softplus, Activation::silu, Activation::log_sigmoid});
+      cpu.decay_times_dt = cpu.dt && cpu.a_mask && random.coin();
+      cpu.original_factor = 2;
+    }
+    gpu.time_step = cpu.time_step;
+    gpu.decay = cpu.decay;
+    gpu.decay_times_dt = cpu.decay_times_dt;
+    gpu.original_factor = cpu.original_factor;
+    EXPECT_EQ(knows_functions(gpu), i % 2 == 0 || (!gpu.dt && (!gpu.a_mask || gpu.decay.f == Activation::softplus)));
     cpu.qk_activation = random.pick<Activation>({Activation::none, Activation::relu, Activation::silu});
     cpu.qk_width = c.out / 2;
     gpu.after_conv = cpu.after_conv;

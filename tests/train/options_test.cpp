@@ -54,6 +54,19 @@ TEST(TrainOptions, Refuses) {
   expect_error([&] { check_train_options(options); }, {"eps is 0", "1e-30 to 1"});
 }
 
+TEST(TrainOptions, ACpuMixesInF32) {
+  TrainOptions options;
+  options.device = "cpu";
+  for (const char* precision : {"bf16", "tf32", "tf32x3"}) {
+    set_train_option(options, "mixer-precision", precision);
+    expect_error([&] { resolved(options); }, {"mixer-precision", precision, "f32 only"});
+  }
+  for (const char* precision : {"auto", "f32"}) {
+    set_train_option(options, "mixer-precision", precision);
+    EXPECT_EQ(resolved(options).mixer_precision, precision);
+  }
+}
+
 TEST(TrainOptions, DimensionsReplaceTheSize) {
   TrainOptions options;
   options.hidden = 96;

@@ -158,7 +158,7 @@ TEST_F(TrainerTest, Bf16ProductsLearnTheSame) {
 
 // The estimate must not be too small, or it promises what cannot be kept; nor so large that it refuses what fits.
 TEST_F(TrainerTest, MemoryEstimateIsCloseToThePeak) {
-  for (const char* arch : {"2mamba", "mamba2", "softmax", "linear"}) {
+  for (const char* arch : {"2mamba", "mamba2", "softmax", "linear", "mamba2-paper", "2mamba-outnorm-dt", "fox"}) {
     for (const bool recompute : {false, true}) {
       options.arch = arch;
       options.recompute = recompute;
@@ -178,6 +178,26 @@ TEST_F(TrainerTest, MemoryEstimateIsCloseToThePeak) {
       EXPECT_LT(estimate, 1.5 * peak) << arch << " " << recompute;
     }
   }
+}
+
+TEST_F(TrainerTest, StartsAsTheInitializationSays) {
+  for (const std::string& name : initialization_names()) {
+    options.initialization = name;
+    const Trainer trainer(options);
+    const LanguageModel expected(trainer.model().config(), options.seed, {}, initialization_from_name(name));
+    for (size_t i = 0; i < expected.parameters().size(); ++i)
+      EXPECT_TRUE(same_bits(trainer.model().parameters()[i].value.value(), expected.parameters()[i].value.value()));
+  }
+}
+
+TEST_F(TrainerTest, TrainsWithADimensionOfQueriesAndKeys) {
+  options.qk_dim = 24;
+  Trainer trainer(options);
+  EXPECT_EQ(trainer.model().config().qk_dim, 24);
+  EXPECT_NE(trainer.model().config().head_dim, 24);
+  double first = 0, last = 0;
+  for (int i = 0; i < 12; ++i) (i == 0 ? first : last) = trainer.step().loss;
+  EXPECT_LT(last, first);
 }
 
 TEST_F(TrainerTest, AStepAsksTheSystemForNothing) {
