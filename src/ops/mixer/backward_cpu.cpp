@@ -18,11 +18,15 @@ HWY_BEFORE_NAMESPACE();
 namespace furious {
 namespace HWY_NAMESPACE {
 
-template <Kind kKind, bool kDecay>
+template <Kind kKind, Mask kMask>
 class BackwardHead {
  public:
   BackwardHead(const MixerSpec& spec, const MixerShape& shape, const cpu::HeadJob& job)
-      : shape_(shape), job_(job), sum_norm_(spec.norm == Norm::sum), layout_(shape, job.chunk) {}
+      : shape_(shape),
+        job_(job),
+        sum_norm_(spec.norm == Norm::sum),
+        polynomial_(polynomial_of(spec)),
+        layout_(shape, job.chunk) {}
 
   void run() {
     if (kHasState && (job_.chunk < job_.length || job_.initial_state)) forward_sweep();
@@ -31,6 +35,7 @@ class BackwardHead {
   }
 
  private:
+  static constexpr bool kDecay = kMask != Mask::kCausal;
   static constexpr bool kHasState = kKind == Kind::kLinear || kKind == Kind::kSquared;
   static constexpr float kDegree = kKind == Kind::kSquared ? 2.0f : 1.0f;
 
@@ -128,6 +133,7 @@ class BackwardHead {
     span.k_tiles = k_tiles_.data();
     span.v_tiles = v_tiles_.data();
     span.decay = decay();
+    span.polynomial = polynomial_;
     span.maximum = maximum_.data();
     span.delta = delta_.data();
     span.reciprocal = reciprocal_.data();
@@ -136,7 +142,7 @@ class BackwardHead {
     span.dv = dv_.data();
     span.row_term = row_term_.data();
     span.column_term = column_term_.data();
-    scores_backward<kKind, kDecay>(span);
+    scores_backward<kKind, kMask>(span);
   }
 
   // dk and dv through the state after the span.
@@ -179,13 +185,14 @@ class BackwardHead {
     for (size_t t = 0; t < length; ++t) {
       float row = row_term_.data()[t];
       float column = column_term_.data()[t];
-      if (kHasState) {
+      if (!kHasTerms<kKind>) {
         const size_t at = t * layout_.qk_ld;
         row = dot(q_.data() + at, dq_.data() + at, layout_.qk_ld) / kDegree;
         column = dot(k_.data() + at, dk_.data() + at, layout_.qk_ld) / kDegree;
       }
-      // With sum norm the row term is exactly zero; what was computed of it is rounding.
-      decay_gradient_.data()[first + t] = (sum_norm_ ? 0.0f : row) - column;
+      // With sum norm the row term is exactly zero, and what was computed of it rounding, unless some weights do not
+      // move with the decay.
+      decay_gradient_.data()[first + t] = (sum_norm_ && kMask != Mask::kSigned ? 0.0f : row) - column;
     }
   }
 
@@ -206,6 +213,7 @@ class BackwardHead {
   const MixerShape& shape_;
   const cpu::HeadJob& job_;
   const bool sum_norm_;
+  const Polynomial polynomial_;
   const SpanLayout layout_;
   cpu::Scratch<float> past_dq_;
   const cpu::Scratch<float> q_ = layout_.qk_matrix(), k_ = layout_.qk_matrix(), k_tiles_ = layout_.qk_tiles();
@@ -221,10 +229,10 @@ class BackwardHead {
 };
 
 void backward_call(const cpu::MixerCall& call, const cpu::BackwardTensors& tensors) {
-  with_kind(call.spec, [&]<Kind kKind, bool kDecay>() {
+  with_kind(call.spec, [&]<Kind kKind, Mask kMask>() {
     cpu::for_each_job(call, [&](int64_t index) {
       const cpu::HeadJob job = call.backward_job(index, tensors);
-      BackwardHead<kKind, kDecay>(call.spec, call.shape, job).run();
+      BackwardHead<kKind, kMask>(call.spec, call.shape, job).run();
     });
   });
 }

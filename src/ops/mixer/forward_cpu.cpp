@@ -14,7 +14,7 @@ HWY_BEFORE_NAMESPACE();
 namespace furious {
 namespace HWY_NAMESPACE {
 
-template <Kind kKind, bool kDecay>
+template <Kind kKind, Mask kMask>
 void forward_head(const MixerSpec& spec, const MixerShape& shape, const cpu::HeadJob& job) {
   constexpr bool kHasState = kKind == Kind::kLinear || kKind == Kind::kSquared;
   const bool sum_norm = spec.norm == Norm::sum;
@@ -44,7 +44,8 @@ void forward_head(const MixerSpec& spec, const MixerShape& shape, const cpu::Hea
     span.y = y.data();
     span.sum = sum.data();
     span.maximum = maximum.data();
-    if (kDecay) {
+    span.polynomial = polynomial_of(spec);
+    if (kMask != Mask::kCausal) {
       accumulate_decay(job, first, length, decay.data());
       span.decay = decay.data();
     }
@@ -59,7 +60,7 @@ void forward_head(const MixerSpec& spec, const MixerShape& shape, const cpu::Hea
       scale_rows(y.data(), layout.v_ld, reached, factor.data());
       for (size_t t = 0; t < reached; ++t) sum.data()[t] *= factor.data()[t];
     }
-    scores_forward<kKind, kDecay>(span);
+    scores_forward<kKind, kMask>(span);
 
     if (sum_norm) {
       for (size_t t = 0; t < length; ++t) factor.data()[t] = reciprocal_of<kKind>(sum.data()[t]);
@@ -81,9 +82,9 @@ void forward_head(const MixerSpec& spec, const MixerShape& shape, const cpu::Hea
 }
 
 void forward_call(const cpu::MixerCall& call) {
-  with_kind(call.spec, [&]<Kind kKind, bool kDecay>() {
+  with_kind(call.spec, [&]<Kind kKind, Mask kMask>() {
     cpu::for_each_job(
-        call, [&](int64_t index) { forward_head<kKind, kDecay>(call.spec, call.shape, call.forward_job(index)); });
+        call, [&](int64_t index) { forward_head<kKind, kMask>(call.spec, call.shape, call.forward_job(index)); });
   });
 }
 

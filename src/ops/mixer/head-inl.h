@@ -9,7 +9,6 @@
 
 #include <cmath>
 
-#include "base/error.h"
 #include "ops/mixer/cpu.h"
 #include "ops/mixer/scores-inl.h"
 #include "ops/mixer/state-inl.h"
@@ -18,27 +17,21 @@ HWY_BEFORE_NAMESPACE();
 namespace furious {
 namespace HWY_NAMESPACE {
 
-// Calls f.template operator()<kind, decay>() for the spec.
+// Calls f.template operator()<kind, mask>() for the spec.
 template <class F>
 void with_kind(const MixerSpec& spec, F&& f) {
-  const auto with_decay = [&]<Kind kKind>() {
-    if (spec.decay)
-      f.template operator()<kKind, true>();
-    else
-      f.template operator()<kKind, false>();
+  const auto with_mask = [&]<Kind kKind>() {
+    if constexpr (kHasTerms<kKind>)
+      if (spec.signed_decay) return f.template operator()<kKind, Mask::kSigned>();
+    if (spec.decay) return f.template operator()<kKind, Mask::kDecay>();
+    f.template operator()<kKind, Mask::kCausal>();
   };
-  switch (spec.score) {
-    case Score::linear:
-      return with_decay.template operator()<Kind::kLinear>();
-    case Score::squared:
-      return with_decay.template operator()<Kind::kSquared>();
-    case Score::exponential:
-      return spec.norm == Norm::sum ? with_decay.template operator()<Kind::kSoftmax>()
-                                    : with_decay.template operator()<Kind::kExponential>();
-    case Score::power:
-    case Score::series:
-      fail("mixer: {} is not implemented", to_string(spec));
-  }
+  if (spec.score == Score::exponential)
+    return spec.norm == Norm::sum ? with_mask.template operator()<Kind::kSoftmax>()
+                                  : with_mask.template operator()<Kind::kExponential>();
+  if (spec.score == Score::linear && !spec.signed_decay) return with_mask.template operator()<Kind::kLinear>();
+  if (spec.score == Score::squared && !spec.signed_decay) return with_mask.template operator()<Kind::kSquared>();
+  with_mask.template operator()<Kind::kPolynomial>();
 }
 
 // The sizes of a span's packed matrices and the memory they take.
@@ -120,10 +113,10 @@ inline HWY_ATTR void scale_rows(float* matrix, size_t ld, size_t rows, const flo
   }
 }
 
-// 1/n, or 0 where n is too small. Only linear scores can sum to a negative n by right; others do so by rounding.
+// 1/n, or 0 where n is too small. Squares and exponentials sum to a negative n by rounding only.
 template <Kind kKind>
 inline float reciprocal_of(float normalizer) {
-  const float size = kKind == Kind::kLinear ? std::fabs(normalizer) : normalizer;
+  const float size = kKind == Kind::kLinear || kKind == Kind::kPolynomial ? std::fabs(normalizer) : normalizer;
   return size < kSmallestNormalizer ? 0.0f : 1.0f / normalizer;
 }
 

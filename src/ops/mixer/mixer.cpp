@@ -21,16 +21,25 @@ struct NamedSpec {
 };
 
 constexpr NamedSpec kNamed[] = {
-    {"softmax", {Score::exponential, false, Norm::sum}},    {"linear", {Score::linear, false, Norm::sum}},
-    {"linear-outnorm", {Score::linear, false, Norm::none}}, {"mamba2", {Score::linear, true, Norm::none}},
-    {"mamba2s", {Score::linear, true, Norm::none}},         {"2mamba", {Score::squared, true, Norm::sum}},
-    {"2mamba-dt", {Score::squared, true, Norm::sum}},       {"2mamba-e", {Score::exponential, true, Norm::sum}},
+    {"softmax", {Score::exponential, false, Norm::sum}},
+    {"linear", {Score::linear, false, Norm::sum}},
+    {"linear-outnorm", {Score::linear, false, Norm::none}},
+    {"mamba2", {Score::linear, true, Norm::none}},
+    {"mamba2s", {Score::linear, true, Norm::none}},
+    {"2mamba", {Score::squared, true, Norm::sum}},
+    {"2mamba-dt", {Score::squared, true, Norm::sum}},
+    {"2mamba-e", {Score::exponential, true, Norm::sum}},
+    {"fox", {Score::exponential, true, Norm::sum}},
+    {"2mamba-3", {Score::power, true, Norm::none, 0, 3}},
+    {"2mamba-4", {Score::power, true, Norm::sum, 0, 4}},
+    {"2mamba-series-2", {Score::series, true, Norm::sum, 0, 2}},
+    {"2mamba-series-4", {Score::series, true, Norm::sum, 0, 4}},
 };
 
 constexpr std::string_view kFormNames[] = {"auto", "parallel", "chunked", "reference"};
 constexpr std::string_view kPrecisionNames[] = {"auto", "bf16", "tf32", "tf32x3", "f32"};
 
-void check_decay_sign(const ArgumentCheck& check, const Tensor& log_decay) {
+void check_decay(const ArgumentCheck& check, const Tensor& log_decay, bool any_sign) {
   const auto scan = [&](auto zero) {
     using T = decltype(zero);
     const T* data = log_decay.data<T>();
@@ -38,9 +47,9 @@ void check_decay_sign(const ArgumentCheck& check, const Tensor& log_decay) {
       for (int64_t t = 0; t < log_decay.size(1); ++t)
         for (int64_t h = 0; h < log_decay.size(2); ++h) {
           const T value = data[b * log_decay.stride(0) + t * log_decay.stride(1) + h * log_decay.stride(2)];
-          require(value <= 0 && std::isfinite(value),
-                  "{}: argument \"log_decay\" holds {} at [{}, {}, {}], expected finite values of at most 0",
-                  check.operation(), value, b, t, h);
+          require(std::isfinite(value) && (any_sign || value <= 0),
+                  "{}: argument \"log_decay\" holds {} at [{}, {}, {}], expected finite values{}", check.operation(),
+                  value, b, t, h, any_sign ? "" : " of at most 0");
         }
   };
   if (log_decay.dtype() == DType::f64)
@@ -57,6 +66,12 @@ void check_form(std::string_view operation, Form form, Device device) {
   require(device.is_cpu() || form != Form::reference,
           "{}: argument \"form\" is reference, but tensors are on {}; the oracle is on the CPU only", operation,
           name_of(device));
+}
+
+void check_precision(std::string_view operation, MixerPrecision precision, Device device) {
+  require(!device.is_cpu() || precision == MixerPrecision::automatic || precision == MixerPrecision::f32,
+          "{}: argument \"precision\" is {}, but tensors are on the CPU, which computes in f32; use auto or f32",
+          operation, name_of(precision));
 }
 
 std::vector<DType> input_dtypes(Form form, Device device) {
@@ -89,8 +104,8 @@ void check_qkv(const ArgumentCheck& check, const MixerInputs& in, Form form) {
 
 void check_state(const ArgumentCheck& check, std::string_view argument, const Tensor& state, const MixerSpec& spec,
                  const MixerShape& shape, DType dtype, Device device) {
-  require(spec.has_state(), "{}: argument \"{}\" was given, but an exponential score has no state of constant size",
-          check.operation(), argument);
+  require(spec.has_state(), "{}: argument \"{}\" was given, but there is no state of constant size for {}",
+          check.operation(), argument, to_string(spec));
   check.dense(argument, state, dtype, {shape.batch, shape.heads, shape.state_rows, shape.state_columns}, device);
 }
 
@@ -154,20 +169,39 @@ std::string_view name_of(MixerPrecision precision) {
 }
 
 int64_t state_rows(const MixerSpec& spec, int64_t qk_dim) {
-  return spec.score == Score::squared ? qk_dim * (qk_dim + 1) / 2 : spec.score == Score::linear ? qk_dim : 0;
+  if (!spec.has_state()) return 0;
+  return spec.score == Score::squared ? qk_dim * (qk_dim + 1) / 2 : qk_dim;
 }
 
 int64_t state_columns(const MixerSpec& spec, int64_t v_dim) {
   return v_dim + (spec.norm == Norm::sum ? 1 : 0);
 }
 
-MixerShape check_mixer(std::string_view operation, const MixerSpec& spec, const MixerInputs& in, Form form) {
-  const ArgumentCheck check(operation);
-  require(form != Form::chunked || spec.has_state(),
-          "{}: argument \"form\" is chunked, but an exponential score has no state of constant size; use parallel",
-          operation);
+void check_spec(std::string_view operation, const MixerSpec& spec) {
   require(spec.scale >= 0 && std::isfinite(spec.scale), "{}: argument \"scale\" is {}, expected 0 or more", operation,
           spec.scale);
+  if (spec.score == Score::power)
+    require(spec.degree >= 3 && spec.degree <= kLargestDegree,
+            "{}: argument \"degree\" is {} for the score power, expected 3 to {}; 1 and 2 are the scores linear and "
+            "squared",
+            operation, spec.degree, kLargestDegree);
+  else if (spec.score == Score::series)
+    require(spec.degree >= 1 && spec.degree <= kLargestDegree,
+            "{}: argument \"degree\" is {} for the score series, expected 1 to {}; all terms are the score exponential",
+            operation, spec.degree, kLargestDegree);
+  else
+    require(spec.degree == 0, "{}: argument \"degree\" is {}, expected 0; only the scores power and series have one",
+            operation, spec.degree);
+  require(spec.decay || !spec.signed_decay,
+          "{}: argument \"signed_decay\" is set, but the spec has no decay; set decay too", operation);
+}
+
+MixerShape check_mixer(std::string_view operation, const MixerSpec& spec, const MixerInputs& in, Form form) {
+  const ArgumentCheck check(operation);
+  check_spec(operation, spec);
+  require(form != Form::chunked || spec.has_state(),
+          "{}: argument \"form\" is chunked, but there is no state of constant size for {}; use parallel", operation,
+          to_string(spec));
   check_qkv(check, in, form);
   MixerShape shape;
   shape.batch = in.q.size(0);
@@ -191,7 +225,7 @@ MixerShape check_mixer(std::string_view operation, const MixerSpec& spec, const 
     check.shape("log_decay", in.log_decay, {shape.batch, shape.length, shape.heads});
     check.dtype("log_decay", in.log_decay, {accumulator_of(in.q)});
     check.device("log_decay", in.log_decay, in.q.device());
-    if (in.q.device().is_cpu()) check_decay_sign(check, in.log_decay);
+    if (in.q.device().is_cpu()) check_decay(check, in.log_decay, spec.signed_decay);
   }
   if (in.initial_state)
     check_state(check, "initial_state", in.initial_state, spec, shape, accumulator_of(in.q), in.q.device());
@@ -204,12 +238,13 @@ MixerResult mixer_forward(const MixerSpec& spec, const MixerInputs& inputs, cons
   const std::vector<Segment> segments = segments_of(kOperation, inputs.boundaries, shape.batch, shape.length);
   check_chunk(kOperation, options.chunk);
   require(!options.final_state || spec.has_state(),
-          "{}: argument \"final_state\" was asked for, but an exponential score has no state of constant size",
-          kOperation);
+          "{}: argument \"final_state\" was asked for, but there is no state of constant size for {}", kOperation,
+          to_string(spec));
   const Device device = inputs.q.device();
   const int64_t chunk =
       options.chunk > 0 ? options.chunk : default_chunk(spec, shape.qk_dim, shape.v_dim, device, inputs.q.dtype());
   check_form(kOperation, options.form, device);
+  check_precision(kOperation, options.precision, device);
   MixerResult result;
   const DType accumulator = accumulator_of(inputs.q);
   result.out = Tensor::empty({shape.batch, shape.length, shape.heads, shape.v_dim}, inputs.v.dtype(), device);
@@ -233,6 +268,7 @@ MixerResult mixer_forward(const MixerSpec& spec, const MixerInputs& inputs, cons
   }
 #endif
   if (result.form == Form::automatic) result.form = choose_form(spec, shape, inputs, segments, chunk);
+  result.kernel = result.form == Form::reference ? "reference" : "cpu";
   if (result.form == Form::reference)
     reference::mixer_forward(spec, shape, inputs, segments, result);
   else
@@ -253,6 +289,7 @@ MixerGradients mixer_backward(const MixerSpec& spec, const MixerInputs& inputs, 
   const DType accumulator = accumulator_of(inputs.q);
   const Device device = inputs.q.device();
   check_form(kOperation, form, device);
+  check_precision(kOperation, options.precision, device);
   check.shape("result.out", result.out, out_shape);
   check.dtype("result.out", result.out, {inputs.v.dtype()});
   check.unit_inner_stride("result.out", result.out);

@@ -34,7 +34,7 @@ MixerCache::MixerCache(const MixerSpec& spec, const Sizes& sizes, Device device)
   for (int64_t own : {sizes.q_heads, sizes.k_heads, sizes.v_heads})
     require(own >= 1 && heads % own == 0, "mixer_cache: {} heads, expected a divisor of {}", own, heads);
   require(sizes.batch >= 1, "mixer_cache: batch {}, expected 1 or more", sizes.batch);
-  require(spec.scale >= 0 && std::isfinite(spec.scale), "mixer_cache: scale {}, expected 0 or more", spec.scale);
+  check_spec("mixer_cache", spec);
   shape_.batch = sizes.batch;
   shape_.length = 1;
   shape_.heads = heads;
@@ -60,7 +60,7 @@ MixerCache::MixerCache(const MixerSpec& spec, const Sizes& sizes, const MixerCon
     : MixerCache(spec, sizes, device) {
   const ArgumentCheck check("mixer_cache");
   const bool folded = contents.state.defined();
-  require(!folded || spec.has_state(), "mixer_cache: contents with a state, but an exponential score has none");
+  require(!folded || spec.has_state(), "mixer_cache: contents with a state, but there is none for {}", to_string(spec));
   require(spec.decay || !contents.log_decay, "mixer_cache: contents with decays, but the spec has no decay");
   const int64_t most = folded ? window_ : spec.has_state() ? first_fold_ : contents.tokens;
   require(contents.pending >= 0 && contents.pending <= most && contents.pending <= contents.tokens &&
@@ -201,9 +201,9 @@ Tensor MixerCache::step(const Tensor& q, const Tensor& k, const Tensor& v, const
   if (spec_.decay) {
     check.dense("log_decay", log_decay, DType::f32, {shape_.batch, shape_.heads}, device_);
     for (int64_t i = 0; device_.is_cpu() && i < log_decay.elements(); ++i)
-      require(log_decay.data<float>()[i] <= 0 && std::isfinite(log_decay.data<float>()[i]),
-              "mixer_cache.step: argument \"log_decay\" holds {}, expected finite values of at most 0",
-              log_decay.data<float>()[i]);
+      require(std::isfinite(log_decay.data<float>()[i]) && (spec_.signed_decay || log_decay.data<float>()[i] <= 0),
+              "mixer_cache.step: argument \"log_decay\" holds {}, expected finite values{}", log_decay.data<float>()[i],
+              spec_.signed_decay ? "" : " of at most 0");
   }
   const bool early = prepared_;
   make_room(q.dtype());
@@ -278,7 +278,7 @@ Tensor MixerCache::prefill(const MixerInputs& inputs, const MixerOptions& option
 }
 
 Tensor MixerCache::state() const {
-  require(spec_.has_state(), "mixer_cache.state: an exponential score has no state of constant size");
+  require(spec_.has_state(), "mixer_cache.state: there is no state of constant size for {}", to_string(spec_));
   const Tensor packed = state_ ? to_dtype(state_, DType::f32) : new_state();
   if (recent_.pending > 0) FURIOUS_DISPATCH(device_, cache_fold(spec_, shape_, recent_, packed));
   const Tensor out =

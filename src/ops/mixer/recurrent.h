@@ -5,8 +5,8 @@
 // The last tokens are kept as plain k, v and log-decay (the window) and folded into the state only now and then, so
 // that a token reads the state once and does not write it. There is no state before the first fold: the cache then *is*
 // a KV cache, and it folds first when it has grown larger than state and window together. So at no length does it take
-// more memory than a KV cache, nor more than the state and a window. An exponential score never folds: its cache is a
-// KV cache for good.
+// more memory than a KV cache, nor more than the state and a window. A mixer without state (MixerSpec::has_state) never
+// folds: its cache is a KV cache for good.
 #pragma once
 
 #include <array>

@@ -87,19 +87,20 @@ inline HWY_ATTR void add_scaled(const float* x, float factor, size_t count, floa
 
 // The weights of the window's tokens, in place of their decays.
 template <Kind kKind>
-void window_weights(const CachedHead& cached, const float* q, std::vector<float>& weights) {
+void window_weights(const CachedHead& cached, const Polynomial& f, const float* q, std::vector<float>& weights) {
   const auto dim = static_cast<size_t>(cached.shape.qk_dim);
   float largest = -std::numeric_limits<float>::infinity();
   for (size_t j = 0; j < cached.pending; ++j) {
     const float s = inner_product(q, cached.row(&CachePage::k, j), dim);
-    const float decay = weights[j];
+    const float decay = std::min(weights[j], kLargestExponent);  // which only a signed mask can reach
     if constexpr (kKind == Kind::kSoftmax) {
-      weights[j] += s;
+      weights[j] = decay + s;
       largest = std::max(largest, weights[j]);
     } else {
       const float factor = decay < static_cast<float>(kErased) ? 0.0f : std::exp(decay);
       if constexpr (kKind == Kind::kLinear) weights[j] = s * factor;
       if constexpr (kKind == Kind::kSquared) weights[j] = s * s * factor;
+      if constexpr (kKind == Kind::kPolynomial) weights[j] = f(s) * factor;
       if constexpr (kKind == Kind::kExponential) weights[j] = std::exp(std::min(s, kLargestExponent)) * factor;
     }
   }
@@ -138,7 +139,7 @@ void read_head(const MixerSpec& spec, const CachedHead& cached, float* state_num
     const HeadState state(shape, kKind == Kind::kSquared, state_numbers);
     normalizer = read_state(state, q, static_cast<float>(std::exp(since_fold)), spec.norm == Norm::sum, y);
   }
-  window_weights<kKind>(cached, q, weights);
+  window_weights<kKind>(cached, polynomial_of(spec), q, weights);
   for (size_t j = 0; j < cached.pending; ++j) {
     normalizer += weights[j];
     add_scaled(cached.row(&CachePage::v, j), weights[j], v_dim, y);
@@ -151,7 +152,7 @@ void read_cache(const MixerSpec& spec, const MixerShape& shape, const std::vecto
                 const Tensor& state, const Tensor& q, const Tensor& out) {
   const int64_t per_head = pending * (shape.qk_dim + shape.v_dim) + (state ? shape.state_rows * shape.v_dim : 0);
   const bool worth_threads = static_cast<size_t>(shape.batch * shape.heads * per_head) > kWorthThreads / 8;
-  with_kind(spec, [&]<Kind kKind, bool>() {
+  with_kind(spec, [&]<Kind kKind, Mask>() {
     parallel_for_if(worth_threads, shape.batch * shape.heads, [&](int64_t i) {
       const int64_t batch = i / shape.heads;
       const int64_t head = i % shape.heads;

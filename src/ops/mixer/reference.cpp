@@ -82,28 +82,51 @@ struct Head {
   }
   bool saturates() const { return spec.score == Score::exponential && spec.norm == Norm::none; }
 
+  // The logarithm of the mask's factor, and whether it is held at its largest value, where its derivative is zero.
+  double between(size_t i, size_t j) const {
+    return held(i, j) ? static_cast<double>(kLargestExponent) : decay[i] - decay[j];
+  }
+  bool held(size_t i, size_t j) const {
+    return spec.signed_decay && decay[i] - decay[j] >= static_cast<double>(kLargestExponent);
+  }
+
   // The largest exponent of row i: weights of softmax are taken relative to it.
   double maximum(size_t i) const {
     if (spec.score != Score::exponential || spec.norm != Norm::sum) return 0;
     double largest = -std::numeric_limits<double>::infinity();
-    for (size_t j = 0; j <= i; ++j) largest = std::max(largest, dot(q[i], k[j]) + decay[i] - decay[j]);
+    for (size_t j = 0; j <= i; ++j) largest = std::max(largest, dot(q[i], k[j]) + between(i, j));
     return largest;
+  }
+
+  // f and f' where they are polynomials.
+  double value(double s) const {
+    if (spec.score == Score::linear) return s;
+    if (spec.score == Score::squared) return s * s;
+    if (spec.score == Score::power) return std::pow(s, spec.degree);
+    double sum = 0;
+    for (int n = 0; n <= spec.degree; ++n) sum += std::pow(s, n) / std::tgamma(n + 1);
+    return sum;
+  }
+  double slope(double s) const {
+    if (spec.score == Score::linear) return 1;
+    if (spec.score == Score::squared) return 2 * s;
+    if (spec.score == Score::power) return spec.degree * std::pow(s, spec.degree - 1);
+    double sum = 0;
+    for (int n = 1; n <= spec.degree; ++n) sum += std::pow(s, n - 1) / std::tgamma(n);
+    return sum;
   }
 
   double weight(size_t i, size_t j, double shift) const {
     const double s = dot(q[i], k[j]);
-    const double between = decay[i] - decay[j];
-    if (spec.score == Score::linear) return s * std::exp(between);
-    if (spec.score == Score::squared) return s * s * std::exp(between);
+    if (spec.score != Score::exponential) return value(s) * std::exp(between(i, j));
     const double exponent = saturates() ? std::min(s, static_cast<double>(kLargestExponent)) : s;
-    return std::exp(exponent + between - shift);
+    return std::exp(exponent + between(i, j) - shift);
   }
 
   // ∂w/∂S.
   double weight_gradient(size_t i, size_t j, double shift) const {
     const double s = dot(q[i], k[j]);
-    if (spec.score == Score::linear) return std::exp(decay[i] - decay[j]);
-    if (spec.score == Score::squared) return 2 * s * std::exp(decay[i] - decay[j]);
+    if (spec.score != Score::exponential) return slope(s) * std::exp(between(i, j));
     if (saturates() && s >= static_cast<double>(kLargestExponent)) return 0;
     return weight(i, j, shift);
   }
@@ -124,8 +147,10 @@ struct Head {
 
   double reciprocal(double normalizer) const {
     if (spec.norm == Norm::none) return 1;
-    const double size = spec.score == Score::linear ? std::fabs(normalizer) : normalizer;
-    return size < static_cast<double>(kSmallestNormalizer) ? 0 : 1 / normalizer;
+    // Squares and exponentials sum to a negative n by rounding only.
+    const bool positive = spec.score == Score::squared || spec.score == Score::exponential;
+    return (positive ? normalizer : std::fabs(normalizer)) < static_cast<double>(kSmallestNormalizer) ? 0
+                                                                                                      : 1 / normalizer;
   }
 
   std::vector<Vector> final_state() const {
@@ -237,6 +262,7 @@ struct HeadGradients {
         dk[j][c] += ds * head.q[i][c];
       }
       for (size_t c = 0; c < dy.size(); ++c) du[j][c] += w * dy[c];
+      if (head.held(i, j)) continue;
       d_decay[i] += w * dw;
       d_decay[j] -= w * dw;
     }

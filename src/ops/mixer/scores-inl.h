@@ -3,7 +3,8 @@
 // Score tiles live in registers and then, one strip of rows at a time, in the first-level cache; the score matrix is
 // never stored. The decay of a tile that lies before its queries factors as exp(A_i − A_last)·exp(A_last − A_j), both
 // at most 1, A_last being the tile's last key: one exponential per row and column. Only tiles on the diagonal take one
-// per element. A tile whose factors all underflow is left out.
+// per element. A tile whose factors all underflow is left out. None of this holds for a decay of either sign: there
+// every tile takes one exponential per element, of a difference that was taken in double.
 
 #if defined(FURIOUS_OPS_MIXER_SCORES_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef FURIOUS_OPS_MIXER_SCORES_INL_H_
@@ -19,13 +20,16 @@
 #include "hwy/contrib/math/math-inl.h"
 #include "ops/mixer/gemm-inl.h"
 #include "ops/mixer/pack-inl.h"
+#include "ops/mixer/polynomial.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace furious {
 namespace HWY_NAMESPACE {
 
 // What the inner loops tell apart. Softmax is the exponential score with sum norm, which needs a running maximum.
-enum class Kind { kLinear, kSquared, kSoftmax, kExponential };
+// Polynomials have coefficients at run time: the scores power and series, and all polynomials under a signed mask.
+enum class Kind { kLinear, kSquared, kSoftmax, kExponential, kPolynomial };
+enum class Mask { kCausal, kDecay, kSigned };  // signed: log-decays of either sign
 
 constexpr size_t kBlock = 192;  // queries, and in the backward pass keys, that are handled together
 static_assert(kBlock % kTile == 0 && kBlock % kRows == 0);
@@ -41,6 +45,7 @@ struct Span {
   const float* k_tiles = nullptr;  // [tiles][qk_dim][kTile]
   const float* v_tiles = nullptr;  // [tiles][v_dim][kTile]
   const double* decay = nullptr;   // A_t, from the start of the span; null without decay
+  Polynomial polynomial;           // f, for kPolynomial
 
   // Forward: y and sum are added to; maximum is in use for softmax.
   float* y = nullptr;
@@ -52,8 +57,12 @@ struct Span {
   const float* delta = nullptr;                       // g_i·o_i
   const float* reciprocal = nullptr;                  // 1/n_i, or 0 where n_i is too small
   float *dq = nullptr, *dk = nullptr, *dv = nullptr;  // added to
-  float *row_term = nullptr, *column_term = nullptr;  // Σ_j w_ij dw_ij and Σ_i w_ij dw_ij; exponential scores only
+  float *row_term = nullptr, *column_term = nullptr;  // Σ_j w_ij dw_ij and Σ_i w_ij dw_ij, where kHasTerms
 };
+
+// Whether dA is summed over pairs; else q·dq and k·dk give it, up to the degree of f.
+template <Kind kKind>
+constexpr bool kHasTerms = kKind != Kind::kLinear&& kKind != Kind::kSquared;
 
 // Whether a pass of all queries over so many keys is worth waking threads for.
 inline bool is_large(const Span& span, size_t keys) {
@@ -76,12 +85,26 @@ HWY_INLINE void decay_factors(const double* decay, size_t count, double sign, do
   }
 }
 
+// Exponents of the mask for a strip of rows against `keys` keys from `first_key` on: [kRows, ld] if it is signed, else
+// those of the strip's first row, the only ones in use.
+template <Mask kMask>
+HWY_INLINE void mask_exponents(const double* decay, size_t length, size_t first_row, size_t first_key, size_t keys,
+                               size_t ld, float* out) {
+  for (size_t r = 0; r < (kMask == Mask::kSigned ? kRows : 1); ++r)
+    for (size_t key = 0; key < keys; ++key) {
+      const size_t at = std::min(first_key + key, length - 1);
+      out[r * ld + key] = static_cast<float>(decay[first_row + r] - decay[at]);
+    }
+}
+
 // A vector of scores of row `row` against keys from `key` on (both counted in the span): what multiplies f(S), or for
-// softmax is added to the exponent.
-template <Kind kKind, bool kDecay, bool kDiagonal>
+// softmax is added to the exponent. A signed mask takes every tile as if it were on the diagonal.
+template <Kind kKind, Mask kMask, bool kDiagonal>
 struct DecayOf {
+  static_assert(kDiagonal || kMask != Mask::kSigned);
   TileDecay tile;     // off the diagonal
-  const float* from;  // on it: A_{i0} − A_j for each key of the tile, i0 being the strip's first row
+  const float* from;  // on it: mask_exponents()
+  size_t ld;
   const double* decay;
   size_t first_row;
 
@@ -91,14 +114,25 @@ struct DecayOf {
     return hn::Iota(kTag, static_cast<float>(static_cast<int64_t>(key) - static_cast<int64_t>(row))) <= hn::Zero(kTag);
   }
 
+  // Signed: where the exponent is below its largest value, so that the weight moves with it.
+  HWY_INLINE auto moves(size_t row, size_t tile_key) const {
+    return hn::LoadU(kTag, from + (row - first_row) * ld + tile_key) < hn::Set(kTag, kLargestExponent);
+  }
+
   // `tile_row`: row within the tile's row array; `tile_key`: key within its column array.
   HWY_INLINE FloatVector operator()(size_t row, size_t tile_row, size_t tile_key) const {
-    static_assert(kDecay);
+    static_assert(kMask != Mask::kCausal);
     constexpr bool kExponent = kKind == Kind::kSoftmax;
     if constexpr (!kDiagonal) {
       const FloatVector column = hn::LoadU(kTag, tile.column + tile_key);
       const FloatVector of_row = hn::Set(kTag, tile.row[tile_row]);
       return kExponent ? hn::Add(column, of_row) : hn::Mul(column, of_row);
+    } else if constexpr (kMask == Mask::kSigned) {
+      const FloatVector exponent =
+          hn::Min(hn::LoadU(kTag, from + (row - first_row) * ld + tile_key), hn::Set(kTag, kLargestExponent));
+      if constexpr (kExponent) return exponent;
+      const auto alive = exponent >= hn::Set(kTag, static_cast<float>(kErased));
+      return hn::IfThenElseZero(alive, hn::Exp(kTag, exponent));
     } else {
       const float within = static_cast<float>(decay[row] - decay[first_row]);
       const FloatVector exponent = hn::Add(hn::LoadU(kTag, from + tile_key), hn::Set(kTag, within));
@@ -110,20 +144,34 @@ struct DecayOf {
 };
 
 template <Kind kKind>
-HWY_INLINE FloatVector score(FloatVector s) {
+HWY_INLINE FloatVector score(FloatVector s, const Polynomial& f) {
   if constexpr (kKind == Kind::kSquared) return hn::Mul(s, s);
   if constexpr (kKind == Kind::kExponential) return hn::Exp(kTag, hn::Min(s, hn::Set(kTag, kLargestExponent)));
+  if constexpr (kKind == Kind::kPolynomial) {
+    FloatVector sum = hn::Set(kTag, f.c[kLargestDegree]);
+    HWY_UNROLL(4)
+    for (int n = kLargestDegree - 1; n >= 0; --n) sum = hn::MulAdd(sum, s, hn::Set(kTag, f.c[n]));
+    return sum;
+  }
   return s;
+}
+
+// f' of a polynomial.
+HWY_INLINE FloatVector score_slope(FloatVector s, const Polynomial& f) {
+  FloatVector sum = hn::Set(kTag, kLargestDegree * f.c[kLargestDegree]);
+  HWY_UNROLL(4)
+  for (int n = kLargestDegree - 1; n >= 1; --n) sum = hn::MulAdd(sum, s, hn::Set(kTag, static_cast<float>(n) * f.c[n]));
+  return sum;
 }
 
 // ---------------------------------------------------------------------------------------------------------- forward
 
 // One strip of queries against one tile of keys: makes the weights [kRows, kTile], in registers first.
-template <Kind kKind, bool kDecay, bool kDiagonal>
+template <Kind kKind, Mask kMask, bool kDiagonal>
 struct ForwardScores {
   const Span& span;
   size_t first_row, first_key, block_row;  // the strip's first row, the tile's first key, the strip's row in its block
-  const DecayOf<kKind, kDecay, kDiagonal>& decay;
+  const DecayOf<kKind, kMask, kDiagonal>& decay;
   float* weights;
   float* partial;  // [kRows, kLanes]: row sums lane by lane; for softmax row maxima of this tile
   size_t panel;
@@ -142,14 +190,14 @@ struct ForwardScores {
         const size_t key = panel + n * kLanes;
         FloatVector w = sums[r][n];
         if constexpr (kKind == Kind::kSoftmax) {
-          if constexpr (kDecay) w = hn::Add(w, decay(first_row + r, block_row + r, key));
+          if constexpr (kMask != Mask::kCausal) w = hn::Add(w, decay(first_row + r, block_row + r, key));
           if constexpr (kDiagonal)
             w = hn::IfThenElse(decay.sees(first_row + r, first_key + key), w,
                                hn::Set(kTag, -std::numeric_limits<float>::infinity()));
           gathered = hn::Max(gathered, w);
         } else {
-          w = score<kKind>(w);
-          if constexpr (kDecay) w = hn::Mul(w, decay(first_row + r, block_row + r, key));
+          w = score<kKind>(w, span.polynomial);
+          if constexpr (kMask != Mask::kCausal) w = hn::Mul(w, decay(first_row + r, block_row + r, key));
           if constexpr (kDiagonal) w = hn::IfThenElseZero(decay.sees(first_row + r, first_key + key), w);
           gathered = hn::Add(gathered, w);
         }
@@ -209,25 +257,21 @@ inline HWY_ATTR void softmax_strip(const Span& span, size_t first_row, size_t ke
   }
 }
 
-template <Kind kKind, bool kDecay, bool kDiagonal>
+template <Kind kKind, Mask kMask, bool kDiagonal>
 HWY_INLINE void forward_strip(const Span& span, size_t first_row, size_t first_key, size_t keys, size_t block_row,
                               const TileDecay& tile, float* partial) {
   alignas(64) float weights[kRows * kTile];
-  alignas(64) float from[kTile];
-  if constexpr (kDecay && kDiagonal) {
-    for (size_t key = 0; key < kTile; ++key) {
-      const size_t at = std::min(first_key + key, span.length - 1);
-      from[key] = static_cast<float>(span.decay[first_row] - span.decay[at]);
-    }
-  }
-  const DecayOf<kKind, kDecay, kDiagonal> decay{tile, from, span.decay, first_row};
+  alignas(64) float from[(kMask == Mask::kSigned ? kRows : 1) * kTile];
+  if constexpr (kMask != Mask::kCausal && kDiagonal)
+    mask_exponents<kMask>(span.decay, span.length, first_row, first_key, kTile, kTile, from);
+  const DecayOf<kKind, kMask, kDiagonal> decay{tile, from, kTile, span.decay, first_row};
   alignas(64) float maxima[kRows * kLanes];
   if constexpr (kKind == Kind::kSoftmax)
     std::fill(maxima, maxima + kRows * kLanes, -std::numeric_limits<float>::infinity());
   float* gathered = kKind == Kind::kSoftmax ? maxima : partial + block_row * kLanes;
   for_each_panel(keys, [&](size_t panel, size_t vectors) HWY_ATTR {
-    with_width(vectors, ForwardScores<kKind, kDecay, kDiagonal>{span, first_row, first_key, block_row, decay, weights,
-                                                                gathered, panel});
+    with_width(vectors, ForwardScores<kKind, kMask, kDiagonal>{span, first_row, first_key, block_row, decay, weights,
+                                                               gathered, panel});
   });
   alignas(64) float rescale[kRows];
   if constexpr (kKind == Kind::kSoftmax) softmax_strip(span, first_row, keys, weights, maxima, rescale);
@@ -239,7 +283,7 @@ HWY_INLINE void forward_strip(const Span& span, size_t first_row, size_t first_k
 }
 
 // All earlier keys for the queries [begin, end).
-template <Kind kKind, bool kDecay>
+template <Kind kKind, Mask kMask>
 HWY_NOINLINE void forward_block(const Span& span, size_t begin, size_t end) {
   alignas(64) float partial[kBlock * kLanes] = {};
   alignas(64) float row_factor[kBlock + kLanes];
@@ -247,7 +291,7 @@ HWY_NOINLINE void forward_block(const Span& span, size_t begin, size_t end) {
   const TileDecay tile{row_factor, column_factor};
   for (size_t first_key = 0; first_key < end; first_key += kTile) {
     const size_t keys_end = std::min(first_key + kTile, span.length);
-    if constexpr (kDecay) {
+    if constexpr (kMask == Mask::kDecay) {
       const double reference = span.decay[keys_end - 1];
       if (kKind != Kind::kSoftmax && keys_end <= begin && span.decay[begin] - reference < kErased) continue;
       decay_factors<kKind>(span.decay + first_key, keys_end - first_key, -1, reference, column_factor);
@@ -260,10 +304,13 @@ HWY_NOINLINE void forward_block(const Span& span, size_t begin, size_t end) {
       const size_t rows_end = std::min(row + kRows, span.length);
       if (rows_end <= first_key) continue;
       const size_t keys = std::min(keys_end, rows_end) - first_key;
-      if (keys_end <= row)
-        forward_strip<kKind, kDecay, false>(span, row, first_key, keys, row - begin, tile, partial);
-      else
-        forward_strip<kKind, kDecay, true>(span, row, first_key, keys, row - begin, tile, partial);
+      if constexpr (kMask != Mask::kSigned) {
+        if (keys_end <= row) {
+          forward_strip<kKind, kMask, false>(span, row, first_key, keys, row - begin, tile, partial);
+          continue;
+        }
+      }
+      forward_strip<kKind, kMask, true>(span, row, first_key, keys, row - begin, tile, partial);
     }
   }
   if constexpr (kKind == Kind::kSoftmax) return;
@@ -271,12 +318,12 @@ HWY_NOINLINE void forward_block(const Span& span, size_t begin, size_t end) {
     span.sum[row] += hn::GetLane(hn::SumOfLanes(kTag, hn::LoadU(kTag, partial + (row - begin) * kLanes)));
 }
 
-template <Kind kKind, bool kDecay>
+template <Kind kKind, Mask kMask>
 void scores_forward(const Span& span) {
   const size_t blocks = (span.length + kBlock - 1) / kBlock;
   parallel_for_if(is_large(span, span.length), static_cast<int64_t>(blocks), [&](int64_t i) {
     const size_t begin = (blocks - 1 - static_cast<size_t>(i)) * kBlock;  // longest first
-    forward_block<kKind, kDecay>(span, begin, std::min(begin + kBlock, span.length));
+    forward_block<kKind, kMask>(span, begin, std::min(begin + kBlock, span.length));
   });
 }
 
@@ -298,11 +345,11 @@ struct StripScores {
 };
 
 // G = g·Vᵀ in registers; with the scores this gives p (what g is summed with into dv) and dS.
-template <Kind kKind, bool kDecay, bool kDiagonal>
+template <Kind kKind, Mask kMask, bool kDiagonal>
 struct BackwardScores {
   const Span& span;
   size_t first_row, first_key, block_row, block_key;
-  const DecayOf<kKind, kDecay, kDiagonal>& decay;
+  const DecayOf<kKind, kMask, kDiagonal>& decay;
   const float* scores;
   float *p, *ds;  // the block's [kBlock, kBlock], at this strip and tile
   size_t panel;
@@ -326,18 +373,26 @@ struct BackwardScores {
         FloatVector weight, gradient;
         if constexpr (kKind == Kind::kSoftmax) {
           FloatVector exponent = s;
-          if constexpr (kDecay) exponent = hn::Add(exponent, decay(first_row + r, block_row + r, block_key + key));
+          if constexpr (kMask != Mask::kCausal)
+            exponent = hn::Add(exponent, decay(first_row + r, block_row + r, block_key + key));
           exponent = hn::Sub(exponent, hn::Set(kTag, span.maximum[first_row + r]));
           weight = hn::Mul(hn::Exp(kTag, exponent), reciprocal);
           gradient = hn::Mul(weight, dw);
         } else if constexpr (kKind == Kind::kExponential) {
-          weight = score<kKind>(s);
-          if constexpr (kDecay) weight = hn::Mul(weight, decay(first_row + r, block_row + r, block_key + key));
+          weight = score<kKind>(s, span.polynomial);
+          if constexpr (kMask != Mask::kCausal)
+            weight = hn::Mul(weight, decay(first_row + r, block_row + r, block_key + key));
           gradient = hn::Mul(weight, dw);
+        } else if constexpr (kKind == Kind::kPolynomial) {
+          FloatVector factor = hn::Set(kTag, 1.0f);
+          if constexpr (kMask != Mask::kCausal) factor = decay(first_row + r, block_row + r, block_key + key);
+          weight = hn::Mul(hn::Mul(score<kKind>(s, span.polynomial), factor), reciprocal);
+          gradient = hn::Mul(hn::Mul(hn::Mul(score_slope(s, span.polynomial), factor), reciprocal), dw);
         } else {
           // (S·decay)/n first: neither S/n nor dw/n alone is sure to be finite.
           FloatVector factor = kKind == Kind::kSquared ? s : hn::Set(kTag, 1.0f);
-          if constexpr (kDecay) factor = hn::Mul(factor, decay(first_row + r, block_row + r, block_key + key));
+          if constexpr (kMask != Mask::kCausal)
+            factor = hn::Mul(factor, decay(first_row + r, block_row + r, block_key + key));
           factor = hn::Mul(factor, reciprocal);
           weight = hn::Mul(s, factor);
           gradient = hn::Mul(kKind == Kind::kSquared ? hn::Add(factor, factor) : factor, dw);
@@ -347,40 +402,40 @@ struct BackwardScores {
           weight = hn::IfThenElseZero(seen, weight);
           gradient = hn::IfThenElseZero(seen, gradient);
         }
-        if constexpr (kKind == Kind::kSoftmax || kKind == Kind::kExponential) {
+        if constexpr (kHasTerms<kKind>) {
+          FloatVector term = kKind == Kind::kPolynomial ? hn::Mul(weight, dw) : gradient;
+          if constexpr (kMask == Mask::kSigned)
+            term = hn::IfThenElseZero(decay.moves(first_row + r, block_key + key), term);
           float* column_term = span.column_term + first_key + key;
-          hn::StoreU(hn::Add(hn::LoadU(kTag, column_term), gradient), kTag, column_term);
-          row_total = hn::Add(row_total, gradient);
+          hn::StoreU(hn::Add(hn::LoadU(kTag, column_term), term), kTag, column_term);
+          row_total = hn::Add(row_total, term);
           if constexpr (kKind == Kind::kExponential)  // where f is flat, S has no gradient
             gradient = hn::IfThenElseZero(s < hn::Set(kTag, kLargestExponent), gradient);
         }
         hn::StoreU(weight, kTag, p + r * kBlock + key);
         hn::StoreU(gradient, kTag, ds + r * kBlock + key);
       }
-      if constexpr (kKind == Kind::kExponential)
+      // Under the sum norm it is zero, unless some weights stay as they are.
+      if constexpr (kHasTerms<kKind> && (kKind != Kind::kSoftmax || kMask == Mask::kSigned))
         span.row_term[first_row + r] += hn::GetLane(hn::SumOfLanes(kTag, row_total));
     }
   }
 };
 
-template <Kind kKind, bool kDecay, bool kDiagonal>
+template <Kind kKind, Mask kMask, bool kDiagonal>
 HWY_INLINE void backward_strip(const Span& span, size_t row, size_t keys_begin, size_t keys, size_t block_row,
                                const TileDecay& tile, float* p, float* ds) {
   alignas(64) float scores[kRows * kTile];
-  alignas(64) float from[kBlock];
-  if constexpr (kDecay && kDiagonal) {
-    for (size_t key = 0; key < round_up(keys, kPad); ++key) {
-      const size_t at = std::min(keys_begin + key, span.length - 1);
-      from[key] = static_cast<float>(span.decay[row] - span.decay[at]);
-    }
-  }
+  alignas(64) float from[(kMask == Mask::kSigned ? kRows : 1) * kBlock];
+  if constexpr (kMask != Mask::kCausal && kDiagonal)
+    mask_exponents<kMask>(span.decay, span.length, row, keys_begin, round_up(keys, kPad), kBlock, from);
   for (size_t tile_key = 0; tile_key < keys; tile_key += kTile) {
     const size_t first_key = keys_begin + tile_key;
-    const DecayOf<kKind, kDecay, kDiagonal> decay{{tile.row, tile.column}, from + tile_key, span.decay, row};
+    const DecayOf<kKind, kMask, kDiagonal> decay{{tile.row, tile.column}, from + tile_key, kBlock, span.decay, row};
     for_each_panel(std::min(kTile, keys - tile_key), [&](size_t panel, size_t vectors) HWY_ATTR {
       with_width(vectors, StripScores{span.q + row * span.qk_ld, span.qk_ld, span.qk_dim,
                                       span.k_tiles + first_key * span.qk_dim + panel, scores + panel});
-      with_width(vectors, BackwardScores<kKind, kDecay, kDiagonal>{
+      with_width(vectors, BackwardScores<kKind, kMask, kDiagonal>{
                               span, row, first_key, block_row, kDiagonal ? 0 : tile_key, decay, scores,
                               p + block_row * kBlock + tile_key, ds + block_row * kBlock + tile_key, panel});
     });
@@ -390,7 +445,7 @@ HWY_INLINE void backward_strip(const Span& span, size_t row, size_t keys_begin, 
 }
 
 // Adds what the queries of one block and the keys of one block give to each other's gradients.
-template <Kind kKind, bool kDecay>
+template <Kind kKind, Mask kMask>
 HWY_NOINLINE void backward_pair(const Span& span, size_t query_block, size_t key_block) {
   const size_t row_begin = query_block * kBlock;
   const size_t row_end = std::min(row_begin + kBlock, span.length);
@@ -399,7 +454,7 @@ HWY_NOINLINE void backward_pair(const Span& span, size_t query_block, size_t key
   const bool diagonal = query_block == key_block;
   alignas(64) float row_factor[kBlock + kLanes];
   alignas(64) float column_factor[kBlock + kLanes];
-  if constexpr (kDecay) {
+  if constexpr (kMask == Mask::kDecay) {
     const double reference = span.decay[key_end - 1];
     if (kKind != Kind::kSoftmax && !diagonal && span.decay[row_begin] - reference < kErased) return;
     if (!diagonal) {
@@ -412,11 +467,11 @@ HWY_NOINLINE void backward_pair(const Span& span, size_t query_block, size_t key
   float* ds = p + kBlock * kBlock;
   const TileDecay tile{row_factor, column_factor};
   for (size_t row = row_begin; row < row_end; row += kRows) {
-    if (diagonal) {
+    if (diagonal || kMask == Mask::kSigned) {
       const size_t keys = std::min(row + kRows, key_end) - key_begin;
-      backward_strip<kKind, kDecay, true>(span, row, key_begin, keys, row - row_begin, tile, p, ds);
-    } else {
-      backward_strip<kKind, kDecay, false>(span, row, key_begin, key_end - key_begin, row - row_begin, tile, p, ds);
+      backward_strip<kKind, kMask, true>(span, row, key_begin, keys, row - row_begin, tile, p, ds);
+    } else if constexpr (kMask != Mask::kSigned) {
+      backward_strip<kKind, kMask, false>(span, row, key_begin, key_end - key_begin, row - row_begin, tile, p, ds);
     }
   }
   const size_t rows = row_end - row_begin;
@@ -435,12 +490,12 @@ HWY_NOINLINE void backward_pair(const Span& span, size_t query_block, size_t key
 
 // Pairs of one distance between blocks touch disjoint gradients, so each distance is one parallel loop: every sum has
 // one order, whatever the number of threads.
-template <Kind kKind, bool kDecay>
+template <Kind kKind, Mask kMask>
 void scores_backward(const Span& span) {
   const size_t blocks = (span.length + kBlock - 1) / kBlock;
   for (size_t distance = 0; distance < blocks; ++distance) {
     parallel_for_if(is_large(span, kBlock), static_cast<int64_t>(blocks - distance), [&](int64_t key_block) {
-      backward_pair<kKind, kDecay>(span, static_cast<size_t>(key_block) + distance, static_cast<size_t>(key_block));
+      backward_pair<kKind, kMask>(span, static_cast<size_t>(key_block) + distance, static_cast<size_t>(key_block));
     });
   }
 }

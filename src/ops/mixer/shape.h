@@ -17,7 +17,8 @@ struct MixerShape {
   float scale = 0;
 };
 
-// Throws an Error that names the argument if anything about the inputs is wrong.
+// Throw an Error that names the argument if anything about the spec, or the inputs too, is wrong.
+void check_spec(std::string_view operation, const MixerSpec& spec);
 MixerShape check_mixer(std::string_view operation, const MixerSpec& spec, const MixerInputs& inputs, Form form);
 
 }  // namespace furious
