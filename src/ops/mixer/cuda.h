@@ -12,6 +12,8 @@ struct MixerCall {
   const std::vector<Segment>& segments;
   int64_t chunk;  // the whole length in the parallel form
   const MixerResult& result;
+  MixerPrecision precision = MixerPrecision::automatic;
+  std::string_view* kernel = nullptr;  // receives the name of the kernels that ran forward
 };
 
 // The faster form for a call without states.
@@ -32,8 +34,10 @@ TokenTables token_tables(const MixerCall& call);
 
 // Gradients of one head of the call each, before heads that share an input are summed.
 struct HeadGradients {
-  Tensor q, k, v;    // [batch, length, heads, dim]
-  Tensor row_decay;  // f32 [batch, heads, length]: the part of dA that queries give; not there under the sum norm
+  Tensor q, k, v;  // [batch, length, heads, dim]
+  // f32 [batch, heads, length]: the part of dA that queries give. Undefined where it is exactly 0: under the sum norm,
+  // unless a signed decay saturates.
+  Tensor row_decay;
   Tensor key_decay;  // the part that keys give
 };
 
@@ -42,6 +46,17 @@ struct HeadGradients {
 void simple_forward(const MixerCall& call, const TokenTables& tables, const Tensor& past);
 void simple_backward(const MixerCall& call, const TokenTables& tables, const Tensor& out_gradient,
                      const HeadGradients& gradients);
+
+// The precision of the call's products: what was asked for, or what suits the inputs.
+MixerPrecision product_precision(const MixerCall& call);
+
+// Any spec and dtype, products in product_precision(call); dimensions up to this that are multiples of 8. `past` as
+// above.
+inline constexpr int64_t kLargestTileDim = 128;
+bool tiles_take(const MixerCall& call);
+void tiles_forward(const MixerCall& call, const TokenTables& tables, const Tensor& past);
+void tiles_backward(const MixerCall& call, const TokenTables& tables, const Tensor& out_gradient,
+                    const HeadGradients& gradients);
 
 // g/n and δ/n, as the gradients use them; for exponentials g, δ and log2 of n·exp(maximum).
 struct ScaledGradient {

@@ -1,5 +1,5 @@
-// What all mixers on a GPU share: how decay weighs, and the rows of one head in a tensor [batch, length, heads or a
-// divisor, dim].
+// What all mixers on a GPU share: how decay weighs and erases tiles, and the rows of one head in a tensor [batch,
+// length, heads or a divisor, dim].
 #pragma once
 
 #include "ops/mixer/shape.h"
@@ -7,9 +7,25 @@
 
 namespace furious::cuda {
 
+constexpr float kLog2e = 1.4426950408889634f;
+
 // exp of a log-decay, where what is too small counts as zero.
 __device__ inline float decay_factor(double log_decay) {
   return log_decay < kErased ? 0.0f : expf(static_cast<float>(log_decay));
+}
+
+// Of `tiles` tiles, counted in the order of `step` from the first, how many decay has erased; they come first in that
+// order. `erased(tile)` is asked by one thread per tile. All threads of the block take part.
+template <int kThreads, class Erased>
+__device__ int count_erased(int tiles, Erased&& erased) {
+  int total = 0;
+  for (int base = 0; base < tiles; base += kThreads) {
+    const int tile = base + static_cast<int>(threadIdx.x);
+    const int count = __syncthreads_count(tile < tiles && erased(tile));
+    total += count;
+    if (count < kThreads) break;
+  }
+  return total;
 }
 
 template <class T>
@@ -28,6 +44,11 @@ Heads<typename OnDevice<T>::Type> heads_of(const Tensor& x, int64_t heads) {
 
 inline float* floats(const Tensor& x) {
   return x ? x.data<float>() : nullptr;
+}
+
+template <class Kernel>
+void allow_shared_memory(Kernel kernel, size_t bytes) {
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)), "mixer");
 }
 
 }  // namespace furious::cuda

@@ -1,4 +1,4 @@
-// Tensor cores and the memory around them, by the names that the kernels use. bf16 operands, f32 sums.
+// Tensor cores and the memory around them, by the names that the kernels use. bf16 or tf32 operands, f32 sums.
 //
 // A warp multiplies 16 × 16 by 16 × 8. Lane l holds of the result rows l/4 and l/4 + 8, columns 2(l%4) and the next.
 // Tiles in shared memory are rows of kDim bf16, in pieces of 16 bytes; piece p of row r lies at place p ^ (r % 8), so
@@ -16,6 +16,21 @@ __device__ inline void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, u
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// 16 × 8 by 8 × 8 in tf32. With l/4 = g and l%4 = t, lane l holds of A (g, t), (g + 8, t), (g, t + 4), (g + 8, t + 4),
+// and of B (t, g), (t + 4, g).
+__device__ inline void mma_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ inline uint32_t round_to_tf32(float x) {
+  uint32_t r;
+  asm("cvt.rna.tf32.f32 %0, %1;\n" : "=r"(r) : "f"(x));
+  return r;
 }
 
 __device__ inline uint32_t shared_address(const void* pointer) {

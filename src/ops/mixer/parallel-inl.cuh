@@ -19,7 +19,6 @@ namespace furious::cuda {
 using bf16 = __nv_bfloat16;
 
 constexpr int kTile = 64;  // keys or queries of a tile in shared memory
-constexpr float kLog2e = 1.4426950408889634f;
 
 struct Parallel {
   Heads<bf16> q, k, v, out, g, dq, dk, dv;
@@ -73,20 +72,6 @@ __device__ float score_scale(float scale) {
   return kScore == Score::squared ? scale * scale : kScore == Score::linear ? scale : scale * kLog2e;
 }
 
-// Of `tiles` tiles, counted in the order of `step` from the first, how many decay has erased; they come first in that
-// order. `erased(tile)` is asked by one thread per tile. All threads of the block take part.
-template <int kThreads, class Erased>
-__device__ int count_erased(int tiles, Erased&& erased) {
-  int total = 0;
-  for (int base = 0; base < tiles; base += kThreads) {
-    const int tile = base + static_cast<int>(threadIdx.x);
-    const int count = __syncthreads_count(tile < tiles && erased(tile));
-    total += count;
-    if (count < kThreads) break;
-  }
-  return total;
-}
-
 // acc[rows][dim] *= one factor per row of a lane.
 template <int kN>
 __device__ void scale_rows(float (&acc)[kN][4], float upper, float lower) {
@@ -97,11 +82,6 @@ __device__ void scale_rows(float (&acc)[kN][4], float upper, float lower) {
     acc[n][2] *= lower;
     acc[n][3] *= lower;
   }
-}
-
-template <class Kernel>
-void allow_shared_memory(Kernel kernel, size_t bytes) {
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)), "mixer");
 }
 
 // Calls f with the score and the dimension, 64 or 128, as constants.
