@@ -1,5 +1,6 @@
 #include "cuda.h"
 #include "model/checkpoint.h"
+#include "model/config_json.h"
 #include "model/little.h"
 #include "temporary_directory.h"
 
@@ -17,8 +18,8 @@ LanguageModel copied(const LanguageModel& model) {
 }
 
 // Weights large enough that every parameter matters.
-LanguageModel lively(const Preset& preset, Random& random) {
-  LanguageModel model(little(preset), 7);
+LanguageModel lively(const ModelConfig& config, Random& random) {
+  LanguageModel model(config, 7);
   for (const Parameter& parameter : model.parameters())
     add_into(parameter.value.value(), random.normal_tensor(parameter.value.value().shape(), 0.2));
   return model;
@@ -40,12 +41,24 @@ std::vector<double> all_gradients(const LanguageModel& model) {
   return all;
 }
 
-TEST(LanguageModelCuda, EveryPresetAgreesWithTheCpu) {
+std::vector<ModelConfig> presets_and_random_switches() {
+  std::vector<ModelConfig> configs;
+  for (const Preset& preset : presets()) configs.push_back(little(preset));
+  for (const DecayKind kind : {DecayKind::softplus2, DecayKind::silu}) {
+    configs.push_back(little(preset("2mamba")));
+    configs.back().block.decay = kind;
+  }
+  Random random(20);
+  for (int i = 0; i < 12; ++i) configs.push_back(random_config(random));
+  return configs;
+}
+
+TEST(LanguageModelCuda, EveryModelAgreesWithTheCpu) {
   SKIP_WITHOUT_GPU();
-  for (const Preset& preset : presets()) {
-    SCOPED_TRACE(preset.name);
+  for (const ModelConfig& config : presets_and_random_switches()) {
+    SCOPED_TRACE(config_to_json(config));
     Random random(1);
-    const LanguageModel here = lively(preset, random);
+    const LanguageModel here = lively(config, random);
     LanguageModel there = copied(here);
     const Tensor tokens = random_tokens(random, {3, 70}, here.config().vocabulary);
     const Tensor targets = random_tokens(random, {3, 70}, here.config().vocabulary);
@@ -77,13 +90,14 @@ TEST(LanguageModelCuda, EveryPresetAgreesWithTheCpu) {
 
 TEST(LanguageModelCuda, NewWeightsHaveTheBitsOfTheCpu) {
   SKIP_WITHOUT_GPU();
-  for (const Preset& preset : presets()) {
-    const LanguageModel here(little(preset), 11), there(little(preset), 11, kGpu);
-    ASSERT_EQ(here.parameters().size(), there.parameters().size());
-    for (size_t i = 0; i < here.parameters().size(); ++i)
-      EXPECT_TRUE(same_bits(here.parameters()[i].value.value(), to_cpu(there.parameters()[i].value.value())))
-          << here.parameters()[i].name;
-  }
+  for (const Preset& preset : presets())
+    for (const Initialization kind : {Initialization::furious, Initialization::pytorch, Initialization::identity}) {
+      const LanguageModel here(little(preset), 11, {}, kind), there(little(preset), 11, kGpu, kind);
+      ASSERT_EQ(here.parameters().size(), there.parameters().size());
+      for (size_t i = 0; i < here.parameters().size(); ++i)
+        EXPECT_TRUE(same_bits(here.parameters()[i].value.value(), to_cpu(there.parameters()[i].value.value())))
+            << here.parameters()[i].name;
+    }
 }
 
 TEST(LanguageModelCuda, CheckpointsKnowNoDevice) {

@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "cuda.h"
+#include "model/config_json.h"
 #include "model/language_model.h"
 #include "model/little.h"
 #include "ops/token_program.h"
@@ -19,12 +20,18 @@ Tensor part_of(const Tensor& tokens, int64_t begin, int64_t count) {
 
 constexpr int64_t kFirst = 40, kLength = 200;  // several folds
 
+std::vector<ModelConfig> presets_and_random_switches(Random& random) {
+  std::vector<ModelConfig> configs;
+  for (const Preset& preset : presets()) configs.push_back(little(preset));
+  for (int i = 0; i < 8; ++i) configs.push_back(random_config(random));
+  return configs;
+}
+
 TEST(ModelCacheCuda, ReadsAsTheCpuAndTakesOverItsMemory) {
   SKIP_WITHOUT_GPU();
   Random random(1);
-  for (const Preset& preset : presets()) {
-    SCOPED_TRACE(preset.name);
-    const ModelConfig config = little(preset);
+  for (const ModelConfig& config : presets_and_random_switches(random)) {
+    SCOPED_TRACE(config_to_json(config));
     const LanguageModel cpu(config, 1), gpu(config, 1, kGpu);
     const Tensor tokens = random_tokens(random, {2, kLength}, config.vocabulary);
     ModelCache here(config, 2), there(config, 2, kGpu);
@@ -56,8 +63,7 @@ LanguageModel rounded_on_gpu(const ModelConfig& config) {
 TEST(ModelCacheCuda, RoundedWeightsAndActivations) {
   SKIP_WITHOUT_GPU();
   Random random(2);
-  for (const Preset& preset : presets()) {
-    const ModelConfig config = little(preset);
+  for (const ModelConfig& config : presets_and_random_switches(random)) {
     const LanguageModel cpu(config, 1), gpu = rounded_on_gpu(config);
     const int64_t batch = random.pick<int64_t>({1, 3, 9});
     const Tensor tokens = random_tokens(random, {batch, kLength}, config.vocabulary);
@@ -68,15 +74,50 @@ TEST(ModelCacheCuda, RoundedWeightsAndActivations) {
       const Tensor expected = cpu.read(here, part);
       errors += relative_error(gpu.read(there, part), expected);
     }
-    EXPECT_LE(errors / kLength, 3e-2) << preset.name << ", batch " << batch;
+    EXPECT_LE(errors / kLength, 3e-2) << config_to_json(config) << ", batch " << batch;
   }
+}
+
+// A cache with a state becomes one kernel for a token exactly where that kernel computes every switch.
+TEST(ModelCacheCuda, WhatIsOneKernel) {
+  SKIP_WITHOUT_GPU();
+  Random random(6);
+  const auto runs_as = [&](const ModelConfig& config) {
+    const LanguageModel model = rounded_on_gpu(config);
+    ModelCache cache(config, 1, kGpu);
+    EXPECT_EQ(model.step_runs_as(cache), "graph") << "before the first fold";
+    model.read(cache, random_tokens(random, {1, 2048}, config.vocabulary));
+    return model.step_runs_as(cache);
+  };
+  const auto with = [&](const char* arch, auto&& change) {
+    ModelConfig config = little(preset(arch));
+    change(config);
+    return runs_as(config);
+  };
+  const auto unchanged = [](ModelConfig&) {};
+  if (with("2mamba", unchanged) != "one kernel") GTEST_SKIP() << "not on this device";
+  for (const char* arch : {"2mamba-outnorm", "2mamba-square-mask", "conv2-a-original", "linear", "outnorm-z"})
+    EXPECT_EQ(with(arch, unchanged), "one kernel") << arch;
+  EXPECT_EQ(with("2mamba", [](ModelConfig& c) { c.block.decay_bias = true; }), "one kernel");
+  EXPECT_EQ(with("2mamba", [](ModelConfig& c) { c.block.conv_bias = false; }), "one kernel");
+  EXPECT_EQ(with("2mamba", [](ModelConfig& c) { c.block.scale = 0.5f; }), "one kernel");
+  EXPECT_EQ(with("outnorm-z", [](ModelConfig& c) { c.block.z_gate_bias = false; }), "one kernel");
+  for (const char* arch : {"mamba2", "mamba2-paper", "mamba2s", "2mamba-dt", "fox", "2mamba-e", "softmax"})
+    EXPECT_EQ(with(arch, unchanged), "graph") << arch;
+  EXPECT_EQ(with("2mamba", [](ModelConfig& c) { c.qk_dim = 16; }), "graph");
+  EXPECT_EQ(with("2mamba", [](ModelConfig& c) { c.branch = 16; }), "graph");
+  EXPECT_EQ(with("2mamba", [](ModelConfig& c) { c.block.decay = DecayKind::log_sigmoid; }), "graph");
+  EXPECT_EQ(with("2mamba", [](ModelConfig& c) { c.block.decay = DecayKind::softplus_dt; }), "graph");
+  EXPECT_EQ(with("2mamba", [](ModelConfig& c) { c.block.discretize = Discretization::softplus; }), "graph");
+  EXPECT_EQ(with("conv2-a-original", [](ModelConfig& c) { c.block.dt_limit = 0.5; }), "graph");
 }
 
 // A step that was recorded long ago, and one that runs for the first time.
 TEST(ModelCacheCuda, RecordedStepsGiveTheSameBits) {
   SKIP_WITHOUT_GPU();
   Random random(3);
-  for (const char* name : {"2mamba", "softmax", "mamba2", "2mamba-e", "linear"}) {
+  for (const char* name :
+       {"2mamba", "softmax", "mamba2", "2mamba-e", "linear", "mamba2-paper", "fox", "2mamba-square-mask"}) {
     const ModelConfig config = little(preset(name));
     LanguageModel model = rounded_on_gpu(config);
     const Tensor tokens = random_tokens(random, {2, kLength}, config.vocabulary);
@@ -108,12 +149,16 @@ TEST(ModelCacheCuda, OneKernelReadsAsManyDo) {
   SKIP_WITHOUT_GPU();
   Random random(4);
   for (int i = 0; i < 12; ++i) {
-    ModelConfig config =
-        little(preset(random.pick<const char*>({"2mamba", "2mamba", "linear", "conv2-a-original", "outnorm-z"})));
+    ModelConfig config = little(preset(random.pick<const char*>(
+        {"2mamba", "2mamba", "2mamba-square-mask", "linear", "conv2-a-original", "outnorm-z"})));
+    config.block.decay_bias = config.block.has_decay_projection() && random.coin();
+    config.block.conv_bias = random.coin();
+    config.block.z_gate_bias = random.coin();
+    if (random.coin()) config.block.scale = 0.5f;
     config.hidden = random.pick<int64_t>({24, 64, 136, 520});
     config.intermediate = random.pick<int64_t>({32, 72, 1032});
     config.vocabulary = random.pick<int64_t>({23, 300, 5000});
-    config.head_dim = random.pick<int64_t>({8, 16, 24, 64});
+    config.head_dim = config.qk_dim = random.pick<int64_t>({8, 16, 24, 64});
     config.v_heads = random.pick<int64_t>({1, 2, 6});
     config.q_heads = config.v_heads;
     config.k_heads = random.pick<int64_t>({1, config.v_heads});
@@ -139,6 +184,8 @@ TEST(ModelCacheCuda, OneKernelReadsAsManyDo) {
     many.read(expected_cache, part_of(tokens, 0, first));
     one.read(again, part_of(tokens, 0, first));
     ModelCache here(config, batch, cache.contents());
+    ASSERT_EQ(one.step_runs_as(cache), "one kernel");
+    ASSERT_EQ(many.step_runs_as(expected_cache), "graph");
     double errors = 0, cpu_errors = 0;
     for (int64_t t = first; t < first + steps; ++t) {
       const Tensor token = part_of(tokens, t, 1);
@@ -161,7 +208,7 @@ TEST(ModelCacheCuda, SeveralCachesByTurns) {
   ModelConfig config = little(preset("2mamba"));
   config.hidden = 64;
   config.intermediate = 72;
-  config.head_dim = 16;
+  config.head_dim = config.qk_dim = 16;
   config.q_heads = config.k_heads = config.v_heads = 2;
   const LanguageModel model = rounded_on_gpu(config);
   constexpr int64_t kBefore = 2048, kSteps = 80;

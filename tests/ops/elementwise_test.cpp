@@ -21,6 +21,21 @@ TEST(Elementwise, CopyConvertsBetweenAllFloatTypes) {
       EXPECT_EQ(to_doubles(to_dtype(to_dtype(exact, from), to)), to_doubles(exact)) << name_of(from) << name_of(to);
 }
 
+TEST(Elementwise, ConcatAndItsGradient) {
+  testing::Random random(7);
+  const Variable a(strided_copy(random.normal_tensor({2, 3, 5})), true), b(random.normal_tensor({2, 3, 4}), true);
+  const Tensor dy = random.normal_tensor({2, 3, 9});
+  Tape tape;
+  const Variable y = concat(tape, a, b);
+  tape.backward(y, dy);
+  EXPECT_EQ(to_doubles(y.value().slice(-1, 0, 5)), to_doubles(a.value()));
+  EXPECT_EQ(to_doubles(y.value().slice(-1, 5, 4)), to_doubles(b.value()));
+  EXPECT_EQ(to_doubles(a.gradient()), to_doubles(dy.slice(-1, 0, 5)));
+  EXPECT_EQ(to_doubles(b.gradient()), to_doubles(dy.slice(-1, 5, 4)));
+  expect_error([&] { concat_forward(a.value(), {}); }, {"concat", "\"b\"", "missing"});
+  expect_error([&] { concat_forward(a.value(), to_dtype(b.value(), DType::bf16)); }, {"concat", "\"b\"", "bf16"});
+}
+
 TEST(Elementwise, CopyRoundsOnce) {
   const Tensor x = tensor_of({1.00390625f, 1.01171875f, 3.14159274f}, {3});  // the first two are ties in bf16
   EXPECT_EQ(to_doubles(to_dtype(x, DType::bf16)), (Values{1, 1.015625, 3.140625}));
