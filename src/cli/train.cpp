@@ -97,15 +97,13 @@ void TrainCommand::run() const {
 void add_train(CLI::App& app) {
   CLI::App* train = app.add_subcommand("train", "Train a model");
   auto command = std::make_shared<TrainCommand>(*train);
-  train->footer(
-      std::string(
-          "Ctrl-C saves a checkpoint and ends; --resume goes on from there. Several processes, each with a GPU of its "
-          "own "
-          "or\n"
-          "a part of the cores, share every batch when mpirun or srun starts them: mpirun -n 4 furious train ...\n"
-          "Example: furious train --arch 2mamba --size tiny --data shards --out run --steps 2000 --lr 1e-3\n"
-          "The paper's 2Mamba: furious train --paper --arch 2mamba-dt --data fineweb --out run\n") +
-      kPaperPage);
+  const std::string text =
+      "Ctrl-C saves a checkpoint and ends; --resume goes on from there. Several processes, each with a GPU of its own "
+      "or\n"
+      "a part of the cores, share every batch when mpirun or srun starts them: mpirun -n 4 furious train ...\n"
+      "Example: furious train --arch 2mamba --size tiny --data shards --out run --steps 2000 --lr 1e-3\n"
+      "The paper's 2Mamba: furious train --paper --arch 2mamba-dt --data fineweb --out run\n";
+  train->footer(text + kPaperPage);
   train->callback([command] { command->run(); });
 }
 

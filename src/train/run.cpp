@@ -129,10 +129,12 @@ void Run::announce() const {
                   config.head_dim, config.vocabulary));
   const bool cpu = trainer_->model().device().is_cpu();
   if (trainer_->steps_done() < options_.steps)
-    say(fmt::format("steps {} to {} of {} x {} tokens, {}, {} products, about {:.2f} GB of memory",
-                    trainer_->steps_done() + 1, options_.steps, options_.batch, options_.length,
-                    cpu ? fmt::format("{} threads", threads()) : options_.device, options_.dtype,
-                    static_cast<double>(memory.total()) / 1e9));
+    say(fmt::format(
+        "steps {} to {} of {} x {} tokens, {}, {} products{}, about {:.2f} GB of memory", trainer_->steps_done() + 1,
+        options_.steps, options_.batch, options_.length, cpu ? fmt::format("{} threads", threads()) : options_.device,
+        options_.dtype,
+        options_.mixer_precision == "auto" ? "" : fmt::format(" ({} in the mixer)", options_.mixer_precision),
+        static_cast<double>(memory.total()) / 1e9));
   else
     say(fmt::format("{} steps are done, nothing is left to do; a larger --steps goes on", trainer_->steps_done()));
   if (const int ranks = team_.ranks.size(); ranks > 1) {

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <functional>
-#include <set>
 #include <tuple>
 
 #include "base/error.h"
@@ -226,9 +225,12 @@ std::string AblationRow::folder() const {
 
 std::vector<AblationRow> ablation_rows(const std::vector<std::string>& words, const TrainOptions& base) {
   std::vector<AblationRow> rows;
-  std::set<std::string> names;
   const auto add = [&](AblationRow row) {
-    if (names.insert(row.name).second) rows.push_back(std::move(row));
+    const auto same = std::ranges::find(rows, row.name, &AblationRow::name);
+    if (same == rows.end())
+      rows.push_back(std::move(row));
+    else if (!same->paper)
+      same->paper = row.paper;  // the figure of another suite has it
   };
   Words known;
   for (const SuiteRows& rows_of : suite_rows()) known.push_back(rows_of.suite.name);

@@ -252,6 +252,11 @@ TEST(Suites, FiguresOfThePaper) {
   EXPECT_EQ(said("pile", paper_options("medium")).at("2mamba"), std::pair(std::string("the Pile (appendix)"), 2.5));
   EXPECT_EQ(said("slimpajama", paper_options("medium")).at("2mamba"),
             std::pair(std::string("SlimPajama (appendix)"), 2.79));
+  // A row that two suites have is trained once, and has the losses of the first that knows some.
+  const std::vector<AblationRow> both = ablation_rows({"compare", "exp"}, paper_options("mini"));
+  EXPECT_EQ(both.size(), 7u);
+  EXPECT_EQ(row_named(both, "2mamba").paper->table, "Figure 10");
+  EXPECT_EQ(row_named(both, "softmax").paper->table, "Figure 5a");
   // A size that the paper does not have: the small model's.
   EXPECT_EQ(said("compare", paper_options("mini")), said("compare", paper_options("small")));
   EXPECT_EQ(said("compare", base_options()), said("compare", paper_options("small")));
@@ -269,7 +274,7 @@ TEST(Suites, WhichChangesLeaveARowThePapers) {
   EXPECT_FALSE(has("2mamba-dt:lr=0.5"));
   EXPECT_FALSE(has("2mamba-dt:conv_window=3"));
   EXPECT_FALSE(has("2mamba-dt:length=512"));
-  // In its suite a row of the study is the study's.
+  // Figure 5b is for its suite only.
   EXPECT_EQ(row_named(ablation_rows({"2mamba"}, options), "2mamba").paper->table, "Figure 6");
 }
 
