@@ -40,7 +40,7 @@ Tensor random_tensor(const Shape& shape, float stddev, DType dtype, uint64_t str
 }
 
 // In the order of their enumerations.
-const std::vector<std::string> kScoreNames{"linear", "squared", "exponential"};
+const std::vector<std::string> kScoreNames{"linear", "squared", "exponential", "power", "series"};
 const std::vector<std::string> kNormNames{"none", "sum"};
 const std::vector<std::string> kDecayNames{"off", "on"};
 
@@ -64,8 +64,10 @@ struct MixerBench {
   std::vector<std::string> forms{"auto"};
   std::vector<int64_t> lengths{512, 2048};
   int64_t batch = 1, heads = 16, dim = 64, chunk = 0;
-  std::string dtype = "f32", device = "cpu";
+  int64_t qk_dim = 0, v_dim = 0;  // 0: dim
+  std::string dtype = "f32", device = "cpu", precision = "auto";
   std::string score, norm, decay;
+  int degree = 0;             // 0: the preset's, or the least
   double mean_decay = 0.001;  // weak: no tile is left out below 87,000 tokens
   bool backward = false;
   int threads = 0;
@@ -82,7 +84,11 @@ MixerSpec MixerBench::spec() const {
   const auto index_of = [](const std::string& name, const std::vector<std::string>& known) {
     return std::find(known.begin(), known.end(), name) - known.begin();
   };
-  if (!score.empty()) spec.score = static_cast<Score>(index_of(score, kScoreNames));
+  if (!score.empty()) {
+    spec.score = static_cast<Score>(index_of(score, kScoreNames));
+    spec.degree = spec.score == Score::power ? 3 : spec.score == Score::series ? 1 : 0;
+  }
+  if (degree > 0) spec.degree = degree;
   if (!norm.empty()) spec.norm = static_cast<Norm>(index_of(norm, kNormNames));
   if (!decay.empty()) spec.decay = index_of(decay, kDecayNames) == 1;
   return spec;
@@ -99,16 +105,19 @@ nlohmann::json MixerBench::measure(const MixerSpec& spec, int64_t length, Form f
     copy_between(copy, tensor);
     return copy;
   };
-  const Tensor qkv = there(random_tensor({batch, length, 3 * heads * dim}, 1, type, 3));
-  const auto part = [&](int64_t i) { return qkv.slice(2, i * heads * dim, heads * dim).split_dim(2, heads, dim); };
-  MixerInputs inputs{part(0), part(1), part(2), {}, {}, {}};
+  const int64_t qk = qk_dim > 0 ? qk_dim : dim, v = v_dim > 0 ? v_dim : dim;
+  const Tensor qkv = there(random_tensor({batch, length, heads * (2 * qk + v)}, 1, type, 3));
+  const auto part = [&](int64_t first, int64_t own) {
+    return qkv.slice(2, heads * first, heads * own).split_dim(2, heads, own);
+  };
+  MixerInputs inputs{part(0, qk), part(qk, qk), part(2 * qk, v), {}, {}, {}};
   if (spec.decay) {
     inputs.log_decay = Tensor::empty({batch, length, heads}, DType::f32);
     fill_uniform(inputs.log_decay, static_cast<float>(-2 * mean_decay), 0, 1, 4);
     inputs.log_decay = there(inputs.log_decay);
   }
-  const Tensor gradient = there(random_tensor({batch, length, heads, dim}, 1, type, 5));
-  const MixerOptions options{form, chunk, false};
+  const Tensor gradient = there(random_tensor({batch, length, heads, v}, 1, type, 5));
+  const MixerOptions options{form, chunk, false, mixer_precision_from_name(precision)};
   MixerResult result;
   const double seconds = median_seconds(
       [&] {
@@ -120,7 +129,7 @@ nlohmann::json MixerBench::measure(const MixerSpec& spec, int64_t length, Form f
 
   const MixerShape shape = check_mixer("bench", spec, inputs, result.form);
   const std::vector<Segment> segments = segments_of("bench", {}, batch, length);
-  const int64_t chunk_used = chunk > 0 ? chunk : default_chunk(spec, dim, dim, where, inputs.q.dtype());
+  const int64_t chunk_used = chunk > 0 ? chunk : default_chunk(spec, qk, v, where, inputs.q.dtype());
   const auto flops_of = [&](Pass pass) {
     return result.form == Form::chunked ? chunked_flops(shape, segments, chunk_used, pass)
                                         : parallel_flops(shape, segments, pass);
@@ -131,10 +140,14 @@ nlohmann::json MixerBench::measure(const MixerSpec& spec, int64_t length, Form f
           {"spec", to_string(spec)},
           {"form", name_of(form)},
           {"ran", name_of(result.form)},
+          {"kernel", result.kernel},
+          {"precision", precision},
           {"length", length},
           {"batch", batch},
           {"heads", heads},
           {"dim", dim},
+          {"qk_dim", qk},
+          {"v_dim", v},
           {"dtype", dtype},
           {"device", device},
           {"threads", furious::threads()},
@@ -153,29 +166,37 @@ void MixerBench::run() const {
   for (const std::string& form : forms) {
     wanted.push_back(form_from_name(form));
     require(wanted.back() != Form::chunked || mixer.has_state(),
-            "bench mixer: an exponential score has no chunked form; use --form parallel");
+            "bench mixer: there is no chunked form for {}; use --form parallel", to_string(mixer));
   }
   if (threads > 0) set_threads(threads);
   const Device where = usable_device(device);
-  // On a GPU bf16 products have a rate of their own; mixers on the CPU compute in f32 whatever the dtype.
-  const bool bf16 = !where.is_cpu() && dtype == "bf16";
-  const double rate = matmul_rate(bf16 ? MatmulPrecision::bf16 : MatmulPrecision::f32, where);
-  fmt::print("mixer {} ({}), batch {}, {} heads of {}, {}, {}; floor at {:.0f} GFLOP/s ({})\n\n", preset,
-             to_string(mixer), batch, heads, dim, dtype,
-             where.is_cpu() ? fmt::format("{} threads", furious::threads()) : device, rate / 1e9,
+  // On a GPU products have the rate of their precision; mixers on the CPU compute in f32 whatever the dtype.
+  const MixerPrecision asked = mixer_precision_from_name(precision);
+  const bool bf16 = asked == MixerPrecision::bf16 || (asked == MixerPrecision::automatic && dtype == "bf16");
+  const bool tf32 = asked == MixerPrecision::tf32 || asked == MixerPrecision::tf32x3;
+  double rate = matmul_rate(where.is_cpu() ? MatmulPrecision::f32
+                            : bf16         ? MatmulPrecision::bf16
+                            : tf32         ? MatmulPrecision::tf32
+                                           : MatmulPrecision::f32,
+                            where);
+  if (asked == MixerPrecision::tf32x3) rate /= 3;
+  const int64_t qk = qk_dim > 0 ? qk_dim : dim, v = v_dim > 0 ? v_dim : dim;
+  fmt::print("mixer {} ({}), batch {}, {} heads of {}, {}, products in {}, {}; floor at {:.0f} GFLOP/s ({})\n\n",
+             preset, to_string(mixer), batch, heads, qk == v ? fmt::format("{}", v) : fmt::format("{} and {}", qk, v),
+             dtype, precision, where.is_cpu() ? fmt::format("{} threads", furious::threads()) : device, rate / 1e9,
              matmul_library(where));
-  fmt::print("{:>9}  {:<10} {:<17} {:>10} {:>10} {:>10} {:>7} {:>12}\n", "length", "form", "pass", "ms", "GFLOP/s",
-             "floor ms", "ratio", "us/token");
+  fmt::print("{:>9}  {:<10} {:<12} {:<17} {:>10} {:>10} {:>10} {:>7} {:>12}\n", "length", "form", "kernel", "pass",
+             "ms", "GFLOP/s", "floor ms", "ratio", "us/token");
   nlohmann::json rows = nlohmann::json::array();
   for (int64_t length : lengths) {
     for (Form form : wanted) {
       for (int with_backward = 0; with_backward <= (backward ? 1 : 0); ++with_backward) {
         const nlohmann::json row = measure(mixer, length, form, with_backward == 1, rate);
         const std::string ran = row["ran"];
-        fmt::print("{:>9}  {:<10} {:<17} {:>10.2f} {:>10.1f} {:>10.2f} {:>7.2f} {:>12.3f}\n", length,
-                   form == Form::automatic ? "auto:" + ran.substr(0, 5) : ran, std::string(row["pass"]),
-                   double(row["ms"]), double(row["gflops"]), double(row["floor_ms"]), double(row["ratio"]),
-                   double(row["ms"]) * 1e3 / static_cast<double>(batch * length));
+        fmt::print("{:>9}  {:<10} {:<12} {:<17} {:>10.2f} {:>10.1f} {:>10.2f} {:>7.2f} {:>12.3f}\n", length,
+                   form == Form::automatic ? "auto:" + ran.substr(0, 5) : ran, std::string(row["kernel"]),
+                   std::string(row["pass"]), double(row["ms"]), double(row["gflops"]), double(row["floor_ms"]),
+                   double(row["ratio"]), double(row["ms"]) * 1e3 / static_cast<double>(batch * length));
         std::fflush(stdout);
         rows.push_back(row);
       }
@@ -331,7 +352,8 @@ void add_bench(CLI::App& app) {
   command->add_option("--preset", options->preset, fmt::format("{}", fmt::join(mixer_names(), ", ")))
       ->check(readable_by(mixer_spec))
       ->capture_default_str();
-  command->add_option("--score", options->score, "Instead of the preset's: linear, squared, exponential")
+  command
+      ->add_option("--score", options->score, fmt::format("Instead of the preset's: {}", fmt::join(kScoreNames, ", ")))
       ->check(CLI::IsMember(kScoreNames));
   command->add_option("--decay", options->decay, "Instead of the preset's: on, off")->check(CLI::IsMember(kDecayNames));
   command->add_option("--norm", options->norm, "Instead of the preset's: none, sum")->check(CLI::IsMember(kNormNames));
@@ -345,7 +367,18 @@ void add_bench(CLI::App& app) {
       ->capture_default_str();
   command->add_option("--batch", options->batch, "Sequences")->check(CLI::Range(1, 1 << 20))->capture_default_str();
   command->add_option("--heads", options->heads, "Heads")->check(CLI::Range(1, 4096))->capture_default_str();
+  command->add_option("--degree", options->degree, "Of the scores power (3, 4) and series (1 to 4)")
+      ->check(CLI::Range(1, kLargestDegree));
   command->add_option("--dim", options->dim, "Dimension of a head")->check(CLI::Range(8, 256))->capture_default_str();
+  command->add_option("--qk-dim", options->qk_dim, "Of its queries and keys; default: --dim")
+      ->check(CLI::Range(8, 256));
+  command->add_option("--v-dim", options->v_dim, "Of its values; default: --dim")->check(CLI::Range(8, 256));
+  command
+      ->add_option(
+          "--mixer-precision", options->precision,
+          fmt::format("Of the products inside the mixer, on a GPU: {}", fmt::join(mixer_precision_names(), ", ")))
+      ->check(readable_by(mixer_precision_from_name))
+      ->capture_default_str();
   command->add_option("--chunk", options->chunk, "Tokens in a chunk; 0: by dimension")
       ->check(at_least(0))
       ->capture_default_str();

@@ -260,10 +260,15 @@ MixerResult mixer_forward(const MixerSpec& spec, const MixerInputs& inputs, cons
   if (!device.is_cpu()) {
     if (inputs.initial_state || options.final_state)
       result.form = Form::chunked;
+    else if (options.precision != MixerPrecision::automatic)
+      result.form = Form::parallel;
     else if (result.form == Form::automatic)
       result.form = cuda::choose_form({spec, shape, inputs, segments, chunk, result});
     result.chunk = result.form == Form::parallel ? shape.length : chunk;
-    result.states = cuda::mixer_forward({spec, shape, inputs, segments, result.chunk, result});
+    std::string_view kernel;
+    result.states =
+        cuda::mixer_forward({spec, shape, inputs, segments, result.chunk, result, options.precision, &kernel});
+    result.kernel = kernel;
     return result;
   }
 #endif
@@ -330,9 +335,12 @@ MixerGradients mixer_backward(const MixerSpec& spec, const MixerInputs& inputs, 
       options.chunk > 0 ? options.chunk : default_chunk(spec, shape.qk_dim, shape.v_dim, device, inputs.q.dtype());
 #ifdef FURIOUS_CUDA
   if (!device.is_cpu()) {
-    const bool parallel = form == Form::parallel && !inputs.initial_state && !final_state_gradient;
-    const int64_t used = result.states ? result.chunk : parallel ? shape.length : chunk;
-    cuda::mixer_backward({spec, shape, inputs, segments, used, result}, out_gradient, final_state_gradient, gradients);
+    const bool states = inputs.initial_state || final_state_gradient;
+    const bool forced = options.precision != MixerPrecision::automatic && !states;
+    const bool parallel = form == Form::parallel && !states;
+    const int64_t used = forced ? shape.length : result.states ? result.chunk : parallel ? shape.length : chunk;
+    cuda::mixer_backward({spec, shape, inputs, segments, used, result, options.precision}, out_gradient,
+                         final_state_gradient, gradients);
     return gradients;
   }
 #endif

@@ -182,23 +182,57 @@ TokenTables token_tables(const MixerCall& call) {
   return tables;
 }
 
+namespace {
+
+// The length up to which the parallel form in tiles is faster than the chunked form, whose features go through memory:
+// where its products are `kStateCost` times those of the states, but at least `kLeast`. Estimates for an H200.
+int64_t longest_in_tiles(const MixerCall& call) {
+  constexpr int64_t kStateCostF32 = 2, kStateCostBf16 = 8, kLeast = 2048;
+  const MixerShape& shape = call.shape;
+  const int64_t cost = product_precision(call) == MixerPrecision::bf16 ? kStateCostBf16 : kStateCostF32;
+  return std::max(kLeast, cost * 4 * shape.state_rows * shape.state_columns / (shape.qk_dim + shape.v_dim));
+}
+
+enum class Kernels : uint8_t { parallel, tiles, simple };
+
+Kernels choose_kernels(std::string_view operation, const MixerCall& call) {
+  if (parallel_takes(call)) return Kernels::parallel;
+  if (tiles_take(call)) return Kernels::tiles;
+  const MixerPrecision precision = call.precision;
+  require(
+      precision == MixerPrecision::automatic || precision == MixerPrecision::f32,
+      "{}: argument \"precision\" is {}, but heads of {} (queries and keys) and {} (values) are computed in f32 only; "
+      "use auto or f32, or dimensions that are multiples of 8 up to {}",
+      operation, name_of(precision), call.shape.qk_dim, call.shape.v_dim, kLargestTileDim);
+  return Kernels::simple;
+}
+
+void ran(const MixerCall& call, std::string_view kernel) {
+  if (call.kernel) *call.kernel = kernel;
+}
+
+}  // namespace
+
 Form choose_form(const MixerCall& call) {
   // The lengths up to which the parallel form is faster, measured on an H200 (docs/performance.md).
   constexpr int64_t kOnTensorCores = 65536;
   constexpr int64_t kSimple = 512;
   const int64_t longest = states_take(call)      ? longest_parallel(call.spec.score)
                           : parallel_takes(call) ? kOnTensorCores
+                          : tiles_take(call)     ? longest_in_tiles(call)
                                                  : kSimple;
   return call.spec.has_state() && call.shape.length > longest ? Form::chunked : Form::parallel;
 }
 
 Tensor mixer_forward(const MixerCall& call) {
   const bool chunked = call.chunk < call.shape.length || call.inputs.initial_state || call.result.final_state;
+  const Kernels kernels = choose_kernels("mixer_forward", call);
   TokenTables within = token_tables(call);
   Tensor past;
   if (chunked) {
     const ChunkTables chunks = chunk_tables(call, within);
     if (states_take(call)) {
+      ran(call, "states");
       const Tensor states = chunk_states(call, chunks);
       past = Tensor::empty_like(call.result.out);
       const Tensor past_n = call.result.normalizer ? Tensor::empty_like(call.result.normalizer) : Tensor();
@@ -209,10 +243,17 @@ Tensor mixer_forward(const MixerCall& call) {
     past = chunked_past(call, chunks);
     within = chunks.within;
   }
-  if (!past && parallel_takes(call))
+  if (kernels == Kernels::parallel && !past) {
+    ran(call, on_hopper(call.inputs.q.device()) ? "hopper" : "tensor cores");
     parallel_forward(call, within);
-  else
+  } else if (kernels != Kernels::simple) {  // the kernels of `parallel` know no past of this kind
+    ran(call, "tiles");
+    tiles_forward(call, within, past);
+  } else {
+    ran(call, "simple");
     simple_forward(call, within, past);
+  }
+  if (chunked) ran(call, "chunked");
   return {};
 }
 
@@ -220,6 +261,7 @@ void mixer_backward(const MixerCall& call, const Tensor& out_gradient, const Ten
                     const MixerGradients& gradients) {
   const MixerShape& shape = call.shape;
   const Device device = call.inputs.q.device();
+  const Kernels kernels = choose_kernels("mixer_backward", call);
   const TokenTables tables = token_tables(call);
   const auto per_head = [&](const Tensor& gradient) {
     if (gradient.size(2) == shape.heads) return gradient;
@@ -229,7 +271,8 @@ void mixer_backward(const MixerCall& call, const Tensor& out_gradient, const Ten
   if (call.spec.decay) {
     const Shape tokens{shape.batch, shape.heads, shape.length};
     heads.key_decay = Tensor::empty(tokens, DType::f32, device);
-    if (call.spec.norm == Norm::none) heads.row_decay = Tensor::empty(tokens, DType::f32, device);
+    if (call.spec.norm == Norm::none || call.spec.signed_decay)
+      heads.row_decay = Tensor::empty(tokens, DType::f32, device);
   }
   const bool chunked = call.chunk < shape.length || call.inputs.initial_state || final_state_gradient;
   const ChunkTables chunks = chunked ? chunk_tables(call, tables) : ChunkTables();
@@ -240,8 +283,10 @@ void mixer_backward(const MixerCall& call, const Tensor& out_gradient, const Ten
     state_gradients(call, chunks, states, scaled, heads, gradients.initial_state);
     inside_chunks_backward(call, tables, call.chunk, scaled, heads);
   } else {
-    if (parallel_takes(call))
+    if (kernels == Kernels::parallel)
       parallel_backward(call, within, scale_gradient(call, out_gradient), heads);
+    else if (kernels == Kernels::tiles)
+      tiles_backward(call, within, out_gradient, heads);
     else
       simple_backward(call, within, out_gradient, heads);
     if (chunked) chunked_backward(call, chunks, out_gradient, final_state_gradient, heads, gradients.initial_state);

@@ -277,10 +277,11 @@ bool rows_are_wide(const Tensor& x) {
 
 bool parallel_takes(const MixerCall& call) {
   const MixerShape& shape = call.shape;
-  return call.inputs.q.dtype() == DType::bf16 && shape.qk_dim == shape.v_dim &&
-         (shape.qk_dim == 64 || shape.qk_dim == 128) && rows_are_wide(call.inputs.q) && rows_are_wide(call.inputs.k) &&
-         rows_are_wide(call.inputs.v) && (call.spec.score != Score::exponential || call.spec.norm == Norm::sum) &&
-         call.spec.degree == 0 && !call.spec.signed_decay && shape.length <= (int64_t{1} << 30);
+  return call.inputs.q.dtype() == DType::bf16 && product_precision(call) == MixerPrecision::bf16 &&
+         shape.qk_dim == shape.v_dim && (shape.qk_dim == 64 || shape.qk_dim == 128) && rows_are_wide(call.inputs.q) &&
+         rows_are_wide(call.inputs.k) && rows_are_wide(call.inputs.v) &&
+         (call.spec.score != Score::exponential || call.spec.norm == Norm::sum) && call.spec.degree == 0 &&
+         !call.spec.signed_decay && shape.length <= (int64_t{1} << 30);
 }
 
 bool on_hopper(Device device) {

@@ -1,0 +1,378 @@
+// The general kernels of the parallel form against the double-precision oracle, row by row: every score, norm, decay,
+// precision of the products, dtype and padding of dimensions.
+#include "cuda.h"
+#include "ops/mixer/mixer_case.h"
+
+namespace furious {
+namespace {
+
+using namespace furious::testing;
+
+constexpr MixerPrecision kPrecisions[] = {MixerPrecision::f32, MixerPrecision::tf32x3, MixerPrecision::tf32,
+                                          MixerPrecision::bf16};
+
+struct Sizes {
+  int64_t qk_dim, v_dim;
+  int64_t length;
+  int64_t batch = 1, q_heads = 1, k_heads = 1, v_heads = 1;
+  bool boundaries = false;
+  double strongest_decay = 0.5;
+};
+
+std::vector<MixerSpec> tile_specs() {
+  std::vector<MixerSpec> specs;
+  const std::vector<std::pair<Score, int>> scores{{Score::linear, 0}, {Score::squared, 0}, {Score::exponential, 0},
+                                                  {Score::power, 3},  {Score::power, 4},   {Score::series, 1},
+                                                  {Score::series, 2}, {Score::series, 3},  {Score::series, 4}};
+  for (const auto& [score, degree] : scores)
+    for (const Norm norm : {Norm::none, Norm::sum})
+      for (const int decay : {0, 1, 2}) specs.push_back({score, decay > 0, norm, 0, degree, decay == 2});
+  return specs;
+}
+
+MixerCase make_case(Random& random, const MixerSpec& spec, const Sizes& sizes, DType dtype) {
+  MixerCase c;
+  c.spec = spec;
+  c.heads = std::max({sizes.q_heads, sizes.k_heads, sizes.v_heads});
+  // Under the sum norm, polynomial scores that cancel or vanish are ill-conditioned in any precision.
+  const bool positive = spec.score != Score::exponential && spec.norm == Norm::sum;
+  const auto normal = [&](int64_t heads, int64_t dim, bool absolute) {
+    const Tensor x = random.normal_tensor({sizes.batch, sizes.length, heads, dim});
+    for (int64_t i = 0; absolute && i < x.elements(); ++i) x.data<float>()[i] = std::fabs(x.data<float>()[i]);
+    return x;
+  };
+  c.inputs.q = normal(sizes.q_heads, sizes.qk_dim, positive);
+  c.inputs.k = normal(sizes.k_heads, sizes.qk_dim, positive);
+  c.inputs.v = normal(sizes.v_heads, sizes.v_dim, false);
+  c.out_gradient = normal(c.heads, sizes.v_dim, false);
+  if (spec.decay)
+    c.inputs.log_decay = random.uniform_tensor({sizes.batch, sizes.length, c.heads}, -sizes.strongest_decay,
+                                               spec.signed_decay ? sizes.strongest_decay : 0);
+  if (sizes.boundaries) {
+    std::vector<int32_t> starts{0};
+    for (int64_t t = 1; t < sizes.batch * sizes.length; ++t)
+      if (random.integer(0, 39) == 0) starts.push_back(static_cast<int32_t>(t));
+    c.inputs.boundaries = int_tensor_of(starts, {static_cast<int64_t>(starts.size())});
+  }
+  return cast(c, dtype);
+}
+
+MixerCase on_gpu(const MixerCase& c) {
+  MixerCase there = c;
+  for (Tensor* x : {&there.inputs.q, &there.inputs.k, &there.inputs.v, &there.inputs.log_decay,
+                    &there.inputs.initial_state, &there.out_gradient})
+    if (*x) *x = to_gpu(*x);
+  return there;
+}
+
+MixerRun run_there(const MixerCase& there, const MixerOptions& forward, const MixerOptions& backward) {
+  MixerRun run;
+  run.result = mixer_forward(there.spec, there.inputs, forward);
+  run.gradients = mixer_backward(there.spec, there.inputs, run.result, there.out_gradient, {}, backward);
+  for (Tensor* x : {&run.result.out, &run.result.normalizer, &run.result.maximum, &run.gradients.q, &run.gradients.k,
+                    &run.gradients.v, &run.gradients.log_decay, &run.gradients.initial_state})
+    if (*x) *x = to_cpu(*x);
+  return run;
+}
+MixerRun run_on_gpu(const MixerCase& c, const MixerOptions& options) {
+  return run_there(on_gpu(c), options, options);
+}
+
+// The largest error of a row (the last dimension), relative to the size of the row, to that of rows in general, or to
+// `least`; infinite where something is not finite.
+double row_error(const Tensor& actual, const Tensor& expected, double least = 0) {
+  const std::vector<double> a = to_doubles(actual), e = to_doubles(expected);
+  const auto row = static_cast<size_t>(expected.size(-1));
+  double mean = 0;
+  for (const double x : e) mean += x * x;
+  mean = std::sqrt(mean / static_cast<double>(e.size() / row));
+  double worst = 0;
+  for (size_t at = 0; at < e.size(); at += row) {
+    double error = 0, size = 0;
+    for (size_t i = at; i < at + row; ++i) {
+      error += (a[i] - e[i]) * (a[i] - e[i]);
+      size += e[i] * e[i];
+    }
+    const double relative = std::sqrt(error) / std::max({std::sqrt(size), mean, least, 1e-30});
+    worst = std::isfinite(relative) ? std::max(worst, relative) : INFINITY;
+  }
+  return worst;
+}
+
+struct Errors {
+  double out, q, k, v, log_decay = 0;
+};
+
+Errors errors_of(const MixerCase& c, const MixerRun& actual, const MixerRun& expected) {
+  // Under the sum norm gradients are differences that may cancel, to nothing for a document of one token: what came in
+  // sets the scale.
+  double least = 0;
+  for (const double g : to_doubles(c.out_gradient)) least += g * g;
+  const auto rows = static_cast<double>(c.out_gradient.elements() / c.out_gradient.size(-1));
+  const double per_row = c.spec.norm == Norm::sum ? std::sqrt(least / rows) : 0.0;
+  Errors errors{row_error(actual.result.out, expected.result.out),
+                row_error(actual.gradients.q, expected.gradients.q, per_row),
+                row_error(actual.gradients.k, expected.gradients.k, per_row),
+                row_error(actual.gradients.v, expected.gradients.v, per_row)};
+  // A sum over all later tokens: their errors add up, their values may cancel.
+  if (c.spec.decay)
+    errors.log_decay = relative_error(actual.gradients.log_decay, expected.gradients.log_decay,
+                                      c.spec.norm == Norm::sum ? std::sqrt(least) : 0.0);
+  return errors;
+}
+
+double tolerance_of(MixerPrecision precision, DType dtype) {
+  if (precision == MixerPrecision::bf16) return 2e-2;
+  if (dtype == DType::bf16) return 1e-2;
+  return precision == MixerPrecision::tf32 ? 4e-3 : precision == MixerPrecision::tf32x3 ? 5e-5 : 2e-5;
+}
+
+void expect_within(const Errors& errors, double tolerance) {
+  EXPECT_LE(errors.out, tolerance) << "out";
+  EXPECT_LE(errors.q, tolerance) << "dq";
+  EXPECT_LE(errors.k, tolerance) << "dk";
+  EXPECT_LE(errors.v, tolerance) << "dv";
+  EXPECT_LE(errors.log_decay, 4 * tolerance) << "da";
+}
+
+// Where bf16 products have kernels of their own.
+bool has_fast_kernels(const MixerCase& c) {
+  const int64_t dim = c.inputs.q.size(-1);
+  return c.inputs.q.dtype() == DType::bf16 && (dim == 64 || dim == 128) && c.inputs.v.size(-1) == dim &&
+         c.spec.degree == 0 && !c.spec.signed_decay && (c.spec.score != Score::exponential || c.spec.norm == Norm::sum);
+}
+
+// In all precisions, with one run of the oracle.
+void compare(const MixerCase& c, DType dtype) {
+  SCOPED_TRACE(describe(c));
+  const MixerRun oracle = run_oracle(c);
+  for (const MixerPrecision precision : kPrecisions) {
+    SCOPED_TRACE(fmt::format("{} products of {}", name_of(precision), name_of(dtype)));
+    const MixerRun actual = run_on_gpu(c, {.precision = precision});
+    EXPECT_EQ(actual.result.form, Form::parallel);
+    if (precision == MixerPrecision::bf16 && has_fast_kernels(c)) {
+      EXPECT_TRUE(actual.result.kernel == "hopper" || actual.result.kernel == "tensor cores") << actual.result.kernel;
+    } else {
+      EXPECT_EQ(actual.result.kernel, "tiles");
+    }
+    expect_within(errors_of(c, actual, oracle), tolerance_of(precision, dtype));
+    if (!oracle.result.normalizer) continue;
+    EXPECT_LE(row_error(actual.result.normalizer, oracle.result.normalizer), tolerance_of(precision, dtype));
+    if (!oracle.result.maximum) continue;
+    EXPECT_LE(row_error(actual.result.maximum, oracle.result.maximum), tolerance_of(precision, dtype));
+  }
+}
+
+TEST(TilesCuda, EverySpec) {
+  SKIP_WITHOUT_GPU();
+  Random random(1);
+  const std::vector<std::pair<int64_t, int64_t>> dims{{64, 64}, {32, 32}, {96, 96}, {128, 64}, {24, 40}};
+  const std::vector<int64_t> lengths{1, 63, 64, 65, 130};
+  size_t i = 0;
+  for (const MixerSpec& spec : tile_specs())
+    for (const DType dtype : {DType::f32, DType::bf16}) {
+      Sizes sizes{dims[i % 5].first, dims[i % 5].second, lengths[i / 2 % 5]};
+      ++i;
+      sizes.boundaries = random.coin();
+      (random.coin() ? sizes.q_heads : sizes.v_heads) = 2;
+      // Strong ones saturate where they have a sign, and erase tiles where they have none.
+      sizes.strongest_decay = random.pick<double>({0.02, 0.5, 8});
+      compare(make_case(random, spec, sizes, dtype), dtype);
+    }
+}
+
+TEST(TilesCuda, EveryDimensionAndLength) {
+  SKIP_WITHOUT_GPU();
+  Random random(2);
+  for (const char* name : {"2mamba", "2mamba-e"})
+    for (const auto& [qk_dim, v_dim] : std::vector<std::pair<int64_t, int64_t>>{
+             {64, 64}, {32, 32}, {96, 96}, {128, 64}, {24, 40}, {64, 128}, {128, 128}, {8, 8}})
+      for (const int64_t length : {1, 63, 64, 65, 200}) {
+        const Sizes sizes{.qk_dim = qk_dim, .v_dim = v_dim, .length = length, .boundaries = random.coin()};
+        compare(make_case(random, mixer_spec(name), sizes, DType::f32), DType::f32);
+      }
+}
+
+TEST(TilesCuda, ManyTilesAndSharedHeads) {
+  SKIP_WITHOUT_GPU();
+  Random random(3);
+  for (const MixerSpec& spec : {mixer_spec("2mamba"), mixer_spec("softmax"), mixer_spec("mamba2")})
+    for (const double strongest : {0.01, 2.0}) {
+      const Sizes sizes{.qk_dim = 64, .v_dim = 64, .length = 513, .v_heads = 2, .strongest_decay = strongest};
+      compare(make_case(random, spec, sizes, DType::f32), DType::f32);
+    }
+  const Sizes groups{.qk_dim = 40, .v_dim = 72, .length = 100, .batch = 2, .q_heads = 4, .k_heads = 2, .v_heads = 1};
+  for (const DType dtype : {DType::f32, DType::bf16})
+    compare(make_case(random, mixer_spec("2mamba"), groups, dtype), dtype);
+}
+
+// Each precision is what its name says, forward and backward.
+TEST(TilesCuda, PrecisionIsTheOneAskedFor) {
+  SKIP_WITHOUT_GPU();
+  Random random(4);
+  for (const MixerSpec& spec : {mixer_spec("mamba2"), mixer_spec("2mamba"), mixer_spec("softmax")})
+    for (const int64_t dim : {64, 128}) {
+      const Sizes sizes{.qk_dim = dim, .v_dim = dim, .length = 200};
+      const MixerCase c = make_case(random, spec, sizes, DType::f32);
+      SCOPED_TRACE(describe(c));
+      const MixerRun oracle = run_oracle(c);
+      const auto errors = [&](MixerPrecision precision) {
+        return errors_of(c, run_on_gpu(c, {.precision = precision}), oracle);
+      };
+      const Errors f32 = errors(MixerPrecision::f32), tf32x3 = errors(MixerPrecision::tf32x3);
+      const Errors tf32 = errors(MixerPrecision::tf32), bf16 = errors(MixerPrecision::bf16);
+      for (double Errors::*which : {&Errors::out, &Errors::q, &Errors::k, &Errors::v}) {
+        EXPECT_LT(20 * f32.*which, tf32.*which);
+        EXPECT_LT(20 * tf32x3.*which, tf32.*which);
+        EXPECT_LT(2 * tf32.*which, bf16.*which);
+      }
+      // Automatic is f32 for f32 inputs.
+      const MixerRun automatic = run_on_gpu(c, {.form = Form::parallel});
+      const MixerRun exact = run_on_gpu(c, {.precision = MixerPrecision::f32});
+      EXPECT_EQ(automatic.result.kernel, "tiles");
+      EXPECT_TRUE(same_bits(automatic.result.out, exact.result.out));
+      EXPECT_TRUE(same_bits(automatic.gradients.k, exact.gradients.k));
+    }
+}
+
+// Rows that cannot be read 16 bytes at a time hold the same numbers.
+TEST(TilesCuda, RowsOfAnyAlignment) {
+  SKIP_WITHOUT_GPU();
+  Random random(5);
+  const auto within_rows = [](const Tensor& x) {
+    const int64_t width = x.size(2) * x.size(3);
+    const Tensor rows = Tensor::empty({x.size(0), x.size(1), width + 6}, x.dtype(), x.device());
+    const Tensor there = rows.slice(-1, 3, width).split_dim(-1, x.size(2), x.size(3));
+    copy(there, x);
+    return there;
+  };
+  for (const DType dtype : {DType::f32, DType::bf16})
+    for (const MixerPrecision precision : kPrecisions) {
+      const Sizes sizes{.qk_dim = 40, .v_dim = 72, .length = 100, .q_heads = 2};
+      const MixerCase c = on_gpu(make_case(random, mixer_spec("2mamba"), sizes, dtype));
+      MixerCase odd = c;
+      for (Tensor* x : {&odd.inputs.q, &odd.inputs.k, &odd.inputs.v, &odd.out_gradient}) *x = within_rows(*x);
+      const MixerOptions options{.precision = precision};
+      const MixerRun a = run_there(c, options, options), b = run_there(odd, options, options);
+      EXPECT_TRUE(same_bits(a.result.out, b.result.out));
+      EXPECT_TRUE(same_bits(a.gradients.q, b.gradients.q));
+      EXPECT_TRUE(same_bits(a.gradients.k, b.gradients.k));
+      EXPECT_TRUE(same_bits(a.gradients.v, b.gradients.v));
+      // Gradients into such rows, too.
+      const MixerResult result = mixer_forward(c.spec, c.inputs, options);
+      const MixerGradients into{within_rows(c.inputs.q), within_rows(c.inputs.k), within_rows(c.inputs.v), {}, {}};
+      mixer_backward(c.spec, c.inputs, result, c.out_gradient, {}, options, into);
+      EXPECT_TRUE(same_bits(to_cpu(into.q), a.gradients.q));
+      EXPECT_TRUE(same_bits(to_cpu(into.k), a.gradients.k));
+      EXPECT_TRUE(same_bits(to_cpu(into.v), a.gradients.v));
+    }
+}
+
+TEST(TilesCuda, SameBitsEveryTime) {
+  SKIP_WITHOUT_GPU();
+  Random random(6);
+  for (const MixerSpec& spec : tile_specs()) {
+    const Sizes sizes{.qk_dim = 64, .v_dim = 96, .length = 300, .v_heads = 2};
+    const MixerCase c = make_case(random, spec, sizes, DType::f32);
+    const MixerOptions options{.precision =
+                                   random.pick<MixerPrecision>({std::begin(kPrecisions), std::end(kPrecisions)})};
+    const MixerRun a = run_on_gpu(c, options), b = run_on_gpu(c, options);
+    EXPECT_TRUE(same_bits(a.result.out, b.result.out));
+    EXPECT_TRUE(same_bits(a.gradients.q, b.gradients.q));
+    EXPECT_TRUE(same_bits(a.gradients.k, b.gradients.k));
+    EXPECT_TRUE(same_bits(a.gradients.v, b.gradients.v));
+    if (spec.decay) {
+      EXPECT_TRUE(same_bits(a.gradients.log_decay, b.gradients.log_decay));
+    }
+  }
+}
+
+// What one family of kernels leaves for the backward pass, another can use.
+TEST(TilesCuda, FamiliesMix) {
+  SKIP_WITHOUT_GPU();
+  Random random(7);
+  for (const char* name : {"2mamba", "softmax", "mamba2"}) {
+    const Sizes sizes{.qk_dim = 64, .v_dim = 64, .length = 200, .boundaries = true};
+    const MixerCase c = make_case(random, mixer_spec(name), sizes, DType::bf16), there = on_gpu(c);
+    SCOPED_TRACE(describe(c));
+    const MixerRun oracle = run_oracle(c);
+    const MixerOptions fast{.form = Form::parallel}, tiles{.precision = MixerPrecision::tf32};
+    const MixerRun a = run_there(there, fast, tiles), b = run_there(there, tiles, fast);
+    EXPECT_TRUE(a.result.kernel == "hopper" || a.result.kernel == "tensor cores") << a.result.kernel;
+    EXPECT_EQ(b.result.kernel, "tiles");
+    expect_within(errors_of(c, a, oracle), 2e-2);
+    expect_within(errors_of(c, b, oracle), 2e-2);
+  }
+}
+
+TEST(TilesCuda, ForcedPrecisionTakesTheParallelForm) {
+  SKIP_WITHOUT_GPU();
+  Random random(8);
+  const MixerCase c = make_case(random, mixer_spec("2mamba"), {.qk_dim = 64, .v_dim = 64, .length = 300}, DType::bf16);
+  const MixerOptions options{.form = Form::chunked, .chunk = 64, .precision = MixerPrecision::f32};
+  const MixerRun forced = run_on_gpu(c, options);
+  EXPECT_EQ(forced.result.form, Form::parallel);
+  EXPECT_EQ(forced.result.kernel, "tiles");
+  expect_within(errors_of(c, forced, run_oracle(c)), 1e-2);
+}
+
+// In calls with states: inside the chunks.
+TEST(TilesCuda, InsideChunks) {
+  SKIP_WITHOUT_GPU();
+  Random random(9);
+  for (const char* name : {"2mamba", "mamba2"})
+    for (const MixerPrecision precision : {MixerPrecision::automatic, MixerPrecision::tf32}) {
+      MixerCase c = make_case(random, mixer_spec(name), {.qk_dim = 24, .v_dim = 40, .length = 150}, DType::f32);
+      SCOPED_TRACE(fmt::format("{}, {}", describe(c), name_of(precision)));
+      c.inputs.initial_state = mixer_forward(c.spec, c.inputs, {Form::reference, 0, true}).final_state;
+      const MixerRun actual = run_on_gpu(c, {.form = Form::chunked, .chunk = 48, .precision = precision});
+      EXPECT_EQ(actual.result.form, Form::chunked);
+      EXPECT_EQ(actual.result.kernel, "chunked");
+      const MixerRun oracle = run_oracle(c);
+      const double tolerance = precision == MixerPrecision::tf32 ? 4e-3 : 1e-4;
+      expect_within(errors_of(c, actual, oracle), tolerance);
+      EXPECT_LE(relative_error(actual.gradients.initial_state, oracle.gradients.initial_state), tolerance);
+    }
+}
+
+TEST(TilesCuda, OtherDimensionsComputeInF32) {
+  SKIP_WITHOUT_GPU();
+  Random random(10);
+  for (const auto& [qk_dim, v_dim] : std::vector<std::pair<int64_t, int64_t>>{{20, 24}, {136, 64}, {16, 136}})
+    for (const MixerSpec& spec : {MixerSpec{Score::power, true, Norm::sum, 0, 4, true},
+                                  MixerSpec{Score::series, true, Norm::none, 0, 3}, mixer_spec("2mamba-e")}) {
+      const Sizes sizes{.qk_dim = qk_dim, .v_dim = v_dim, .length = 70, .strongest_decay = 3};
+      const MixerCase c = make_case(random, spec, sizes, DType::f32), there = on_gpu(c);
+      SCOPED_TRACE(describe(c));
+      const MixerRun actual = run_on_gpu(c, {.precision = MixerPrecision::f32});
+      EXPECT_EQ(actual.result.kernel, "simple");
+      expect_within(errors_of(c, actual, run_oracle(c)), 2e-5);
+      for (const MixerPrecision precision : {MixerPrecision::bf16, MixerPrecision::tf32, MixerPrecision::tf32x3}) {
+        const MixerOptions options{.precision = precision};
+        expect_error([&] { mixer_forward(spec, there.inputs, options); },
+                     {"mixer_forward", std::string(name_of(precision)), "multiples of 8 up to 128"});
+      }
+    }
+}
+
+TEST(TilesCuda, ZeroKeysGiveZerosNotNaN) {
+  SKIP_WITHOUT_GPU();
+  Random random(11);
+  for (const MixerSpec& spec : tile_specs())
+    for (const MixerPrecision precision : kPrecisions) {
+      MixerCase c = make_case(random, spec, {.qk_dim = 32, .v_dim = 64, .length = 70}, DType::f32);
+      SCOPED_TRACE(fmt::format("{}, {}", describe(c), name_of(precision)));
+      fill(c.inputs.k, 0);
+      const MixerRun run = run_on_gpu(c, {.precision = precision});
+      for (const Tensor& x : {run.result.out, run.gradients.q, run.gradients.k, run.gradients.v})
+        EXPECT_TRUE(all_finite(x));
+      // f(0) = 0: all normalizers are, and nothing has a gradient.
+      const bool vanishes = spec.score != Score::exponential && spec.score != Score::series;
+      if (!vanishes || spec.norm != Norm::sum) continue;
+      for (const Tensor& x : {run.result.out, run.gradients.q, run.gradients.k, run.gradients.v})
+        for (const double value : to_doubles(x)) ASSERT_EQ(value, 0.0);
+    }
+}
+
+}  // namespace
+}  // namespace furious
