@@ -153,7 +153,7 @@ void MixerBench::run() const {
   for (const std::string& form : forms) {
     wanted.push_back(form_from_name(form));
     require(wanted.back() != Form::chunked || mixer.has_state(),
-            "bench mixer: an exponential score has no chunked form; use --form parallel");
+            "bench mixer: there is no chunked form for {}; use --form parallel", to_string(mixer));
   }
   if (threads > 0) set_threads(threads);
   const Device where = usable_device(device);

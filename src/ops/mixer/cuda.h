@@ -32,8 +32,10 @@ TokenTables token_tables(const MixerCall& call);
 
 // Gradients of one head of the call each, before heads that share an input are summed.
 struct HeadGradients {
-  Tensor q, k, v;    // [batch, length, heads, dim]
-  Tensor row_decay;  // f32 [batch, heads, length]: the part of dA that queries give; not there under the sum norm
+  Tensor q, k, v;  // [batch, length, heads, dim]
+  // f32 [batch, heads, length]: the part of dA that queries give; not there where it is zero: under the sum norm,
+  // unless decay is signed.
+  Tensor row_decay;
   Tensor key_decay;  // the part that keys give
 };
 

@@ -229,7 +229,8 @@ void mixer_backward(const MixerCall& call, const Tensor& out_gradient, const Ten
   if (call.spec.decay) {
     const Shape tokens{shape.batch, shape.heads, shape.length};
     heads.key_decay = Tensor::empty(tokens, DType::f32, device);
-    if (call.spec.norm == Norm::none) heads.row_decay = Tensor::empty(tokens, DType::f32, device);
+    if (call.spec.norm == Norm::none || call.spec.signed_decay)
+      heads.row_decay = Tensor::empty(tokens, DType::f32, device);
   }
   const bool chunked = call.chunk < shape.length || call.inputs.initial_state || final_state_gradient;
   const ChunkTables chunks = chunked ? chunk_tables(call, tables) : ChunkTables();
