@@ -82,7 +82,10 @@ MixerSpec MixerBench::spec() const {
   const auto index_of = [](const std::string& name, const std::vector<std::string>& known) {
     return std::find(known.begin(), known.end(), name) - known.begin();
   };
-  if (!score.empty()) spec.score = static_cast<Score>(index_of(score, kScoreNames));
+  if (!score.empty()) {
+    spec.score = static_cast<Score>(index_of(score, kScoreNames));
+    spec.degree = 0;
+  }
   if (!norm.empty()) spec.norm = static_cast<Norm>(index_of(norm, kNormNames));
   if (!decay.empty()) spec.decay = index_of(decay, kDecayNames) == 1;
   return spec;
