@@ -7,7 +7,7 @@
 namespace furious {
 
 struct Polynomial {
-  float c[kLargestDegree + 1] = {};
+  float c[kLargestDegree + 1];
 
   FURIOUS_HOST_DEVICE float operator()(float x) const { return c[0] + x * (c[1] + x * (c[2] + x * (c[3] + x * c[4]))); }
   // f'(x).
@@ -16,7 +16,7 @@ struct Polynomial {
 static_assert(kLargestDegree == 4);
 
 inline Polynomial polynomial_of(const MixerSpec& spec) {
-  Polynomial f;
+  Polynomial f{};
   switch (spec.score) {
     case Score::linear:
       f.c[1] = 1;

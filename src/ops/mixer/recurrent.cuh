@@ -31,9 +31,9 @@ __host__ __device__ inline int padded(int64_t dim) {
   return static_cast<int>((dim + 3) / 4 * 4);
 }
 
-// Only linear scores can sum to a negative n by right; others do so by rounding.
+// Squares and exponentials sum to a negative n by rounding only.
 __device__ inline float normalized(Score score, float y, float n) {
-  const float size = score == Score::linear ? fabsf(n) : n;
+  const float size = score == Score::squared || score == Score::exponential ? n : fabsf(n);
   return size < kSmallestNormalizer ? 0.0f : y / n;
 }
 
@@ -64,18 +64,6 @@ struct Cache {
   }
   __device__ double total(int64_t sequence_head, int token) const {
     return __ldcg(pages[token / kPageTokens].total + decay_at(sequence_head, token));
-  }
-  // The weight of a token whose product with q is `product`.
-  __device__ float weight(float product, double log_decay) const {
-    const float factor = decay_factor(log_decay);
-    switch (score) {
-      case Score::linear:
-        return product * factor;
-      case Score::squared:
-        return product * product * factor;
-      default:
-        return expf(fminf(product, kLargestExponent)) * factor;
-    }
   }
 };
 

@@ -1,6 +1,7 @@
 #include <cmath>
 #include <limits>
 
+#include "ops/mixer/polynomial.h"
 #include "ops/token_program.cuh"
 #include "tensor/launch.cuh"
 
@@ -47,9 +48,19 @@ struct Step {
   bool windows_first;                // in the order of blocks: what has furthest to go begins first
   float* partials;                   // [batch, heads, blocks, v_dim + 2]: y, n, and `extra`
   T* out;
+  Polynomial polynomial;  // f, of all scores but the exponential
 
   __device__ int blocks() const { return state_blocks + window_blocks; }
   __device__ bool softmax() const { return cache.score == Score::exponential && cache.sum; }
+  // The weight of a token whose product with q is `product`, under softmax its exponent. Only a signed mask can reach
+  // the largest exponent.
+  __device__ float weight(float product, double log_decay) const {
+    log_decay = fmin(log_decay, static_cast<double>(kLargestExponent));
+    if (softmax()) return product + static_cast<float>(log_decay);
+    const float value =
+        cache.score == Score::exponential ? expf(fminf(product, kLargestExponent)) : polynomial(product);
+    return value * decay_factor(log_decay);
+  }
   // `extra` is the largest exponent under softmax; else the first block of the window says there how much is left of
   // the state.
   __device__ float* partial(int64_t sequence_head, int block) const {
@@ -235,7 +246,7 @@ __device__ void read_window(const Step<T>& step, int batch, int head, int block,
           if (cache.decay && chunk + j != pending)
             log_decay = now - (ahead ? totals_ahead[half]
                                      : (half == 0 ? page0 : page1).total[cache.decay_at(sequence_head, j)]);
-          weight = step.softmax() ? score + static_cast<float>(log_decay) : cache.weight(score, log_decay);
+          weight = step.weight(score, log_decay);
         }
         memory.scores[j] = weight;
       }
@@ -421,7 +432,8 @@ void cache_step(const MixerSpec& spec, const MixerShape& shape, const CacheWindo
                            static_cast<int>(heads),
                            places > 2,
                            partials.data<float>(),
-                           pointer<T>(out)};
+                           pointer<T>(out),
+                           polynomial_of(spec)};
     const auto grid = static_cast<unsigned>(blocks);
     const cudaStream_t s = stream(out.device());
     if (aligned(k) && aligned(v))

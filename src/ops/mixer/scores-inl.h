@@ -45,7 +45,7 @@ struct Span {
   const float* k_tiles = nullptr;  // [tiles][qk_dim][kTile]
   const float* v_tiles = nullptr;  // [tiles][v_dim][kTile]
   const double* decay = nullptr;   // A_t, from the start of the span; null without decay
-  Polynomial polynomial;           // f, for kPolynomial
+  Polynomial polynomial{};         // f, for kPolynomial
 
   // Forward: y and sum are added to; maximum is in use for softmax.
   float* y = nullptr;

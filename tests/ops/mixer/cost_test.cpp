@@ -29,6 +29,8 @@ TEST(MixerCost, StatesThatAGpuKeeps) {
   EXPECT_EQ(kept_state_bytes(squared, 64, 8192, gpu, DType::bf16), 11 * 41 * 8192);  // chunks, tiles, bytes of a tile
   EXPECT_EQ(kept_state_bytes(linear, 64, 8192, gpu, DType::bf16), 32 * 8192);
   EXPECT_EQ(kept_state_bytes(exponential, 64, 8192, gpu, DType::bf16), 0);
+  EXPECT_EQ(kept_state_bytes(mixer_spec("2mamba-4"), 64, 8192, gpu, DType::bf16), 0);
+  EXPECT_EQ(kept_state_bytes({Score::squared, true, Norm::sum, 0, 0, true}, 64, 8192, gpu, DType::bf16), 0);
   EXPECT_EQ(kept_state_bytes(squared, 64, 2048, gpu, DType::bf16), 0);  // in the parallel form
   EXPECT_EQ(kept_state_bytes(squared, 128, 8192, gpu, DType::bf16), 0);
   EXPECT_EQ(kept_state_bytes(squared, 64, 8192, gpu, DType::f32), 0);
@@ -57,6 +59,9 @@ TEST(MixerCost, ChoosesByLength) {
   EXPECT_EQ(chosen(spec, zeros_of(1, 2048, 2, 64, 0)), Form::parallel);
   EXPECT_EQ(chosen(spec, zeros_of(1, 8192, 2, 64, 0)), Form::chunked);
   EXPECT_EQ(chosen(mixer_spec("2mamba-e"), zeros_of(1, 8192, 2, 64, 0)), Form::parallel);
+  EXPECT_EQ(chosen(mixer_spec("2mamba-3"), zeros_of(1, 8192, 2, 64, 0)), Form::parallel);
+  EXPECT_EQ(chosen(mixer_spec("2mamba-series-4"), zeros_of(1, 8192, 2, 64, 0)), Form::parallel);
+  EXPECT_EQ(chosen({Score::squared, true, Norm::sum, 0, 0, true}, zeros_of(1, 8192, 2, 64, 0)), Form::parallel);
   EXPECT_EQ(chosen(mixer_spec("mamba2"), zeros_of(1, 2048, 2, 64, 0)), Form::chunked);
 }
 
@@ -74,7 +79,7 @@ TEST(MixerCost, SeesShortDocuments) {
 
 TEST(MixerCost, AutomaticGivesTheResultOfTheFormItReports) {
   Random random(1);
-  for (const MixerSpec& spec : all_specs()) {
+  for (const MixerSpec& spec : every_spec()) {
     CaseLimits limits;
     limits.longest = 600;
     const MixerCase c = random_case(random, spec, limits);

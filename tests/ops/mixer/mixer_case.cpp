@@ -32,6 +32,25 @@ std::vector<MixerSpec> all_specs() {
   return specs;
 }
 
+std::vector<MixerSpec> further_specs() {
+  std::vector<MixerSpec> specs;
+  const auto add = [&](Score score, int degree, bool decay, bool is_signed) {
+    for (Norm norm : {Norm::none, Norm::sum}) specs.push_back({score, decay, norm, 0, degree, is_signed});
+  };
+  for (Score score : {Score::linear, Score::squared, Score::exponential}) add(score, 0, true, true);
+  for (const auto& [score, first] : {std::pair{Score::power, 3}, {Score::series, 1}})
+    for (int degree = first; degree <= kLargestDegree; ++degree)
+      for (const auto& [decay, is_signed] : {std::pair{false, false}, {true, false}, {true, true}})
+        add(score, degree, decay, is_signed);
+  return specs;
+}
+
+std::vector<MixerSpec> every_spec() {
+  std::vector<MixerSpec> specs = all_specs();
+  for (const MixerSpec& spec : further_specs()) specs.push_back(spec);
+  return specs;
+}
+
 MixerCase random_case(Random& random, const MixerSpec& spec, const CaseLimits& limits) {
   MixerCase c;
   c.spec = spec;
@@ -53,8 +72,10 @@ MixerCase random_case(Random& random, const MixerSpec& spec, const CaseLimits& l
   c.inputs.k = strided_normal(random, batch, length, k_heads, qk_dim, non_negative);
   c.inputs.v = strided_normal(random, batch, length, v_heads, v_dim);
   if (spec.decay)
-    c.inputs.log_decay =
-        random.uniform_tensor({batch, length, c.heads + 1}, -limits.strongest_decay, 0).slice(2, 1, c.heads);
+    c.inputs.log_decay = random
+                             .uniform_tensor({batch, length, c.heads + 1}, -limits.strongest_decay,
+                                             spec.signed_decay ? limits.strongest_decay : 0)
+                             .slice(2, 1, c.heads);
   if (limits.boundaries && random.coin()) c.inputs.boundaries = random_boundaries(random, batch * length);
   if (spec.has_state()) {
     const Shape state{batch, c.heads, state_rows(spec, qk_dim), state_columns(spec, v_dim)};
@@ -102,6 +123,19 @@ MixerRun run(const MixerCase& c, const MixerOptions& options) {
 
 MixerRun run_oracle(const MixerCase& c) {
   return run(cast(c, DType::f64), {Form::reference});
+}
+
+double worst_row(const Tensor& actual, const Tensor& expected, double floor) {
+  const std::vector<double> a = to_doubles(actual), e = to_doubles(expected);
+  const auto width = static_cast<size_t>(expected.size(-1));
+  double worst = 0;
+  for (size_t i = 0; i < e.size(); i += width) {
+    const auto row = [&](const std::vector<double>& x) { return std::vector<double>(&x[i], &x[i] + width); };
+    double norm = 0;
+    for (double x : row(e)) norm += x * x;
+    worst = std::max(worst, relative_error(row(a), row(e), std::max(0.0, floor - std::sqrt(norm))));
+  }
+  return worst;
 }
 
 void expect_close(const MixerRun& actual, const MixerRun& expected, double tolerance) {

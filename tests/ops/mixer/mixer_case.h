@@ -10,21 +10,26 @@ struct MixerCase {
   MixerSpec spec;
   MixerInputs inputs;
   Tensor out_gradient;
-  Tensor final_state_gradient;  // not there for an exponential score
+  Tensor final_state_gradient;  // only where there is a state
   int64_t heads = 0;
 };
 
 struct CaseLimits {
   int64_t shortest = 1, longest = 90;
   int64_t largest_dim = 24;
-  int64_t dim = 0;             // of queries, keys and values; 0: any up to the largest
-  bool states = true;          // may have initial states
-  bool final_gradient = true;  // has a gradient of the final state
-  bool boundaries = true;      // may have packed documents
-  double strongest_decay = 1.0;
+  int64_t dim = 0;               // of queries, keys and values; 0: any up to the largest
+  bool states = true;            // may have initial states
+  bool final_gradient = true;    // has a gradient of the final state
+  bool boundaries = true;        // may have packed documents
+  double strongest_decay = 1.0;  // and the strongest growth, if the decay is signed
 };
 
+// The scores of the paper's models: linear, squared and exponential, with and without decay and normalizer.
 std::vector<MixerSpec> all_specs();
+// What has no state besides: the scores power and series of every degree, and a signed decay with every score.
+std::vector<MixerSpec> further_specs();
+// Both.
+std::vector<MixerSpec> every_spec();
 MixerCase random_case(Random& random, const MixerSpec& spec, const CaseLimits& limits = {});
 std::string describe(const MixerCase& c);
 
@@ -38,6 +43,9 @@ struct MixerRun {
 MixerRun run(const MixerCase& c, const MixerOptions& options);
 // The double-precision oracle for a case.
 MixerRun run_oracle(const MixerCase& c);
+
+// The largest relative error of a row along the last dimension. Rows that are smaller than `floor` count as that large.
+double worst_row(const Tensor& actual, const Tensor& expected, double floor);
 
 // Expects every output and gradient of `actual` within `tolerance` of `expected` in relative norm.
 void expect_close(const MixerRun& actual, const MixerRun& expected, double tolerance);

@@ -113,6 +113,48 @@ TEST(MixerCuda, AnyShapeInBf16) {
   compare_any_shapes(random, 3, DType::bf16);
 }
 
+// Scores and masks of which the simple kernels take every dimension.
+TEST(MixerCuda, FurtherScores) {
+  SKIP_WITHOUT_GPU();
+  Random random(12);
+  for (const MixerSpec& spec : further_specs()) {
+    for (const DType dtype : {DType::f32, DType::bf16}) {
+      for (const int64_t dim : {0, 72}) {
+        CaseLimits limits;
+        limits.dim = dim;
+        limits.longest = dim > 0 ? 30 : 90;
+        limits.strongest_decay = random.pick<double>({0.01, 0.4});
+        compare_with_oracle(random, random_case(random, spec, limits), dtype);
+      }
+    }
+  }
+}
+
+// The mask grows past its largest value and falls again. Per row: weights of e^60 hide what is wrong elsewhere.
+TEST(MixerCuda, SignedDecayPastSaturation) {
+  SKIP_WITHOUT_GPU();
+  Random random(13);
+  for (const MixerSpec& spec : further_specs()) {
+    if (!spec.signed_decay) continue;
+    CaseLimits limits;
+    limits.shortest = 60;
+    limits.longest = 90;
+    MixerCase c = random_case(random, spec, limits);
+    c.inputs.log_decay = random.uniform_tensor(c.inputs.log_decay.shape(), -1, 7);
+    const Tensor falling = c.inputs.log_decay.slice(1, 25, 25);
+    copy(falling, random.uniform_tensor(falling.shape(), -7, 1));
+    SCOPED_TRACE(describe(c));
+    const MixerRun actual = run_on_gpu(c), expected = run_oracle(c);
+    EXPECT_EQ(actual.result.form, Form::parallel);
+    EXPECT_LE(worst_row(actual.result.out, expected.result.out, 0.1), 1e-4);
+    EXPECT_LE(worst_row(actual.gradients.q, expected.gradients.q, 1), 1e-4);
+    EXPECT_LE(worst_row(actual.gradients.k, expected.gradients.k, 1), 1e-4);
+    EXPECT_LE(worst_row(actual.gradients.v, expected.gradients.v, 1), 1e-4);
+    for (int64_t h = 0; h < c.heads; ++h)
+      EXPECT_LE(worst_row(actual.gradients.log_decay.select(2, h), expected.gradients.log_decay.select(2, h), 1), 1e-4);
+  }
+}
+
 TEST(MixerCuda, OneToken) {
   SKIP_WITHOUT_GPU();
   Random random(7);

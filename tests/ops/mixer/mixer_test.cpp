@@ -49,9 +49,9 @@ TEST(Mixer, FormsAgreeWithOracle) {
 // Longer than a block of queries, and wider than a panel of registers.
 TEST(Mixer, FormsAgreeWithOracleOnLongAndWideInputs) {
   Random random(2);
-  for (const MixerSpec& spec : all_specs()) {
+  for (const MixerSpec& spec : every_spec()) {
     CaseLimits limits;
-    limits.longest = 420;
+    limits.longest = spec.has_state() ? 420 : 250;
     limits.largest_dim = 20;
     limits.strongest_decay = 0.2;
     const MixerCase long_case = random_case(random, spec, limits);
@@ -73,7 +73,7 @@ TEST(Mixer, EveryInstructionSetAgreesWithOracle) {
     hwy::SetSupportedTargetsForTest(rest & -rest);
     if (!ran.insert(simd_target()).second) continue;  // not in the binary: another one stands in for it
     SCOPED_TRACE(simd_target());
-    for (const MixerSpec& spec : all_specs()) {
+    for (const MixerSpec& spec : every_spec()) {
       const MixerCase c = random_case(random, spec);
       expect_all_forms_close(random, c, run_oracle(c), kTolerance);
     }
@@ -84,7 +84,7 @@ TEST(Mixer, EveryInstructionSetAgreesWithOracle) {
 
 TEST(Mixer, StrongDecayAgreesWithOracle) {
   Random random(4);
-  for (const MixerSpec& spec : all_specs()) {
+  for (const MixerSpec& spec : every_spec()) {
     if (!spec.decay) continue;
     CaseLimits limits;
     limits.longest = 400;
@@ -97,7 +97,8 @@ TEST(Mixer, StrongDecayAgreesWithOracle) {
 TEST(Mixer, LowPrecisionInputsAgreeWithOracle) {
   Random random(5);
   for (DType dtype : {DType::bf16, DType::f16}) {
-    for (const MixerSpec& spec : all_specs()) {
+    // What grows leaves the range of f16.
+    for (const MixerSpec& spec : dtype == DType::f16 ? all_specs() : every_spec()) {
       const MixerCase c = cast(random_case(random, spec), dtype);
       // δ = g·o is taken from the rounded output.
       expect_all_forms_close(random, c, run_oracle(c), dtype == DType::bf16 ? 2e-2 : 2e-3);
@@ -108,7 +109,7 @@ TEST(Mixer, LowPrecisionInputsAgreeWithOracle) {
 // The oracle's gradients against differences of its own forward pass, all in double.
 TEST(Mixer, OracleGradientsAreFiniteDifferences) {
   Random random(6);
-  for (const MixerSpec& spec : all_specs()) {
+  for (const MixerSpec& spec : every_spec()) {
     CaseLimits limits;
     limits.longest = 7;
     limits.largest_dim = 9;
@@ -192,7 +193,7 @@ TEST(Mixer, SplitAndCarriedStateEqualsOnePass) {
 
 TEST(Mixer, NothingLeaksAcrossBoundaries) {
   Random random(8);
-  for (const MixerSpec& spec : all_specs()) {
+  for (const MixerSpec& spec : every_spec()) {
     for (const Form form : {Form::parallel, Form::chunked}) {
       if (form == Form::chunked && !spec.has_state()) continue;
       CaseLimits limits;
@@ -234,7 +235,7 @@ TEST(Mixer, NothingLeaksAcrossBoundaries) {
 TEST(Mixer, SameBitsOnEveryRunAndForEveryNumberOfThreads) {
   Random random(9);
   const int before = threads();
-  for (const MixerSpec& spec : all_specs()) {
+  for (const MixerSpec& spec : every_spec()) {
     CaseLimits limits;
     limits.longest = 500;
     const MixerCase c = random_case(random, spec, limits);
@@ -289,7 +290,7 @@ TEST(Mixer, SameBitsForEveryNumberOfThreadsInsideAHead) {
 // A key so large that its score overflows is later than all rows but one: they must not see it.
 TEST(Mixer, AHugeLaterKeyDoesNotReachEarlierRows) {
   Random random(18);
-  for (const MixerSpec& spec : all_specs()) {
+  for (const MixerSpec& spec : every_spec()) {
     MixerInputs in;
     in.q = random.uniform_tensor({1, 16, 1, 8}, 0.5, 1);
     in.k = random.uniform_tensor({1, 16, 1, 8}, 0.5, 1);
@@ -353,7 +354,7 @@ TEST(Mixer, ExtremeInputsStayFinite) {
 // One zero key or query among others is no special case of the oracle either.
 TEST(Mixer, ZeroKeysAndQueriesAgreeWithOracle) {
   Random random(11);
-  for (const MixerSpec& spec : all_specs()) {
+  for (const MixerSpec& spec : every_spec()) {
     MixerCase c = random_case(random, spec);
     const int64_t length = c.inputs.q.size(1);
     for (int64_t t = 0; t < length; t += 3) {

@@ -18,7 +18,7 @@ struct Tokens {
   Tokens(Random& random, const MixerSpec& with, const MixerCache::Sizes& of, int64_t length, DType dtype)
       : spec(with), sizes(of) {
     // Under the sum norm, scores that cancel (linear) or vanish (squared) are ill-conditioned in any precision.
-    const bool non_negative = spec.has_state() && spec.norm == Norm::sum;
+    const bool non_negative = spec.score != Score::exponential && spec.norm == Norm::sum;
     const auto fill_part = [&](Tensor MixerInputs::*part, int64_t heads, int64_t dim, bool positive) {
       // A view into something wider, whose rows need not begin at multiples of 16 bytes.
       const int64_t before = random.pick<int64_t>({0, 3, 8}), after = random.pick<int64_t>({0, 1, 8});
@@ -33,7 +33,7 @@ struct Tokens {
     fill_part(&MixerInputs::q, of.q_heads, of.qk_dim, non_negative);
     fill_part(&MixerInputs::k, of.k_heads, of.qk_dim, non_negative);
     fill_part(&MixerInputs::v, of.v_heads, of.v_dim, false);
-    if (spec.decay) set_decay(random.uniform_tensor({of.batch, length, heads()}, -0.2, 0));
+    if (spec.decay) set_decay(random.uniform_tensor({of.batch, length, heads()}, -0.2, spec.signed_decay ? 0.2 : 0));
   }
 
   int64_t heads() const { return std::max({sizes.q_heads, sizes.k_heads, sizes.v_heads}); }
@@ -78,7 +78,7 @@ const std::vector<MixerCache::Sizes> kSizes{
 TEST(RecurrentCuda, TokenByTokenEqualsTheCpu) {
   SKIP_WITHOUT_GPU();
   Random random(1);
-  for (const MixerSpec& spec : all_specs()) {
+  for (const MixerSpec& spec : every_spec()) {
     for (DType dtype : {DType::f32, DType::bf16}) {
       const MixerCache::Sizes& sizes = random.pick(kSizes);
       SCOPED_TRACE(describe(spec, sizes, dtype));
@@ -97,7 +97,7 @@ MixerContents some_contents(Random& random, const Tokens& tokens, DType dtype) {
   const MixerSpec& spec = tokens.spec;
   const MixerCache::Sizes& sizes = tokens.sizes;
   const MixerCache empty(spec, sizes);
-  const bool folded = spec.has_state(), positive = folded && spec.norm == Norm::sum;
+  const bool folded = spec.has_state(), positive = spec.score != Score::exponential && spec.norm == Norm::sum;
   MixerContents contents;
   contents.pending = folded ? empty.window() - 5 : 700;
   contents.tokens = contents.pending + (folded ? 5000 : 0);
@@ -125,7 +125,7 @@ TEST(RecurrentCuda, LargeHeadsAgreeWithTheCpu) {
   const std::vector<MixerCache::Sizes> large{
       {2, 2, 2, 2, 64, 64}, {1, 4, 1, 4, 64, 64}, {1, 2, 2, 2, 128, 128}, {1, 1, 1, 1, 64, 256}};
   size_t next = 0;
-  for (const MixerSpec& spec : all_specs()) {
+  for (const MixerSpec& spec : every_spec()) {
     for (DType dtype : {DType::f32, DType::bf16, DType::bf16}) {
       const MixerCache::Sizes& sizes = large[next++ % large.size()];
       SCOPED_TRACE(describe(spec, sizes, dtype));
@@ -141,7 +141,7 @@ TEST(RecurrentCuda, LargeHeadsAgreeWithTheCpu) {
 TEST(RecurrentCuda, ContinuesAfterPrefill) {
   SKIP_WITHOUT_GPU();
   Random random(3);
-  for (const MixerSpec& spec : all_specs()) {
+  for (const MixerSpec& spec : every_spec()) {
     for (DType dtype : {DType::f32, DType::bf16}) {
       const int64_t dim = random.pick<int64_t>({16, 64});
       const MixerCache::Sizes sizes{2, 2, 1, 2, dim, dim};
@@ -159,10 +159,30 @@ TEST(RecurrentCuda, ContinuesAfterPrefill) {
   }
 }
 
+// The mask of a cache grows past the largest exponent, and falls again.
+TEST(RecurrentCuda, SignedDecayPastSaturation) {
+  SKIP_WITHOUT_GPU();
+  Random random(7);
+  for (const MixerSpec& spec : further_specs()) {
+    if (!spec.signed_decay) continue;
+    const MixerCache::Sizes& sizes = random.pick(kSizes);
+    SCOPED_TRACE(describe(spec, sizes, DType::f32));
+    Tokens tokens(random, spec, sizes, 120, DType::f32);
+    const Tensor decay = random.uniform_tensor({sizes.batch, 120, tokens.heads()}, 0, 4);
+    const Tensor later = decay.slice(1, 40, 80);
+    copy(later, random.uniform_tensor(later.shape(), -4, 0));
+    tokens.set_decay(decay);
+    MixerCache cpu = tokens.cpu_cache(), gpu = tokens.gpu_cache();
+    for (int64_t t = 0; t < 120; ++t)
+      ASSERT_LE(worst_row(to_cpu(step(gpu, tokens.gpu, t)), step(cpu, tokens.cpu, t), 0.1), 1e-4) << "token " << t;
+    EXPECT_FALSE(gpu.has_folded());
+  }
+}
+
 TEST(RecurrentCuda, ContentsPassBetweenDevicesToTheBit) {
   SKIP_WITHOUT_GPU();
   Random random(4);
-  for (const MixerSpec& spec : all_specs()) {
+  for (const MixerSpec& spec : every_spec()) {
     for (DType dtype : {DType::f32, DType::bf16}) {
       const MixerCache::Sizes sizes{2, 4, 2, 4, 16, 16};
       SCOPED_TRACE(describe(spec, sizes, dtype));

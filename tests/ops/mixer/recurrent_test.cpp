@@ -34,7 +34,7 @@ CaseLimits plain(int64_t longest) {
 
 TEST(Recurrent, TokenByTokenEqualsOnePass) {
   Random random(1);
-  for (const MixerSpec& spec : all_specs()) {
+  for (const MixerSpec& spec : every_spec()) {
     const MixerCase c = random_case(random, spec, plain(300));
     SCOPED_TRACE(describe(c));
     MixerCache cache = cache_for(c);
@@ -47,7 +47,7 @@ TEST(Recurrent, TokenByTokenEqualsOnePass) {
 
 TEST(Recurrent, GoesOnFromItsContentsToTheBit) {
   Random random(9);
-  for (const MixerSpec& spec : all_specs()) {
+  for (const MixerSpec& spec : every_spec()) {
     const MixerCase c = random_case(random, spec, plain(300));
     SCOPED_TRACE(describe(c));
     MixerCache cache = cache_for(c);
@@ -86,7 +86,7 @@ TEST(Recurrent, RefusesContentsOfAnotherCache) {
 
 TEST(Recurrent, ContinuesAfterPrefill) {
   Random random(2);
-  for (const MixerSpec& spec : all_specs()) {
+  for (const MixerSpec& spec : every_spec()) {
     for (int i = 0; i < 4; ++i) {
       CaseLimits limits = plain(300);
       limits.shortest = 3;
@@ -111,13 +111,37 @@ TEST(Recurrent, ContinuesAfterPrefill) {
   }
 }
 
+// The mask of a cache grows past the largest exponent, and falls again.
+TEST(Recurrent, GrowthPastSaturation) {
+  Random random(10);
+  for (const MixerSpec& spec : further_specs()) {
+    if (!spec.signed_decay) continue;
+    CaseLimits limits = plain(80);
+    limits.shortest = 60;
+    limits.largest_dim = 12;
+    const MixerCase c = random_case(random, spec, limits);
+    SCOPED_TRACE(describe(c));
+    const int64_t length = c.inputs.q.size(1);
+    for (int64_t t = 0; t < length; ++t) {
+      const Tensor a = c.inputs.log_decay.slice(1, t, 1);
+      copy(a, random.uniform_tensor(a.shape(), t < 40 ? 0 : -8, t < 40 ? 8 : 0));
+    }
+    const Tensor expected = mixer_forward(spec, cast(c, DType::f64).inputs, {Form::reference}).out;
+    MixerCache cache = cache_for(c);
+    for (int64_t t = 0; t < length; ++t)
+      ASSERT_LE(worst_row(step(cache, c.inputs, t), expected.select(1, t), 0.1), kTolerance) << "token " << t;
+    EXPECT_FALSE(cache.has_folded());
+    EXPECT_EQ(cache.first_fold(), 0);
+  }
+}
+
 TEST(Recurrent, StateIsTheStateOfTheForwardPass) {
   Random random(3);
-  for (const MixerSpec& spec : all_specs()) {
+  for (const MixerSpec& spec : every_spec()) {
     const MixerCase c = random_case(random, spec, plain(200));
     MixerCache cache = cache_for(c);
     if (!spec.has_state()) {
-      expect_error([&] { cache.state(); }, {"exponential"});
+      expect_error([&] { cache.state(); }, {"mixer_cache.state", to_string(spec)});
       continue;
     }
     for (int64_t t = 0; t < c.inputs.q.size(1); ++t) step(cache, c.inputs, t);
@@ -173,8 +197,9 @@ TEST(Recurrent, ReadInPiecesStaysAKeyValueCache) {
 }
 
 TEST(Recurrent, StrongDecayAndZeroesStayFinite) {
-  for (const MixerSpec& spec : all_specs()) {
-    for (float size : {0.0f, 1e4f, 1e-20f}) {
+  for (const MixerSpec& spec : every_spec()) {
+    // Powers of 1e4 leave the range of f32.
+    for (float size : {0.0f, spec.degree > 0 ? 1e2f : 1e4f, 1e-20f}) {
       MixerCache cache(spec, {1, 1, 1, 1, 8, 8});
       Tensor x = Tensor::empty({1, 1, 8}, DType::f32);
       fill(x, size);
@@ -196,7 +221,21 @@ TEST(Recurrent, BadInput) {
   expect_error([&] { cache.step(x, x, x, random.uniform_tensor({1, 2}, 1, 2)); }, {"\"log_decay\"", "at most 0"});
   expect_error([] { MixerCache(mixer_spec("2mamba"), {1, 2, 2, 2, 4, 8}); }, {"4", "8 to 256"});
   expect_error([] { MixerCache(mixer_spec("2mamba"), {1, 4, 3, 4, 8, 8}); }, {"3 heads", "divisor of 4"});
+  expect_error(
+      [] {
+        MixerCache({Score::power, true, Norm::sum, 0, 2}, {1, 2, 2, 2, 8, 8});
+      },
+      {"mixer_cache", "\"degree\"", "expected 3 to 4"});
   EXPECT_EQ(cache.tokens(), 0);
+  MixerCache grows({Score::squared, true, Norm::sum, 0, 0, true}, {1, 2, 2, 2, 8, 8});
+  ASSERT_NO_THROW(grows.step(x, x, x, random.uniform_tensor({1, 2}, 1, 2)));
+  const float infinity = std::numeric_limits<float>::infinity();
+  expect_error(
+      [&] {
+        grows.step(x, x, x, tensor_of({1, infinity}, {1, 2}));
+      },
+      {"\"log_decay\"", "inf", "finite values"});
+  EXPECT_EQ(grows.tokens(), 1);
 }
 
 }  // namespace
