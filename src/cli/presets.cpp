@@ -75,7 +75,8 @@ void print_one(const Preset& preset, const PresetsCommand& options) {
              config.heads() == 1 ? "" : "s", config.head_dim, config.qk_dim);
   if (config.branch > 0) fmt::print(", beside a gated branch of {} channels", config.branch);
   fmt::print("\n\nSwitches, for --switches KEY=VALUE,…:\n");
-  for (const auto& [key, value] : switches_of(config).items())
+  const Json switches = switches_of(config);
+  for (const auto& [key, value] : switches.items())
     fmt::print("  {:<14} {}\n", key, value.is_string() ? value.get<std::string>() : value.dump());
 }
 
@@ -160,7 +161,7 @@ std::string check_size(const std::string& name) {
 void add_presets(CLI::App& app) {
   auto options = std::make_shared<PresetsCommand>();
   CLI::App* command = app.add_subcommand("presets", "List the architectures, with their parameters and memory");
-  command->add_option("preset", options->name, "Show the switches of this one only")->check(check_preset);
+  command->add_option("--preset", options->name, "Show the switches of this one only")->check(check_preset);
   command
       ->add_option("--size", options->size,
                    fmt::format("The size whose memory is shown: {}", fmt::join(size_names(), ", ")))

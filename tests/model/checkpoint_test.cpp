@@ -111,7 +111,7 @@ TEST(Switches, AreSetByTheirKeys) {
   expected.conv_silu = expected.rope = true;
   expected.rope_base = 5e5;
   EXPECT_EQ(block, expected);
-  EXPECT_EQ(switch_names().size(), 13u);
+  EXPECT_EQ(switch_names().size(), 21u);
   for (const std::string& key : switch_names())  // each one has a value that it takes
     expect_error([&] { set_switch(block, key, "[]"); }, {key});
   expect_error([&] { set_switch(block, "conv_windw", "2"); }, {"unknown switch", "did you mean \"conv_window\""});
@@ -413,7 +413,7 @@ class ReleaseCheckpoint : public Checkpoint {
 TEST_F(ReleaseCheckpoint, DimensionsFollowFromShapes) {
   ModelConfig softmax = little("softmax");
   softmax.q_heads = softmax.k_heads = softmax.v_heads = 2;
-  softmax.head_dim = 64;
+  softmax.head_dim = softmax.qk_dim = 64;
   ModelConfig mamba2 = little("mamba2");
   mamba2.block.dt_bias = false;
   ModelConfig wide = little("2mamba");
@@ -616,7 +616,7 @@ TEST_F(Checkpoint, FuzzedTensorSets) {
   for (const char* arch : {"2mamba", "mamba2", "linear-outnorm"}) {
     ModelConfig config = little(arch);
     config.q_heads = config.k_heads = config.v_heads = 1;
-    config.head_dim = 64;
+    config.head_dim = config.qk_dim = 64;
     saved(config);
     const bool keeps_config = random_.coin();
     if (!keeps_config) fs::remove(config_);
