@@ -59,7 +59,8 @@ std::string count_text(int64_t count) {
   return fmt::format("{:.1f}{}", value, units.front());
 }
 
-// The block's switches as config.json has them, which is how --switches takes them; those of every block first.
+// The block's switches as config.json has them, which is how --switches takes them: those that few blocks use only
+// where this one does.
 Json switches_of(const ModelConfig& config) {
   const Json all = Json::parse(config_to_json(config));
   Json switches;
