@@ -59,7 +59,8 @@ std::string count_text(int64_t count) {
   return fmt::format("{:.1f}{}", value, units.front());
 }
 
-// The block's switches as config.json has them, which is how --switches takes them; those of every block first.
+// The block's switches as config.json has them, which is how --switches takes them: those that few blocks use only
+// where this one does.
 Json switches_of(const ModelConfig& config) {
   const Json all = Json::parse(config_to_json(config));
   Json switches;
@@ -75,7 +76,8 @@ void print_one(const Preset& preset, const PresetsCommand& options) {
              config.heads() == 1 ? "" : "s", config.head_dim, config.qk_dim);
   if (config.branch > 0) fmt::print(", beside a gated branch of {} channels", config.branch);
   fmt::print("\n\nSwitches, for --switches KEY=VALUE,…:\n");
-  for (const auto& [key, value] : switches_of(config).items())
+  const Json switches = switches_of(config);
+  for (const auto& [key, value] : switches.items())
     fmt::print("  {:<14} {}\n", key, value.is_string() ? value.get<std::string>() : value.dump());
 }
 
@@ -160,7 +162,7 @@ std::string check_size(const std::string& name) {
 void add_presets(CLI::App& app) {
   auto options = std::make_shared<PresetsCommand>();
   CLI::App* command = app.add_subcommand("presets", "List the architectures, with their parameters and memory");
-  command->add_option("preset", options->name, "Show the switches of this one only")->check(check_preset);
+  command->add_option("--preset", options->name, "Show the switches of this one only")->check(check_preset);
   command
       ->add_option("--size", options->size,
                    fmt::format("The size whose memory is shown: {}", fmt::join(size_names(), ", ")))

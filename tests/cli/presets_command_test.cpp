@@ -55,14 +55,14 @@ TEST(PresetsCommand, Json) {
 }
 
 TEST(PresetsCommand, SwitchesOfOne) {
-  expect_run("presets mamba2-paper --size tiny", 0,
+  expect_run("presets --preset mamba2-paper --size tiny", 0,
              {"1 head of 32 with queries and keys of 128", "gated branch of 96 channels", "decay          original",
               "conv_bias      false", "scale          1.0"});
-  expect_run("presets fox", 0, {"16 heads of 64", "decay          log_sigmoid", "decay_bias     true"});
-  expect_run("presets 2mamba-square-mask", 0, {"square_mask    true"});
-  expect_run("presets foxx", 2, {"unknown architecture \"foxx\"", "\"fox\""});
+  expect_run("presets --preset fox", 0, {"16 heads of 64", "decay          log_sigmoid", "decay_bias     true"});
+  expect_run("presets --preset 2mamba-square-mask", 0, {"square_mask    true"});
+  expect_run("presets --preset foxx", 2, {"unknown architecture \"foxx\"", "\"fox\""});
   const TemporaryFolder folder;
-  expect_run("presets mamba2-paper --size tiny --json " + folder.path("one.json"), 0, {});
+  expect_run("presets --preset mamba2-paper --size tiny --json " + folder.path("one.json"), 0, {});
   const auto json = nlohmann::json::parse(testing::read_file(folder.path("one.json"))).at("presets");
   ASSERT_EQ(json.size(), 1u);
   EXPECT_EQ(json[0].at("qk_dim"), 128);

@@ -14,7 +14,7 @@ ModelConfig one_head(const std::string& arch, int64_t dim) {
   config.arch = arch;
   config.block = preset(arch).block;
   config.vocabulary = 2;
-  config.hidden = config.intermediate = config.head_dim = dim;
+  config.hidden = config.intermediate = config.head_dim = config.qk_dim = dim;
   config.layers = config.q_heads = config.k_heads = config.v_heads = 1;
   return config;
 }

@@ -618,7 +618,7 @@ TEST_F(Checkpoint, FuzzedTensorSets) {
   for (const char* arch : {"2mamba", "mamba2", "linear-outnorm"}) {
     ModelConfig config = little(arch);
     config.q_heads = config.k_heads = config.v_heads = 1;
-    config.head_dim = 64;
+    config.head_dim = config.qk_dim = 64;
     saved(config);
     const bool keeps_config = random_.coin();
     if (!keeps_config) fs::remove(config_);
