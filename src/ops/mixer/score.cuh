@@ -4,6 +4,7 @@
 
 #include "ops/mixer/heads.cuh"
 #include "ops/mixer/mma.cuh"
+#include "ops/mixer/polynomial.h"
 
 namespace furious::cuda {
 
@@ -55,30 +56,10 @@ inline ScoreFunction score_function(const MixerSpec& spec, float scale) {
   f.largest_score = spec.norm == Norm::sum ? INFINITY : kLargestExponent;
   f.largest_decay = spec.signed_decay ? kLargestExponent : 0.0f;
   f.saturated = spec.signed_decay ? kLargestExponent : INFINITY;
-  switch (spec.score) {
-    case Score::linear:
-      f.value[1] = 1;
-      break;
-    case Score::squared:
-      f.value[2] = 1;
-      break;
-    case Score::power:
-      f.value[spec.degree] = 1;
-      break;
-    case Score::series: {
-      float factorial = 1;
-      for (int n = 0; n <= spec.degree; ++n) {
-        f.value[n] = 1 / factorial;
-        factorial *= static_cast<float>(n + 1);
-      }
-      break;
-    }
-    case Score::exponential:
-      break;
-  }
+  const Polynomial polynomial = polynomial_of(spec);
   float power = 1;
   for (int n = 0; n <= kLargestDegree; ++n, power *= scale) {
-    f.value[n] *= power;
+    f.value[n] = polynomial.c[n] * power;
     if (n > 0) f.slope[n - 1] = static_cast<float>(n) * f.value[n];
   }
   return f;
