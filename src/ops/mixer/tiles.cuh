@@ -302,7 +302,7 @@ struct Tf32Product : WideProduct<kDim, !kThree> {
   static __device__ void scores(float (&s)[kM][kN][4], const Operand& a, int row_a, const Operand& b, int row_b,
                                 int steps) {
     const int g = lane_index() / 4, t = lane_index() % 4;
-#pragma unroll 2
+#pragma unroll(kThree ? 1 : 2)
     for (int step = 0; step < 2 * steps; ++step) {
       Factor<4> x[kM][2];
 #pragma unroll
