@@ -409,6 +409,20 @@ TEST(Initialization, EveryParameterHasItsOwnStream) {
                             "down_proj.weight", "conv1d.bias", "z_gate_proj.bias"});
 }
 
+// The precision of the mixer's products reaches it, in training and prefill; a CPU has one only.
+TEST(LanguageModel, MixerPrecisionIsTheMixers) {
+  LanguageModel model(little(preset("2mamba")), 5);
+  const Tensor tokens = int_tensor_of({1, 2, 3, 4}, {1, 4});
+  for (const MixerPrecision precision : {MixerPrecision::automatic, MixerPrecision::f32}) {
+    model.set_compute({.mixer = precision});
+    EXPECT_TRUE(all_finite(model.logits(tokens)));
+  }
+  model.set_compute({.mixer = MixerPrecision::bf16});
+  expect_error([&] { model.logits(tokens); }, {"precision", "bf16", "CPU"});
+  ModelCache cache(model.config(), 1);
+  expect_error([&] { model.read(cache, tokens); }, {"precision", "bf16", "CPU"});
+}
+
 TEST(LanguageModel, TakesWeightsFromElsewhere) {
   const LanguageModel a(little(preset("mamba2")), 5);
   size_t next = 0;
