@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdlib>
 #include <limits>
 #include <string_view>
 
@@ -35,8 +36,19 @@ struct Product {
 
 #ifdef FURIOUS_ONEDNN
 
+// Before oneDNN is used for the first time. The AMX kernels of oneDNN 2 end in an illegal instruction under Linux:
+// AVX-512 is the most that it may use.
+void prepare_onednn() {
+  [[maybe_unused]] static const bool done = [] {
+    if (dnnl_version()->major < 3 && std::getenv("DNNL_MAX_CPU_ISA") == nullptr)
+      (void)dnnl_set_max_cpu_isa(dnnl_cpu_isa_avx512_core_bf16);
+    return true;
+  }();
+}
+
 // dnnl_sgemm rather than the matmul primitive: as fast on large shapes and 3 to 4 times faster on a single row.
 void multiply_f32(const Product& p) {
+  prepare_onednn();
   const dnnl_status_t status =
       dnnl_sgemm(p.options.transpose_a ? 'T' : 'N', p.options.transpose_b ? 'T' : 'N', p.rows, p.columns, p.inner, 1.0f,
                  p.a.data<float>(), row_stride(p.a), p.b.data<float>(), row_stride(p.b),
@@ -46,6 +58,7 @@ void multiply_f32(const Product& p) {
 }
 
 dnnl::engine& cpu_engine() {
+  prepare_onednn();
   static dnnl::engine engine(dnnl::engine::kind::cpu, 0);
   return engine;
 }
