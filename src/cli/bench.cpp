@@ -86,11 +86,12 @@ MixerSpec MixerBench::spec() const {
   };
   if (!score.empty()) {
     spec.score = static_cast<Score>(index_of(score, kScoreNames));
-    spec.degree = spec.score == Score::power ? 3 : spec.score == Score::series ? 1 : 0;
+    spec.degree = 0;
   }
-  if (degree > 0) spec.degree = degree;
   if (!norm.empty()) spec.norm = static_cast<Norm>(index_of(norm, kNormNames));
   if (!decay.empty()) spec.decay = index_of(decay, kDecayNames) == 1;
+  if (spec.degree == 0) spec.degree = spec.score == Score::power ? 3 : spec.score == Score::series ? 1 : 0;
+  if (degree > 0) spec.degree = degree;
   return spec;
 }
 

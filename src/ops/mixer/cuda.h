@@ -35,8 +35,8 @@ TokenTables token_tables(const MixerCall& call);
 // Gradients of one head of the call each, before heads that share an input are summed.
 struct HeadGradients {
   Tensor q, k, v;  // [batch, length, heads, dim]
-  // f32 [batch, heads, length]: the part of dA that queries give. Undefined where it is exactly 0: under the sum norm,
-  // unless a signed decay saturates.
+  // f32 [batch, heads, length]: the part of dA that queries give; not there where it is zero: under the sum norm,
+  // unless decay is signed.
   Tensor row_decay;
   Tensor key_decay;  // the part that keys give
 };

@@ -1,5 +1,5 @@
-// The score function f with decay, on a GPU, for kernels that serve any spec. For a pair with S = scale·x, x = q·k, it
-// is a polynomial in x whose coefficients hold the scale, or an exponential.
+// The score function f with decay, for the tile kernels. For a pair with S = scale·x, x = q·k, it is a polynomial in x
+// whose coefficients hold the scale, or an exponential.
 #pragma once
 
 #include "ops/mixer/heads.cuh"

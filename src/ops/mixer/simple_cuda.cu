@@ -1,7 +1,7 @@
-// The mixer family on a GPU in f32 arithmetic, a warp per token: any dtype, dimension and spec. It serves the
-// dimensions that the faster kernels do not.
+// The mixer family on a GPU in f32 arithmetic, a warp per token: any dtype, dimension and spec. What is fast is in
+// parallel_cuda.cu; this is what it is checked against, and what serves the rest.
 #include "ops/mixer/cuda.h"
-#include "ops/mixer/score.cuh"
+#include "ops/mixer/heads.cuh"
 
 namespace furious::cuda {
 namespace {
@@ -17,8 +17,9 @@ struct Simple {
   float *normalizer, *maximum, *row_decay, *key_decay;
   int64_t length, heads;
   int qk_dim, v_dim;
-  ScoreFunction f;
-  bool exponential, sum_norm;
+  float scale;
+  Score score;
+  bool sum_norm;
 };
 
 // A row of up to 32 · kPerLane numbers is spread over the lanes of a warp.
@@ -59,11 +60,6 @@ __device__ bool place(Place& p, int64_t length) {
   return p.t < length;
 }
 
-template <class T>
-__device__ ScoreFunction::Weight weight(const Simple<T>& m, float x, float a, float shift) {
-  return m.exponential ? m.f.template weight<true>(x, a, shift) : m.f.template weight<false>(x, a, shift);
-}
-
 template <int kPerLane, class T>
 __global__ void forward_kernel(Simple<T> m) {
   Place p;
@@ -81,11 +77,11 @@ __global__ void forward_kernel(Simple<T> m) {
   const double own = m.decay ? m.decay[head_row + p.t] : 0.0;
   for (int64_t j = m.starts ? m.starts[p.b * m.length + p.t] : 0; j <= p.t; ++j) {
     load(k, m.k.row(p.b, j, p.h), m.qk_dim);
-    const float x = dot(q, k);
+    const float s = m.scale * dot(q, k);
     const float a = m.decay ? static_cast<float>(own - m.decay[head_row + j]) : 0.0f;
     float w;
-    if (m.exponential && m.sum_norm) {
-      const float e = m.f.exponent(x, a);
+    if (m.score == Score::exponential && m.sum_norm) {
+      const float e = s + a;
       if (e > largest) {
         const float shrink = expf(largest - e);
         for (float& c : y) c *= shrink;
@@ -94,7 +90,10 @@ __global__ void forward_kernel(Simple<T> m) {
       }
       w = expf(e - largest);
     } else {
-      w = weight(m, x, a, 0.0f).w;
+      const float f = m.score == Score::linear    ? s
+                      : m.score == Score::squared ? s * s
+                                                  : expf(fminf(s, kLargestExponent));
+      w = f * expf(a);
     }
     load(v, m.v.row(p.b, j, p.h), m.v_dim);
     add(y, w, v);
@@ -107,16 +106,25 @@ __global__ void forward_kernel(Simple<T> m) {
   if (m.maximum) m.maximum[head_row + p.t] = largest;
 }
 
-// What one pair of a query i and a key j gives: the derivative to q·k, the part of dA, and the weight of g in dv.
+// What one pair of a query i and a key j gives: dS and w·dw (the part of dA), and the weight of g in dv.
 struct Pair {
-  float dx, da, p;
+  float ds, wdw, p;
 };
 template <class T>
-__device__ Pair pair(const Simple<T>& m, float x, float a, float dot_gv, float delta, float n, float largest) {
+__device__ Pair pair(const Simple<T>& m, float s, float a, float dot_gv, float delta, float n, float largest) {
   const float inverse = !m.sum_norm ? 1.0f : fabsf(n) < kSmallestNormalizer ? 0.0f : 1 / n;
   const float dw = (dot_gv - delta) * inverse;
-  const ScoreFunction::Weight one = weight(m, x, a, largest);
-  return {one.slope * dw, a < m.f.saturated ? one.w * dw : 0.0f, one.w * inverse};
+  if (m.score == Score::exponential) {
+    if (m.sum_norm) {
+      const float w = expf(s + a - largest);
+      return {w * dw, w * dw, w * inverse};
+    }
+    const float w = expf(fminf(s, kLargestExponent)) * expf(a);
+    return {s < kLargestExponent ? w * dw : 0.0f, w * dw, w};
+  }
+  const float d = expf(a);
+  if (m.score == Score::linear) return {d * dw, s * d * dw, s * d * inverse};
+  return {2 * s * d * dw, s * s * d * dw, s * s * d * inverse};
 }
 
 template <int kPerLane, class T>
@@ -138,9 +146,9 @@ __global__ void query_gradient_kernel(Simple<T> m) {
     const float dot_gv = dot(g, x);
     load(x, m.k.row(p.b, j, p.h), m.qk_dim);
     const float a = m.decay ? static_cast<float>(own - m.decay[head_row + j]) : 0.0f;
-    const Pair one = pair(m, dot(q, x), a, dot_gv, delta, n, largest);
-    add(dq, one.dx, x);
-    row_decay += one.da;
+    const Pair one = pair(m, m.scale * dot(q, x), a, dot_gv, delta, n, largest);
+    add(dq, m.scale * one.ds, x);
+    row_decay += one.wdw;
   }
   store(m.dq.row(p.b, p.t, p.h), dq, m.qk_dim, 1.0f);
   if (m.row_decay && threadIdx.x % 32 == 0) m.row_decay[head_row + p.t] = row_decay;
@@ -165,10 +173,10 @@ __global__ void key_gradient_kernel(Simple<T> m) {
     const float a = m.decay ? static_cast<float>(m.decay[head_row + i] - own) : 0.0f;
     const float n = m.sum_norm ? m.normalizer[head_row + i] : 1.0f;
     const float largest = m.maximum ? m.maximum[head_row + i] : 0.0f;
-    const Pair one = pair(m, dot(x, k), a, dot(g, v), delta, n, largest);
-    add(dk, one.dx, x);
+    const Pair one = pair(m, m.scale * dot(x, k), a, dot(g, v), delta, n, largest);
+    add(dk, m.scale * one.ds, x);
     add(dv, one.p, g);
-    key_decay -= one.da;
+    key_decay -= one.wdw;
   }
   store(m.dk.row(p.b, p.t, p.h), dk, m.qk_dim, 1.0f);
   store(m.dv.row(p.b, p.t, p.h), dv, m.v_dim, 1.0f);
@@ -192,8 +200,8 @@ auto simple_of(const MixerCall& call, const TokenTables& tables) {
   m.heads = shape.heads;
   m.qk_dim = static_cast<int>(shape.qk_dim);
   m.v_dim = static_cast<int>(shape.v_dim);
-  m.f = score_function(call.spec, shape.scale);
-  m.exponential = call.spec.score == Score::exponential;
+  m.scale = shape.scale;
+  m.score = call.spec.score;
   m.sum_norm = call.spec.norm == Norm::sum;
   return m;
 }

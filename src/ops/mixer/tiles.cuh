@@ -36,18 +36,24 @@ __device__ inline int lane_index() {
   return static_cast<int>(threadIdx.x) % 32;
 }
 
-// The rows of one head in device memory. Eight columns are read and a run of columns is written at a time; `wide`:
-// every row is aligned to 16 bytes.
-struct HeadRows {
-  char* data;
-  int64_t stride;  // bytes between tokens
+// A tensor [batch, length, heads or a divisor, dim] of f32 or bf16. `wide`: every row is aligned to 16 bytes.
+struct TokenRows {
+  Heads<char> heads;  // strides in bytes
   bool bf16, wide;
+};
+
+// The rows of one head of it. Eight columns are read and a run of columns is written at a time.
+struct HeadRows {
+  const TokenRows& tensor;  // a parameter of the kernel: what is not needed in registers stays there
+  char* data;
+
+  __device__ HeadRows(const TokenRows& of, int64_t b, int64_t h) : tensor(of), data(of.heads.row(b, 0, h)) {}
 
   __device__ void load(float (&x)[8], int token, int column) const {
-    const char* const row = data + token * stride;
-    if (bf16) {
+    const char* const row = data + token * tensor.heads.token;
+    if (tensor.bf16) {
       const __nv_bfloat16* const from = reinterpret_cast<const __nv_bfloat16*>(row) + column;
-      if (wide) {
+      if (tensor.wide) {
         const uint4 pairs = *reinterpret_cast<const uint4*>(from);
         const uint32_t each[4] = {pairs.x, pairs.y, pairs.z, pairs.w};
 #pragma unroll
@@ -61,9 +67,11 @@ struct HeadRows {
       }
     } else {
       const float* const from = reinterpret_cast<const float*>(row) + column;
-      if (wide) {
-        *reinterpret_cast<float4*>(x) = *reinterpret_cast<const float4*>(from);
-        *reinterpret_cast<float4*>(x + 4) = *reinterpret_cast<const float4*>(from + 4);
+      if (tensor.wide) {
+        const float4 first = *reinterpret_cast<const float4*>(from),
+                     second = *reinterpret_cast<const float4*>(from + 4);
+        x[0] = first.x, x[1] = first.y, x[2] = first.z, x[3] = first.w;
+        x[4] = second.x, x[5] = second.y, x[6] = second.z, x[7] = second.w;
       } else {
 #pragma unroll
         for (int i = 0; i < 8; ++i) x[i] = from[i];
@@ -74,10 +82,10 @@ struct HeadRows {
   template <int kRun>
   __device__ void store(const float (&x)[kRun], int token, int column) const {
     static_assert(kRun == 2 || kRun == 8);
-    char* const row = data + token * stride;
-    if (bf16) {
+    char* const row = data + token * tensor.heads.token;
+    if (tensor.bf16) {
       __nv_bfloat16* const to = reinterpret_cast<__nv_bfloat16*>(row) + column;
-      if (!wide) {
+      if (!tensor.wide) {
 #pragma unroll
         for (int i = 0; i < kRun; ++i) to[i] = from_float<__nv_bfloat16>(x[i]);
       } else if constexpr (kRun == 2) {
@@ -88,7 +96,7 @@ struct HeadRows {
       }
     } else {
       float* const to = reinterpret_cast<float*>(row) + column;
-      if (!wide) {
+      if (!tensor.wide) {
 #pragma unroll
         for (int i = 0; i < kRun; ++i) to[i] = x[i];
       } else if constexpr (kRun == 2) {
@@ -99,14 +107,6 @@ struct HeadRows {
       }
     }
   }
-};
-
-// A tensor [batch, length, heads or a divisor, dim] of f32 or bf16.
-struct TokenRows {
-  Heads<char> heads;  // strides in bytes
-  bool bf16, wide;
-
-  __device__ HeadRows of(int64_t b, int64_t h) const { return {heads.row(b, 0, h), heads.token, bf16, wide}; }
 };
 
 inline TokenRows token_rows(const Tensor& x, int64_t heads) {

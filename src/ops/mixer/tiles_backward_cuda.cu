@@ -12,11 +12,11 @@ namespace tiles {
 namespace {
 
 // δ: a warp per token.
-__global__ void delta_kernel(const Call m) {
+__global__ void delta_kernel(const __grid_constant__ Call m) {
   const int64_t b = blockIdx.z, h = blockIdx.y;
   const int t = static_cast<int>(blockIdx.x * kWarps + threadIdx.x / 32);
   if (t >= m.length) return;
-  const HeadRows g = m.g.of(b, h), out = m.out.of(b, h);
+  const HeadRows g(m.g, b, h), out(m.out, b, h);
   float sum = 0;
   if (lane_index() * 8 < m.v_dim) {
     float x[8], y[8];
@@ -61,16 +61,20 @@ struct Backward : Layout<kDim> {
   using Base = Layout<kDim>;
   using P = Product<kPrecision, kDim>;
   using Operand = typename P::Operand;
-  // Two accumulators leave fewer registers for scores.
-  static constexpr bool kFew = kDim == 64 || kPrecision == MixerPrecision::bf16 || kPrecision == MixerPrecision::tf32x3;
+  static constexpr bool kThree = kPrecision == MixerPrecision::tf32x3;
+  // With accumulators for both dk and dv fewer registers are left: fewer rows of a tile at a time, or of the warp.
+  static constexpr int kKeyM = kThree ? 1 : Base::kM;
+  static constexpr int kKeyWarpRows = 16 * kKeyM, kKeyRows = kWarps * kKeyWarpRows;
+  static constexpr bool kFew = kThree ? kDim == 128 : kDim == 64 || kPrecision == MixerPrecision::bf16;
   static constexpr int kKeyGroup = kFew ? 16 : Base::kGroup;
-  static constexpr int kTileBytes = 2 * (Base::kRows + Base::kTile) * kDim * Operand::kElementBytes;
-  static constexpr int kQueryBytes = kTileBytes + Base::kTile * static_cast<int>(sizeof(LogDecay));
-  static constexpr int kKeyBytes = kTileBytes + Base::kTile * static_cast<int>(sizeof(Query));
+
+  static constexpr int tile_bytes(int own_rows) { return 2 * (own_rows + Base::kTile) * kDim * Operand::kElementBytes; }
+  static constexpr int kQueryBytes = tile_bytes(Base::kRows) + Base::kTile * static_cast<int>(sizeof(LogDecay));
+  static constexpr int kKeyBytes = tile_bytes(kKeyRows) + Base::kTile * static_cast<int>(sizeof(Query));
 };
 
 template <MixerPrecision kPrecision, int kDim, bool kExponential>
-__global__ void __launch_bounds__(kThreads, 2) query_kernel(const Call m) {
+__global__ void __launch_bounds__(kThreads, 2) query_kernel(const __grid_constant__ Call m) {
   using L = Backward<kPrecision, kDim>;
   using P = typename L::P;
   using Operand = typename L::Operand;
@@ -89,7 +93,7 @@ __global__ void __launch_bounds__(kThreads, 2) query_kernel(const Call m) {
   const double* const a = m.decay ? m.decay + head_row : nullptr;
   const int* const starts = m.starts ? m.starts + b * m.length : nullptr;
   const double reference = a ? a[row0] : 0.0;
-  const HeadRows k = m.k.of(b, h), v = m.v.of(b, h);
+  const HeadRows k(m.k, b, h), v(m.v, b, h);
   int first_tile = (starts ? starts[row0] : 0) / L::kTile;
   if (a && m.may_erase)
     first_tile += count_erased<kThreads>(row0 / L::kTile - first_tile, [&](int i) {
@@ -99,8 +103,8 @@ __global__ void __launch_bounds__(kThreads, 2) query_kernel(const Call m) {
   const int qk_steps = (m.qk_dim + 31) / 32, v_steps = (m.v_dim + 31) / 32;
   const bool all = m.qk_dim > 64;
 
-  load_tile<L::kRows, kDim>(queries, m.q.of(b, h), row0, m.length, m.qk_dim);
-  load_tile<L::kRows, kDim>(gradients, m.g.of(b, h), row0, m.length, m.v_dim);
+  load_tile<L::kRows, kDim>(queries, HeadRows(m.q, b, h), row0, m.length, m.qk_dim);
+  load_tile<L::kRows, kDim>(gradients, HeadRows(m.g, b, h), row0, m.length, m.v_dim);
 
   const int w0 = row0 + warp * L::kWarpRows;
   const int w_last = w0 + L::kWarpRows - 1;
@@ -161,7 +165,7 @@ __global__ void __launch_bounds__(kThreads, 2) query_kernel(const Call m) {
     }
   }
 
-  const HeadRows to = m.dq.of(b, h);
+  const HeadRows to(m.dq, b, h);
 #pragma unroll
   for (int mt = 0; mt < kM; ++mt)
 #pragma unroll
@@ -175,27 +179,27 @@ __global__ void __launch_bounds__(kThreads, 2) query_kernel(const Call m) {
 }
 
 template <MixerPrecision kPrecision, int kDim, bool kExponential>
-__global__ void __launch_bounds__(kThreads, 2) key_kernel(const Call m) {
+__global__ void __launch_bounds__(kThreads, 2) key_kernel(const __grid_constant__ Call m) {
   using L = Backward<kPrecision, kDim>;
   using P = typename L::P;
   using Operand = typename L::Operand;
-  constexpr int kM = L::kM, kN = L::kKeyGroup / 8;
+  constexpr int kM = L::kKeyM, kN = L::kKeyGroup / 8;
   extern __shared__ __align__(128) unsigned char memory[];
   Operand keys, values, queries, gradients;
   keys.data = reinterpret_cast<decltype(keys.data)>(memory);
-  values.data = keys.data + L::kRows * kDim;
-  queries.data = values.data + L::kRows * kDim;
+  values.data = keys.data + L::kKeyRows * kDim;
+  queries.data = values.data + L::kKeyRows * kDim;
   gradients.data = queries.data + L::kTile * kDim;
   Query* const columns = reinterpret_cast<Query*>(gradients.data + L::kTile * kDim);
 
   const int64_t b = blockIdx.z, h = blockIdx.y, head_row = (b * m.heads + h) * m.length;
-  const int key0 = static_cast<int>(blockIdx.x) * L::kRows;  // the first keys have the most queries
+  const int key0 = static_cast<int>(blockIdx.x) * L::kKeyRows;  // the first keys have the most queries
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = lane_index();
   const double* const a = m.decay ? m.decay + head_row : nullptr;
   const int* const starts = m.starts ? m.starts + b * m.length : nullptr;
-  const int last_key = min(key0 + L::kRows, m.length) - 1;
+  const int last_key = min(key0 + L::kKeyRows, m.length) - 1;
   const double reference = a ? a[last_key] : 0.0;
-  const HeadRows q = m.q.of(b, h), g = m.g.of(b, h);
+  const HeadRows q(m.q, b, h), g(m.g, b, h);
   const int first_tile = key0 / L::kTile;
   int last_tile = (m.ends ? m.ends[b * m.length + last_key] - 1 : m.length - 1) / L::kTile;
   if (a && m.may_erase)
@@ -204,11 +208,11 @@ __global__ void __launch_bounds__(kThreads, 2) key_kernel(const Call m) {
   const int qk_steps = (m.qk_dim + 31) / 32, v_steps = (m.v_dim + 31) / 32;
   const bool all_qk = m.qk_dim > 64, all_v = m.v_dim > 64;
 
-  load_tile<L::kRows, kDim>(keys, m.k.of(b, h), key0, m.length, m.qk_dim);
-  load_tile<L::kRows, kDim>(values, m.v.of(b, h), key0, m.length, m.v_dim);
+  load_tile<L::kKeyRows, kDim>(keys, HeadRows(m.k, b, h), key0, m.length, m.qk_dim);
+  load_tile<L::kKeyRows, kDim>(values, HeadRows(m.v, b, h), key0, m.length, m.v_dim);
 
-  const int w0 = key0 + warp * L::kWarpRows;
-  const int w_last = w0 + L::kWarpRows - 1;
+  const int w0 = key0 + warp * L::kKeyWarpRows;
+  const int w_last = w0 + L::kKeyWarpRows - 1;
   float dk[kM][kDim / 8][4] = {}, dv[kM][kDim / 8][4] = {}, decay_sum[kM][2] = {};
   LogDecay own[kM][2];
 #pragma unroll
@@ -270,7 +274,7 @@ __global__ void __launch_bounds__(kThreads, 2) key_kernel(const Call m) {
     }
   }
 
-  const HeadRows to_k = m.dk.of(b, h), to_v = m.dv.of(b, h);
+  const HeadRows to_k(m.dk, b, h), to_v(m.dv, b, h);
 #pragma unroll
   for (int mt = 0; mt < kM; ++mt)
 #pragma unroll
@@ -314,7 +318,7 @@ void tiles_backward(const MixerCall& call, const TokenTables& tables, const Tens
     allow_shared_memory(key, L::kKeyBytes);
     query<<<tiles::grid_of(shape, L::kRows), tiles::kThreads, L::kQueryBytes, s>>>(m);
     check_launch("mixer_backward");
-    key<<<tiles::grid_of(shape, L::kRows), tiles::kThreads, L::kKeyBytes, s>>>(m);
+    key<<<tiles::grid_of(shape, L::kKeyRows), tiles::kThreads, L::kKeyBytes, s>>>(m);
     check_launch("mixer_backward");
   });
 }

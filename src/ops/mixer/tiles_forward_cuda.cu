@@ -19,7 +19,7 @@ struct Forward : Layout<kDim> {
 };
 
 template <MixerPrecision kPrecision, int kDim, bool kExponential>
-__global__ void __launch_bounds__(kThreads, 2) forward_kernel(const Call m) {
+__global__ void __launch_bounds__(kThreads, 2) forward_kernel(const __grid_constant__ Call m) {
   using L = Forward<kPrecision, kDim>;
   using P = typename L::P;
   using Operand = typename L::Operand;
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(const Call m) {
   const double* const a = m.decay ? m.decay + head_row : nullptr;
   const int* const starts = m.starts ? m.starts + b * m.length : nullptr;
   const double reference = a ? a[row0] : 0.0;
-  const HeadRows k = m.k.of(b, h), v = m.v.of(b, h);
+  const HeadRows k(m.k, b, h), v(m.v, b, h);
   int first_tile = (starts ? starts[row0] : 0) / L::kTile;
   if (a && m.may_erase)
     first_tile += count_erased<kThreads>(row0 / L::kTile - first_tile, [&](int i) {
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(const Call m) {
   const int steps = (m.qk_dim + 31) / 32;
   const bool all = m.v_dim > 64;
 
-  load_tile<L::kRows, kDim>(queries, m.q.of(b, h), row0, m.length, m.qk_dim);
+  load_tile<L::kRows, kDim>(queries, HeadRows(m.q, b, h), row0, m.length, m.qk_dim);
 
   const int w0 = row0 + warp * L::kWarpRows;
   const int w_last = w0 + L::kWarpRows - 1;
@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(const Call m) {
     }
   }
 
-  const HeadRows out = m.out.of(b, h);
+  const HeadRows out(m.out, b, h);
   const int columns = m.v_dim + (m.sum_norm ? 1 : 0);
 #pragma unroll
   for (int mt = 0; mt < kM; ++mt)
