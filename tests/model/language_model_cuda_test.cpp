@@ -69,6 +69,7 @@ TEST(LanguageModelCuda, EveryModelAgreesWithTheCpu) {
       for (const DType dtype : {DType::f32, DType::bf16}) {
         Compute compute = compute_in(dtype, kGpu);
         compute.recompute = recompute;
+        compute.mixer = MixerPrecision::f32;  // these heads are so small that products in bf16 would hide everything
         there.set_compute(compute);
         // Rounding of bf16 grows through layers whose weights are large enough to matter; operations are tested alone.
         const double limit = dtype == DType::f32 ? 1e-3 : 0.2;

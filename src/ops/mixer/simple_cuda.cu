@@ -1,7 +1,8 @@
-// The mixer family on a GPU in f32 arithmetic, a warp per token: any dtype, dimension and spec. What is fast is in
-// parallel_cuda.cu; this is what it is checked against, and what serves the rest.
+// The mixer family on a GPU in f32 arithmetic, a warp per token: any dtype, dimension and spec. The other kernels are
+// the fast ones; this is what they are checked against, and what serves the rest.
 #include "ops/mixer/cuda.h"
 #include "ops/mixer/heads.cuh"
+#include "ops/mixer/polynomial.h"
 
 namespace furious::cuda {
 namespace {
@@ -19,7 +20,13 @@ struct Simple {
   int qk_dim, v_dim;
   float scale;
   Score score;
+  Polynomial polynomial;  // f, of all scores but the exponential
   bool sum_norm;
+
+  // The exponent of the mask between a query and a key, which only one with signed decay can let grow so far.
+  __device__ float exponent(double query, double key) const {
+    return fminf(static_cast<float>(query - key), kLargestExponent);
+  }
 };
 
 // A row of up to 32 · kPerLane numbers is spread over the lanes of a warp.
@@ -78,7 +85,7 @@ __global__ void forward_kernel(Simple<T> m) {
   for (int64_t j = m.starts ? m.starts[p.b * m.length + p.t] : 0; j <= p.t; ++j) {
     load(k, m.k.row(p.b, j, p.h), m.qk_dim);
     const float s = m.scale * dot(q, k);
-    const float a = m.decay ? static_cast<float>(own - m.decay[head_row + j]) : 0.0f;
+    const float a = m.decay ? m.exponent(own, m.decay[head_row + j]) : 0.0f;
     float w;
     if (m.score == Score::exponential && m.sum_norm) {
       const float e = s + a;
@@ -90,10 +97,7 @@ __global__ void forward_kernel(Simple<T> m) {
       }
       w = expf(e - largest);
     } else {
-      const float f = m.score == Score::linear    ? s
-                      : m.score == Score::squared ? s * s
-                                                  : expf(fminf(s, kLargestExponent));
-      w = f * expf(a);
+      w = (m.score == Score::exponential ? expf(fminf(s, kLargestExponent)) : m.polynomial(s)) * expf(a);
     }
     load(v, m.v.row(p.b, j, p.h), m.v_dim);
     add(y, w, v);
@@ -114,17 +118,17 @@ template <class T>
 __device__ Pair pair(const Simple<T>& m, float s, float a, float dot_gv, float delta, float n, float largest) {
   const float inverse = !m.sum_norm ? 1.0f : fabsf(n) < kSmallestNormalizer ? 0.0f : 1 / n;
   const float dw = (dot_gv - delta) * inverse;
+  const float d = a < kLargestExponent ? 1.0f : 0.0f;  // whether the weight moves with the decay
   if (m.score == Score::exponential) {
     if (m.sum_norm) {
       const float w = expf(s + a - largest);
-      return {w * dw, w * dw, w * inverse};
+      return {w * dw, d * w * dw, w * inverse};
     }
     const float w = expf(fminf(s, kLargestExponent)) * expf(a);
-    return {s < kLargestExponent ? w * dw : 0.0f, w * dw, w};
+    return {s < kLargestExponent ? w * dw : 0.0f, d * w * dw, w};
   }
-  const float d = expf(a);
-  if (m.score == Score::linear) return {d * dw, s * d * dw, s * d * inverse};
-  return {2 * s * d * dw, s * s * d * dw, s * s * d * inverse};
+  const float factor = expf(a), w = m.polynomial(s) * factor;
+  return {m.polynomial.slope(s) * factor * dw, d * w * dw, w * inverse};
 }
 
 template <int kPerLane, class T>
@@ -145,7 +149,7 @@ __global__ void query_gradient_kernel(Simple<T> m) {
     load(x, m.v.row(p.b, j, p.h), m.v_dim);
     const float dot_gv = dot(g, x);
     load(x, m.k.row(p.b, j, p.h), m.qk_dim);
-    const float a = m.decay ? static_cast<float>(own - m.decay[head_row + j]) : 0.0f;
+    const float a = m.decay ? m.exponent(own, m.decay[head_row + j]) : 0.0f;
     const Pair one = pair(m, m.scale * dot(q, x), a, dot_gv, delta, n, largest);
     add(dq, m.scale * one.ds, x);
     row_decay += one.wdw;
@@ -170,7 +174,7 @@ __global__ void key_gradient_kernel(Simple<T> m) {
     load(x, m.out.row(p.b, i, p.h), m.v_dim);
     const float delta = m.sum_norm ? dot(g, x) : 0.0f;
     load(x, m.q.row(p.b, i, p.h), m.qk_dim);
-    const float a = m.decay ? static_cast<float>(m.decay[head_row + i] - own) : 0.0f;
+    const float a = m.decay ? m.exponent(m.decay[head_row + i], own) : 0.0f;
     const float n = m.sum_norm ? m.normalizer[head_row + i] : 1.0f;
     const float largest = m.maximum ? m.maximum[head_row + i] : 0.0f;
     const Pair one = pair(m, m.scale * dot(x, k), a, dot(g, v), delta, n, largest);
@@ -202,6 +206,7 @@ auto simple_of(const MixerCall& call, const TokenTables& tables) {
   m.v_dim = static_cast<int>(shape.v_dim);
   m.scale = shape.scale;
   m.score = call.spec.score;
+  m.polynomial = polynomial_of(call.spec);
   m.sum_norm = call.spec.norm == Norm::sum;
   return m;
 }
