@@ -17,6 +17,7 @@
 #include "cli/checks.h"
 #include "cli/commands.h"
 #include "cli/json_file.h"
+#include "cli/load_flags.h"
 #include "cli/progress.h"
 #include "cli/small_models.h"
 #include "data/corpus_lines.h"
@@ -184,6 +185,7 @@ std::vector<NiahCommand::Result> NiahCommand::ask_models(const TrainOptions& opt
   std::vector<Result> results;
   ProgressLine line("niah");
   for (size_t i = 0; i < models.size(); ++i) {
+    show_notes(models[i]);
     const Model model = Model::load(models[i], load[i]);
     check_expressible(questions_to_ask, *model.parts().tokenizer);
     const double began = line.seconds();

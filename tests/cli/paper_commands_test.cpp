@@ -140,7 +140,8 @@ TEST_F(NiahCommand, WeightsWithoutAConfig) {
   fs::remove(model + "/config.json");
   expect_run(niah("--arch 2mmba" + asked), 1, {"2mmba", "did you mean \"2mamba\""});
   expect_run(niah("--arch 2mamba,softmax" + asked), 1, {"1 models", "2 architectures"});
-  expect_run(niah("--arch 2mamba --heads 2" + asked), 0, {"2mamba: ", "of 1 found"});
+  expect_run(niah("--arch 2mamba --heads 4" + asked), 0, {"2mamba: ", "of 1 found"});
+  expect_run(niah("--arch 2mamba --heads 2" + asked), 1, {"4 heads, not 2"});
 }
 
 // A model that says a letter after bos, and something else after eos.
