@@ -23,11 +23,11 @@
 namespace furious {
 
 struct LoadOptions {
-  std::string arch;            // for weights without a config.json: a preset, or an attention_type of the authors
-  std::string tokenizer;       // "byte", a SentencePiece model or a folder with one; empty: the one of the checkpoint
-  std::string device = "cpu";  // where it runs: "cpu", "cuda", "cuda:1", or "auto": a GPU if there is one
-  std::string dtype;           // "f32" or "bf16", in which products are computed; empty: bf16 on a GPU, f32 on the CPU
-  int64_t heads = 0;           // for weights without a config.json whose tensors do not tell it; 0: not known
+  std::string arch;             // for weights without a config.json: a preset, or an attention_type of the authors
+  std::string tokenizer;        // "byte", a SentencePiece model or a folder with one; empty: the one of the checkpoint
+  std::string device = "auto";  // where it runs: "cpu", "cuda", "cuda:1", or "auto": a GPU if there is one
+  std::string dtype;            // "f32" or "bf16", in which products are computed; empty: bf16 on a GPU, f32 on the CPU
+  int64_t heads = 0;            // for weights without a config.json whose tensors do not tell it; 0: not known
   bool bos = false;  // texts begin with bos; otherwise only where the model was trained so, as far as is known
 };
 

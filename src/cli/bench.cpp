@@ -65,7 +65,7 @@ struct MixerBench {
   std::vector<int64_t> lengths{512, 2048};
   int64_t batch = 1, heads = 16, dim = 64, chunk = 0;
   int64_t qk_dim = 0, v_dim = 0;  // 0: dim
-  std::string dtype = "f32", device = "cpu", precision = "auto";
+  std::string dtype = "f32", device = "auto", precision = "auto";
   std::string score, norm, decay;
   int degree = 0;             // 0: the preset's, or the least
   double mean_decay = 0.001;  // weak: no tile is left out below 87,000 tokens
@@ -234,7 +234,7 @@ struct RecurrentBench {
   std::string preset = "2mamba";
   std::vector<int64_t> lengths{512, 2048, 16384};
   int64_t batch = 1, heads = 16, dim = 64, layers = 1;
-  std::string dtype = "f32", device = "cpu";
+  std::string dtype = "f32", device = "auto";
 
   void run() const;
 };

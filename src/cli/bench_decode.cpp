@@ -25,7 +25,7 @@ struct DecodeBench {
   std::string preset = "2mamba", size = "mini";
   std::vector<int64_t> batches;
   int64_t context = 2048, tokens = 128, vocabulary = 32000;
-  std::string device = "cpu", dtype;
+  std::string device = "auto", dtype;
   int threads = 0;
   bool graph = false;
   std::string json;

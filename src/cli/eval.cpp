@@ -49,22 +49,13 @@ BatchOptions EvalCommand::batches_for(const ModelConfig& config) const {
   return options;
 }
 
-void check_tokenizer(const std::string& model, const Dataset& data) {
-  const fs::path folder = fs::is_directory(model) ? fs::path(model) : fs::path(model).parent_path();
-  if (!has_tokenizer(folder)) return;
-  const std::string own = load_tokenizer(folder.string())->fingerprint();
-  require(own == data.tokenizer()->fingerprint(),
-          "eval: the data was tokenized with {}, the model was trained with {}; tokenize the text with the model's",
-          data.tokenizer()->fingerprint(), own);
-}
-
 void EvalCommand::run() const {
   const Device where = usable_device(device);
   const bool bf16 = dtype == "bf16" || (dtype == "auto" && !where.is_cpu());
   JsonFile file(json);
   if (threads > 0) set_threads(threads);
   const Dataset dataset(data);
-  check_tokenizer(model, dataset);
+  dataset.check_tokenizer_of(model);
   show_notes(model);
   const ModelConfig config = load_config(model, load.arch, load.heads);
   const BatchOptions options = batches_for(config);

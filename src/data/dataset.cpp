@@ -195,6 +195,17 @@ Dataset::Dataset(const std::string& folder) : folder_(folder), manifest_(read_ma
   }
 }
 
+void Dataset::check_tokenizer_of(const std::filesystem::path& model) const {
+  namespace fs = std::filesystem;
+  const fs::path folder = fs::is_directory(model) ? model : model.parent_path();
+  if (!has_tokenizer(folder)) return;
+  const std::string own = load_tokenizer(folder.string())->fingerprint();
+  require(own == tokenizer_->fingerprint(),
+          "{}: the data was tokenized with {}, the model {} was trained with {}; tokenize the text with the model's "
+          "tokenizer",
+          folder_, tokenizer_->fingerprint(), model.string(), own);
+}
+
 void Dataset::verify() const {
   for (const TokenView& view : views_)
     for (const Shard& shard : view.mapping_->shards) {

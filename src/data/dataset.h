@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <filesystem>
 #include <memory>
 #include <string>
 #include <vector>
@@ -50,6 +51,9 @@ class Dataset {
   const TokenView& tokens(Split split) const { return views_[static_cast<size_t>(split)]; }
   const Manifest& manifest() const { return manifest_; }
   std::shared_ptr<const Tokenizer> tokenizer() const { return tokenizer_; }
+
+  // That the text was tokenized as the model in this folder expects it, if a tokenizer lies beside its weights.
+  void check_tokenizer_of(const std::filesystem::path& model) const;
 
   // Reads everything and compares checksums; throws for the first shard that differs from what was written.
   void verify() const;

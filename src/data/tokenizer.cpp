@@ -255,9 +255,13 @@ bool has_tokenizer(const fs::path& folder) {
   return fs::exists(folder / kModelFile) || fs::exists(folder / kConfigFile);
 }
 
-void save_tokenizer(const fs::path& directory, const Tokenizer& tokenizer) {
-  if (const std::string model = tokenizer.model(); !model.empty()) write_text(directory / kModelFile, model);
-  write_text(directory / kConfigFile, nlohmann::ordered_json{{kKindKey, tokenizer.kind()}}.dump(2) + "\n");
+void save_tokenizer(const fs::path& directory, const Tokenizer& tokenizer, bool bos) {
+  nlohmann::ordered_json config{{kKindKey, tokenizer.kind()}};
+  if (const std::string model = tokenizer.model(); !model.empty()) {
+    write_text(directory / kModelFile, model);
+    config = {{kKindKey, "LlamaTokenizer"}, {"legacy", true}, {"add_bos_token", bos}, {"add_eos_token", false}};
+  }
+  write_text(directory / kConfigFile, config.dump(2) + "\n");
 }
 
 std::string train_sentencepiece(LineSource& lines, const TokenizerTraining& training) {

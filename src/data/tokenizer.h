@@ -43,7 +43,8 @@ bool has_tokenizer(const std::filesystem::path& folder);
 
 // Writes tokenizer_config.json, which says the kind, and tokenizer.model where the tokenizer has one, into an existing
 // directory.
-void save_tokenizer(const std::filesystem::path& directory, const Tokenizer& tokenizer);
+// SentencePiece models as transformers' LlamaTokenizer reads them, with the same ids; `bos`: texts begin with it.
+void save_tokenizer(const std::filesystem::path& directory, const Tokenizer& tokenizer, bool bos = false);
 
 // From the content of a model file; errors name `origin`.
 std::shared_ptr<const Tokenizer> make_sentencepiece(std::string model, const std::string& origin);

@@ -77,7 +77,26 @@ class Reader {
  public:
   using Json = nlohmann::json;  // finds a key fast, however many there are
 
-  static Json parse(std::string_view text, const std::string& origin) {
+  // Python writes infinity and NaN as words that JSON does not have. They become null: a value that is not given.
+  static std::string without_words(std::string_view text) {
+    std::string out;
+    for (bool quoted = false; !text.empty();) {
+      const auto word = [&](std::string_view name) { return !quoted && text.starts_with(name); };
+      const size_t length = word("Infinity") ? 8 : word("-Infinity") ? 9 : word("NaN") ? 3 : 0;
+      if (length > 0) {
+        out += "null";
+        text.remove_prefix(length);
+        continue;
+      }
+      if (text.front() == '"') quoted = !quoted;
+      const size_t count = quoted && text.front() == '\\' && text.size() > 1 ? 2 : 1;  // an escaped quote is none
+      out += text.substr(0, count);
+      text.remove_prefix(count);
+    }
+    return out;
+  }
+  static Json parse(std::string_view words, const std::string& origin) {
+    const std::string text = without_words(words);
     const auto check = [&](int depth, Json::parse_event_t, Json&) {
       require(depth <= kMostDepth, "{}: values within values more than {} deep; no model's configuration is", origin,
               kMostDepth);
@@ -262,6 +281,8 @@ ModelConfig release_config(const Reader& reader) {
   return config;
 }
 
+constexpr std::string_view kNoScaling = "scaled rotary positions are not computed here";
+
 // A plain Llama is our softmax attention.
 ModelConfig llama_config(const Reader& reader) {
   ModelConfig config;
@@ -282,11 +303,16 @@ ModelConfig llama_config(const Reader& reader) {
   if (reader.has("rope_parameters")) {
     const Reader rope = reader.inside("rope_parameters");
     rope.optional("rope_theta", config.block.rope_base, kRopeBase);
-    rope.only("rope_type", "default", "scaled rotary positions are not computed here");
+    rope.only("rope_type", "default", kNoScaling);
     rope.only("partial_rotary_factor", 1, "rotary positions turn whole heads here");
   }
-  if (reader.has("rope_scaling"))
-    reader.unexpected("rope_scaling", "null: scaled rotary positions are not computed here");
+  if (reader.has("rope_scaling")) {
+    const Reader scaling = reader.inside("rope_scaling");
+    scaling.only("rope_type", "default", kNoScaling);
+    scaling.only("type", "default", kNoScaling);
+    if (!scaling.has("rope_type") && !scaling.has("type"))
+      reader.unexpected("rope_scaling", "null, or a \"rope_type\"");
+  }
   return config;
 }
 

@@ -220,6 +220,7 @@ Trainer::Trainer(const TrainOptions& options, TrainData data, const Team& team)
   if (options.init.empty()) {
     config = model_config(options, vocabulary);
   } else {
+    if (data_.dataset) data_.dataset->check_tokenizer_of(checkpoint_of(options.init));
     config = load_config(options.init);
     require(config.vocabulary >= vocabulary, "train: {} knows {} tokens, but the data has {}", options.init,
             config.vocabulary, vocabulary);
@@ -634,7 +635,7 @@ void Trainer::save(const fs::path& directory) const {
   if (shards_) moments = shards_->moments();
   if (!team_.ranks.leads()) return;
   save_model(directory, *model_);
-  if (data_.dataset) save_tokenizer(directory, *data_.dataset->tokenizer());
+  if (data_.dataset) save_tokenizer(directory, *data_.dataset->tokenizer(), model_->config().bos);
   std::map<std::string, Tensor> tensors;
   for (size_t i = 0; i < model_->parameters().size(); ++i) {
     const Parameter& parameter = model_->parameters()[i];

@@ -2,6 +2,8 @@
 
 #include <sentencepiece_processor.h>
 
+#include <nlohmann/json.hpp>
+
 #include "data/corpus.h"
 
 namespace furious {
@@ -10,6 +12,7 @@ namespace {
 using testing::expect_error;
 using testing::Random;
 using testing::random_sentence;
+using testing::read_file;
 using testing::small_model;
 using testing::TemporaryFolder;
 
@@ -131,6 +134,19 @@ TEST(LoadTokenizer, ReadsWhatWasSaved) {
     const auto loaded = load_tokenizer(path);
     EXPECT_EQ(loaded->fingerprint(), tokenizer->fingerprint());
     EXPECT_EQ(loaded->encode("the snake"), tokenizer->encode("the snake"));
+  }
+}
+
+// What transformers needs to give the same ids: its defaults put bos first and treat blanks otherwise.
+TEST(LoadTokenizer, SavesSentencePieceForLlamaTokenizer) {
+  const TemporaryFolder folder;
+  for (const bool bos : {false, true}) {
+    save_tokenizer(folder.path(""), *make_sentencepiece(small_model(), "test"), bos);
+    const auto saved = nlohmann::json::parse(read_file(folder.path("tokenizer_config.json")));
+    EXPECT_EQ(saved.at("tokenizer_class"), "LlamaTokenizer");
+    EXPECT_EQ(saved.at("legacy"), true);
+    EXPECT_EQ(saved.at("add_bos_token"), bos);
+    EXPECT_EQ(saved.at("add_eos_token"), false);
   }
 }
 

@@ -373,6 +373,23 @@ TEST_F(LlamaCheckpoint, ReadsEveryWayToSayIt) {
   EXPECT_EQ(newer.block.rope_base, 700);
   EXPECT_EQ(newer.head_dim, 16);
   EXPECT_TRUE(newer.tie_embeddings);
+  changed["rope_scaling"] = {{"rope_type", "default"}};  // scales nothing
+  changed["dtype"] = "bfloat16";
+  write(changed);
+  EXPECT_EQ(load_config(directory_.path()), newer);
+}
+
+// Python's json module writes words that JSON does not have.
+TEST_F(LlamaCheckpoint, ReadsInfinityAndNaNAsNothing) {
+  const std::string before = llama_.dump();
+  const auto with = [&](const std::string& more) {
+    write_text(directory_ / "config.json", before.substr(0, before.size() - 1) + more + "}");
+    return load_config(directory_.path());
+  };
+  const ModelConfig expected = load_config(directory_.path());
+  EXPECT_EQ(with(R"(, "time_step_limit": [0.0, Infinity], "low": -Infinity, "no": NaN)"), expected);
+  EXPECT_EQ(with(R"(, "text": "Infinity \\\" NaN", "\\\\": Infinity)"), expected);
+  expect_error([&] { with(R"(, "a": Infinit)"); }, {"not a JSON object"});
 }
 
 TEST_F(LlamaCheckpoint, RefusesWhatWouldBeComputedWrongly) {
@@ -381,7 +398,9 @@ TEST_F(LlamaCheckpoint, RefusesWhatWouldBeComputedWrongly) {
   };
   refused("attention_bias", true, {"is true, expected false", "bias"});
   refused("mlp_bias", true, {"is true, expected false", "bias"});
-  refused("rope_scaling", {{"factor", 8.0}, {"rope_type", "llama3"}}, {"llama3", "expected null"});
+  refused("rope_scaling", {{"factor", 8.0}, {"rope_type", "llama3"}}, {"rope_scaling", "llama3", "\"default\""});
+  refused("rope_scaling", {{"factor", 8.0}, {"type", "linear"}}, {"rope_scaling", "linear", "\"default\""});
+  refused("rope_scaling", {{"factor", 8.0}}, {"rope_scaling", "expected null"});
   refused("rope_parameters", {{"rope_type", "yarn"}}, {"yarn", "default"});
   refused("rope_parameters", {{"rope_theta", "500"}}, {"rope_theta"});
   refused("hidden_act", "gelu", {"gelu", "silu"});

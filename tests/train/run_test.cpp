@@ -181,8 +181,12 @@ TEST_F(RunTest, BeginsWithTheWeightsOfAModel) {
   second.steps = 1;
   second.size = "medium";  // the model has its own
   EXPECT_NEAR(*train(second).last.test_loss, learned, 1e-9);
-  second.init = folder.path("nothing");
   second.out = folder.path("third");
+  const auto other = make_sentencepiece(testing::small_model(), "test");
+  save_tokenizer(first.out + "/latest", *other);
+  expect_error([&] { train(second); },
+               {"tokenized with byte", "was trained with " + other->fingerprint(), "with the model's tokenizer"});
+  second.init = folder.path("nothing");
   expect_error([&] { train(second); }, {"nothing"});
 }
 

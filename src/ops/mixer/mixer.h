@@ -110,8 +110,8 @@ struct MixerGradients {
 
 MixerResult mixer_forward(const MixerSpec& spec, const MixerInputs& inputs, const MixerOptions& options = {});
 
-// `result` is what mixer_forward returned for these inputs. `final_state_gradient` is optional. No atomics: the same
-// bits on every run, for every number of threads.
+// `result` is what mixer_forward returned for these inputs. `final_state_gradient` is optional. No floating-point
+// atomics: the same bits on every run, for every number of threads.
 MixerGradients mixer_backward(const MixerSpec& spec, const MixerInputs& inputs, const MixerResult& result,
                               const Tensor& out_gradient, const Tensor& final_state_gradient = {},
                               const MixerOptions& options = {}, const MixerGradients& into = {});
