@@ -173,7 +173,8 @@ void add_generate(CLI::App& app) {
   command->footer(
       "The text begins with eos, which stands before every document of our training data; with bos where the "
       "checkpoint\n"
-      "is a plain Llama or of the authors' release, or by --bos. One sequence is shown as it is written, several one "
+      "was trained so (plain Llamas, the authors' release, `train --bos`), or by --bos. One sequence is shown as it is "
+      "written, several one "
       "after the other.\n"
       "Example: furious generate runs/stories --prompt 'Once upon a time' --tokens 100 --temperature 0.7");
   command->callback([options] { options->run(); });

@@ -12,7 +12,8 @@ Model::Parts::Parts(LanguageModel model, std::shared_ptr<const Tokenizer> its_to
   require(tokenizer->vocabulary_size() <= known,
           "the tokenizer has {} token ids, the model knows {}: it was trained with another tokenizer",
           tokenizer->vocabulary_size(), known);
-  require(!bos || tokenizer->bos() >= 0, "texts were to begin with bos, but the tokenizer has none");
+  require(!bos || tokenizer->bos() >= 0,
+          "texts were to begin with bos, but the tokenizer has none; leave bos out, or give another tokenizer");
   const bool wants_bos = bos || language_model.config().bos || tokenizer->eos() < 0;
   start = wants_bos ? tokenizer->bos() : tokenizer->eos();
 }

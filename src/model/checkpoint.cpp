@@ -89,6 +89,8 @@ void check_tensors(const SafetensorsReader& reader, const ModelConfig& config) {
 std::vector<std::string> fitting_presets(const SafetensorsReader& reader) {
   std::vector<std::string> names;
   for (const Preset& preset : presets()) {
+    const BlockConfig& block = preset.block;  // of those that an attention_type can name
+    if (block.score_degree > 0 || block.square_mask || block.decay == DecayKind::log_sigmoid) continue;
     try {
       int64_t heads = 0;
       if (told_heads(reader) == 0) {

@@ -263,15 +263,15 @@ void check_config(const ModelConfig& config) {
             block.score_degree);
   const bool odd = block.score == Score::linear || ((power || series) && block.score_degree % 2 == 1);
   require(!odd || block.norm != Norm::sum || block.qk_activation == Activation::relu,
-          "model: a {} score under the sum norm needs features that are not negative (its sum may be 0 otherwise); "
+          "model: {} score under the sum norm needs features that are not negative (its sum may be 0 otherwise); "
           "use ReLU on Q and K, or no norm in the mixer",
-          block.score == Score::linear ? "linear" : "odd");
+          block.score == Score::linear ? "a linear" : "an odd");
   require(!block.square_mask || (block.score == Score::squared && block.decay != DecayKind::none),
           "model: square_mask needs the squared score and a decay");
   require(!block.decay_bias || block.has_decay_projection(), "model: decay_bias, but the decay has no projection");
   require(!block.dt_bias || block.has_dt(), "model: dt bias without a dt: neither discretization nor original decay");
   require(block.dt_limit == 0 || (block.has_dt() && block.dt_limit > 0),
-          "model: dt_limit {}, expected 0 or, with a dt, more", block.dt_limit);
+          "model: dt_limit {} needs a dt; use discretize=dt or decay=original, or a dt_limit of 0", block.dt_limit);
   const bool per_value =
       block.d_residual || block.discretize == Discretization::dt || block.discretize == Discretization::sigmoid;
   require(!per_value || config.v_heads == config.heads(),

@@ -67,6 +67,9 @@ class Writer {
   template <class Enum>
   void operator()(const char* key, Enum value) requires std::is_enum_v<Enum> {
     json[key] = kNames<Enum>[static_cast<size_t>(value)];
+    if constexpr (std::is_same_v<Enum, Discretization>)  // a flag where that says it, as it was with one kind only:
+      if (value == Discretization::none || value == Discretization::dt)  // state files know a model by this text
+        json[key] = value == Discretization::dt;
   }
 
   Json json;

@@ -100,6 +100,7 @@ class LanguageModel {
   static void visit_parameters(const ModelConfig& config, const Visit& visit);
 
   const ModelConfig& config() const { return config_; }
+  void set_bos(bool bos) { config_.bos = bos; }  // whether the texts it is trained on begin with bos
   Device device() const { return device_; }
   const std::vector<Parameter>& parameters() const { return parameters_; }
   void set_compute(const Compute& compute);

@@ -42,7 +42,7 @@ bool may_change(const std::string& option) {
 }
 
 // A folder with rows of another experiment is not gone on with. An option that its runs do not name was not there when
-// they began: they had what is its default now.
+// they began: they had what is its default now, but for the initialization, whose default has changed since.
 void check_same(const fs::path& run, const TrainOptions& options) {
   if (!fs::exists(run / "run.toml")) return;
   std::set<std::string> found;
@@ -54,13 +54,14 @@ void check_same(const fs::path& run, const TrainOptions& options) {
   };
   std::istringstream defaults(to_toml({}));
   for (std::string line; std::getline(defaults, line);)
-    if (line_of(line.substr(0, line.find(' '))).empty()) found.insert(line);
+    if (const std::string name = line.substr(0, line.find(' ')); name != "initialization" && line_of(name).empty())
+      found.insert(line);
   std::istringstream expected(to_toml(resolved(options)));
   for (std::string line; std::getline(expected, line);) {
     const std::string name = line.substr(0, line.find(' '));
     if (found.contains(line) || may_change(name)) continue;
     fail("ablate: {} was trained with {}, not with {}; give the options it began with, or choose another --out",
-         run.string(), line_of(name), line);
+         run.string(), line_of(name).empty() ? "another " + name : line_of(name), line);
   }
 }
 

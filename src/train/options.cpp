@@ -283,7 +283,6 @@ ModelConfig model_config(const TrainOptions& options, int64_t vocabulary) {
   if (options.qk_heads > 0) config.q_heads = config.k_heads = options.qk_heads;
   if (options.qk_dim > 0) config.qk_dim = options.qk_dim;
   config.tie_embeddings = options.tie_embeddings;
-  config.bos = options.bos;
   for (const auto& [key, value] : key_values(options.switches)) set_switch(config.block, key, value);
   check_config(config);
   return config;

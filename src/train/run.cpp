@@ -127,6 +127,10 @@ void Run::announce() const {
   say(fmt::format("{}: {:.2f} M parameters, {} layers of width {}, {} heads of {}, vocabulary {}", config.arch,
                   static_cast<double>(parameter_count(config)) / 1e6, config.layers, config.hidden, config.heads(),
                   config.head_dim, config.vocabulary));
+  if (!options_.init.empty() && trainer_->steps_done() == 0)
+    say(fmt::format(
+        "it is the model of {}: --arch, --size, --switches and other options of a new model do not change it",
+        options_.init));
   const bool cpu = trainer_->model().device().is_cpu();
   if (trainer_->steps_done() < options_.steps)
     say(fmt::format(

@@ -158,6 +158,7 @@ bool is_the_papers(const KeyValue& change) {
 std::optional<PaperRow> paper_row(const TrainOptions& options, const std::vector<KeyValue>& changes,
                                   const SuiteRows* suite) {
   if (!options.switches.empty() || !std::ranges::all_of(changes, is_the_papers)) return {};
+  if (options.qk_dim + options.qk_heads > 0) return {};
   const bool own_length = std::ranges::find(changes, "length", &KeyValue::key) != changes.end();
   const bool own_size = options.hidden + options.intermediate + options.heads + options.layers > 0;
   const auto apart = [](const std::string& table) {
@@ -227,10 +228,14 @@ std::vector<AblationRow> ablation_rows(const std::vector<std::string>& words, co
   std::vector<AblationRow> rows;
   const auto add = [&](AblationRow row) {
     const auto same = std::ranges::find(rows, row.name, &AblationRow::name);
-    if (same == rows.end())
+    if (same == rows.end()) {
       rows.push_back(std::move(row));
-    else if (!same->paper)
-      same->paper = row.paper;  // the figure of another suite has it
+      return;
+    }
+    require(same->options.batch == row.options.batch,
+            "ablate: {} is asked for twice, with batches of {} and {}; leave one of them out", row.name,
+            same->options.batch, row.options.batch);
+    if (!same->paper) same->paper = row.paper;  // the figure of another suite has it
   };
   Words known;
   for (const SuiteRows& rows_of : suite_rows()) known.push_back(rows_of.suite.name);

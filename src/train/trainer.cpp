@@ -102,6 +102,13 @@ double known_rate(MatmulPrecision precision, Device device) {
   return rate;
 }
 
+// As `furious tokenize --bos` writes it.
+bool begins_with_bos(const Dataset& dataset) {
+  int32_t first = -1;
+  dataset.tokens(Split::train).copy(0, 1, &first);
+  return first == dataset.tokenizer()->bos();
+}
+
 // A rank's rows of every batch.
 TrainOptions own_options(TrainOptions options, const Team& team) {
   options.batch /= team.ranks.size();
@@ -230,6 +237,7 @@ Trainer::Trainer(const TrainOptions& options, TrainData data, const Team& team)
       options.init.empty()
           ? LanguageModel(config, options.seed, device_, initialization_from_name(options.initialization))
           : load_model(options.init, "", device_));
+  if (data_.dataset) model_->set_bos(options.bos || begins_with_bos(*data_.dataset));
   add_moments(nullptr);
   prepare();
 }

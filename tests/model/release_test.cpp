@@ -186,6 +186,21 @@ TEST_F(ReleaseTest, WithoutItsConfiguration) {
   }
 }
 
+// A preset leaves the window to the tensors, an attention_type names it.
+TEST_F(ReleaseTest, TheWindowOfBareWeights) {
+  use("squared__sm_norm__A_mask_type_neg_softplus__in_conv_k_2");
+  fs::remove(directory_ / "config.json");
+  EXPECT_EQ(load_config(directory_.path(), "2mamba").block.conv_window, 2);
+  refused({"conv1d.weight", "[96, 1, 2]"}, "squared__sm_norm__A_mask_type_neg_softplus__in_conv_k_3");
+  // Of presets with these tensors, those that the authors can have saved.
+  expect_error([&] { load_model(directory_.path()); }, {"its tensors are those of 2mamba, 2mamba-e"});
+  try {
+    load_model(directory_.path());
+  } catch (const Error& error) {
+    EXPECT_EQ(std::string(error.what()).find("square-mask"), std::string::npos) << error.what();
+  }
+}
+
 TEST_F(ReleaseTest, HeadsAreToldByTensorsOrByFlag) {
   use("softmax");
   fs::remove(directory_ / "config.json");

@@ -164,6 +164,12 @@ TEST_F(AblationTest, AFolderWithOtherRunsIsNotGoneOnWith) {
   folder.write("mine/runs/linear/seed-123/run.toml", text.erase(at, text.find('\n', at) + 1 - at));
   EXPECT_TRUE(run_ablation(options).finished());
   refused([](TrainOptions& o) { o.eps = 0.5; }, {"eps = 1e-08", "eps = 0.5"});
+  // Before there was a choice, weights were drawn otherwise.
+  text = read_file(toml);
+  const size_t line = text.find("\ninitialization = ") + 1;
+  ASSERT_GT(line, 0u);
+  folder.write("mine/runs/linear/seed-123/run.toml", text.erase(line, text.find('\n', line) + 1 - line));
+  expect_error([&] { run_ablation(options); }, {"another initialization", "--out"});
 }
 
 TEST_F(AblationTest, BadInput) {

@@ -274,6 +274,10 @@ TEST(Suites, WhichChangesLeaveARowThePapers) {
   EXPECT_FALSE(has("2mamba-dt:lr=0.5"));
   EXPECT_FALSE(has("2mamba-dt:conv_window=3"));
   EXPECT_FALSE(has("2mamba-dt:length=512"));
+  EXPECT_FALSE(has("2mamba-dt:qk-dim=32"));
+  TrainOptions other = options;
+  other.qk_dim = 32;  // for all rows
+  EXPECT_FALSE(ablation_rows({"2mamba-dt"}, other).front().paper.has_value());
   // Figure 5b is for its suite only.
   EXPECT_EQ(row_named(ablation_rows({"2mamba"}, options), "2mamba").paper->table, "Figure 6");
 }
@@ -348,6 +352,8 @@ TEST(Suites, BadWords) {
   refused({"2mamba:conv_windo=3"}, {"unknown key \"conv_windo\"", "did you mean \"conv_window\""});
   refused({"2mamba:seed=4"}, {"unknown key \"seed\""});  // the same for all rows
   refused({"2mamba:lr=fast"}, {"lr", "fast"});
+  const std::string twice = fmt::format("2mamba:length={}", 2 * base_options().length);  // it halves the batch
+  refused({twice, "lengths"}, {twice, "asked for twice", "batches"});
   refused({"2mamba:lr"}, {"\"lr\"", "no key=value"});
   refused({"2mamba:batch=4"}, {"4 x 64", "8 x 64"});
   refused({"2mamba:length=63"}, {"8 x 63", "8 x 64"});

@@ -1,5 +1,8 @@
 #include "train/trainer.h"
 
+#include <filesystem>
+
+#include "model/checkpoint.h"
 #include "model/cost.h"
 #include "ops/elementwise.h"
 #include "ops/matmul.h"
@@ -113,6 +116,24 @@ TEST_F(TrainerTest, RowsWithBos) {
       EXPECT_EQ(batch.inputs.data<int32_t>()[row * batch.inputs.size(1)], 256);
   }
   EXPECT_GT(trainer.step().loss, 0);
+}
+
+// Whoever loads the model must begin texts as they began in training, also where the weights came from elsewhere.
+TEST_F(TrainerTest, AModelKnowsWhetherItsTextsBeginWithBos) {
+  options.packing = "rows";
+  const std::string path = folder.path("model");
+  for (const bool first : {false, true}) {
+    options.bos = first;
+    options.init.clear();
+    std::filesystem::create_directories(path);
+    Trainer(options).save(path);
+    EXPECT_EQ(load_config(path).bos, first);
+    options.init = path;
+    for (const bool then : {false, true}) {
+      options.bos = then;
+      EXPECT_EQ(Trainer(options).model().config().bos, then);
+    }
+  }
 }
 
 TEST_F(TrainerTest, ClippingBoundsTheGradientNotItsReport) {

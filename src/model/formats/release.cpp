@@ -194,7 +194,8 @@ ModelConfig release_config(const SafetensorsReader& reader, const std::string& a
 
   // Of the convolution and of dt the authors ran variants under one name of ours.
   const std::string mixing = kFirstMixing, conv = mixing + "conv1d.weight";
-  if (arch == architecture.name && config.block.conv_window > 0 && reader.find(conv))
+  const bool is_preset = std::ranges::find(presets(), arch, &Preset::name) != presets().end();
+  if (is_preset && config.block.conv_window > 0 && reader.find(conv))
     config.block.conv_window = stored_size(reader, conv, 2);
   if (config.block.has_dt() && !mamba) config.block.dt_bias = reader.find(mixing + "dt_proj.bias") != nullptr;
   follow_tensors(config, reader);
