@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "base/parallel.h"
+#include "base/subnormals.h"
 #include "ops/mixer/shape.h"
 
 namespace furious::cpu {
@@ -92,10 +93,14 @@ void mixer_backward(const MixerCall& call, const Tensor& out_gradient, const Ten
 // with all threads inside.
 template <class Body>
 void for_each_job(const MixerCall& call, Body&& body) {
+  const auto flushed = [&](int64_t i) {
+    const FlushSubnormals flush;
+    body(i);
+  };
   if (call.jobs() >= threads()) {
-    parallel_for(call.jobs(), body);
+    parallel_for(call.jobs(), flushed);
   } else {
-    for (int64_t i = 0; i < call.jobs(); ++i) body(i);
+    for (int64_t i = 0; i < call.jobs(); ++i) flushed(i);
   }
 }
 

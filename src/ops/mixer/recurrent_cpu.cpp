@@ -154,6 +154,7 @@ void read_cache(const MixerSpec& spec, const MixerShape& shape, const std::vecto
   const bool worth_threads = static_cast<size_t>(shape.batch * shape.heads * per_head) > kWorthThreads / 8;
   with_kind(spec, [&]<Kind kKind, Mask>() {
     parallel_for_if(worth_threads, shape.batch * shape.heads, [&](int64_t i) {
+      const FlushSubnormals flush;
       const int64_t batch = i / shape.heads;
       const int64_t head = i % shape.heads;
       const int64_t q_head = head / (shape.heads / shape.q_heads);
@@ -187,6 +188,7 @@ void fold_cache(const MixerSpec& spec, const MixerShape& shape, const std::vecto
                 const Tensor& state) {
   const int64_t work = shape.batch * shape.heads * pending * shape.state_rows * shape.v_dim;
   parallel_for_if(static_cast<size_t>(work) > kWorthThreads, shape.batch * shape.heads, [&](int64_t i) {
+    const FlushSubnormals flush;
     const int64_t batch = i / shape.heads;
     const int64_t head = i % shape.heads;
     fold_head(spec, {pages, static_cast<size_t>(pending), batch, head, shape}, cpu::state_of(state, batch, head));
@@ -198,6 +200,7 @@ void convert_cache(const MixerSpec& spec, const MixerShape& shape, const Tensor&
                    bool to_packed) {
   const auto columns = static_cast<size_t>(shape.state_columns);
   parallel_for(shape.batch * shape.heads, [&](int64_t i) {
+    const FlushSubnormals flush;
     HeadState state(shape, spec.score == Score::squared, packed.data<float>() + i * packed.stride(1));
     float* rows = open.data<float>() + i * open.stride(1);
     if (to_packed)

@@ -17,6 +17,7 @@
 #include <limits>
 
 #include "base/parallel.h"
+#include "base/subnormals.h"
 #include "hwy/contrib/math/math-inl.h"
 #include "ops/mixer/gemm-inl.h"
 #include "ops/mixer/pack-inl.h"
@@ -322,6 +323,7 @@ template <Kind kKind, Mask kMask>
 void scores_forward(const Span& span) {
   const size_t blocks = (span.length + kBlock - 1) / kBlock;
   parallel_for_if(is_large(span, span.length), static_cast<int64_t>(blocks), [&](int64_t i) {
+    const FlushSubnormals flush;
     const size_t begin = (blocks - 1 - static_cast<size_t>(i)) * kBlock;  // longest first
     forward_block<kKind, kMask>(span, begin, std::min(begin + kBlock, span.length));
   });
@@ -495,6 +497,7 @@ void scores_backward(const Span& span) {
   const size_t blocks = (span.length + kBlock - 1) / kBlock;
   for (size_t distance = 0; distance < blocks; ++distance) {
     parallel_for_if(is_large(span, kBlock), static_cast<int64_t>(blocks - distance), [&](int64_t key_block) {
+      const FlushSubnormals flush;
       backward_pair<kKind, kMask>(span, static_cast<size_t>(key_block) + distance, static_cast<size_t>(key_block));
     });
   }

@@ -14,6 +14,7 @@
 #include <cmath>
 
 #include "base/parallel.h"
+#include "base/subnormals.h"
 #include "ops/mixer/gemm-inl.h"
 #include "ops/mixer/pack-inl.h"
 
@@ -153,6 +154,7 @@ inline HWY_ATTR void state_read(const HeadState& state, const float* x, size_t l
                                 float* sum) {
   const size_t blocks = (tokens + kTokenBlock - 1) / kTokenBlock;
   parallel_for_if(is_large(state, tokens), static_cast<int64_t>(blocks), [&](int64_t block) HWY_ATTR {
+    const FlushSubnormals flush;
     const size_t t0 = static_cast<size_t>(block) * kTokenBlock;
     const size_t count = std::min(kTokenBlock, tokens - t0);
     const cpu::Scratch<float> memory(kTokenBlock * (kFeatureLd + kLanes));
@@ -176,6 +178,7 @@ inline HWY_ATTR void state_update(const HeadState& state, float decay, const flo
                                   const float* value, const float* one) {
   const size_t blocks = (state.features + kFeatureBlock - 1) / kFeatureBlock;
   parallel_for_if(is_large(state, tokens), static_cast<int64_t>(blocks), [&](int64_t block) HWY_ATTR {
+    const FlushSubnormals flush;
     const size_t f0 = static_cast<size_t>(block) * kFeatureBlock;
     const size_t f1 = std::min(f0 + kFeatureBlock, state.features);
     float* s = state.s + f0 * state.v_ld;
@@ -233,6 +236,7 @@ inline HWY_ATTR void state_chain(const HeadState& state, const float* x, size_t 
                                  const float* one, const float* factor, float* dx) {
   const size_t tiles = (tokens + kTile - 1) / kTile;
   parallel_for_if(is_large(state, tokens), static_cast<int64_t>(tiles), [&](int64_t tile) HWY_ATTR {
+    const FlushSubnormals flush;
     const size_t t0 = static_cast<size_t>(tile) * kTile;
     const size_t count = std::min(kTile, tokens - t0);
     const size_t dim = state.qk_dim;
