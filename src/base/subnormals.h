@@ -1,5 +1,5 @@
 // Numbers below the smallest normal f32 as zero. Weights that decay has all but erased are such numbers, and each costs
-// an Intel CPU a hundred cycles: a training step of a small 2Mamba took 1.9 times as long.
+// an Intel CPU many cycles (docs/performance.md).
 #pragma once
 
 #ifdef __SSE2__

@@ -66,7 +66,6 @@ std::byte* Arena::new_segment(size_t bytes) {
   try {
     return take();
   } catch (const OutOfMemory&) {
-    if (keeps_segments_) throw;
     give_back();
     return take();
   }
