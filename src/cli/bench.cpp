@@ -163,11 +163,12 @@ nlohmann::json MixerBench::measure(const MixerSpec& spec, int64_t length, Form f
 void MixerBench::run() const {
   JsonFile file(json);
   const MixerSpec mixer = spec();
+  const int64_t qk = qk_dim > 0 ? qk_dim : dim, v = v_dim > 0 ? v_dim : dim;
   std::vector<Form> wanted;
   for (const std::string& form : forms) {
     wanted.push_back(form_from_name(form));
-    require(wanted.back() != Form::chunked || mixer.has_state(),
-            "bench mixer: there is no chunked form for {}; use --form parallel", to_string(mixer));
+    require(wanted.back() != Form::chunked || state_rows(mixer, qk) > 0,
+            "bench mixer: there is no chunked form for {} and heads of {}; use --form parallel", to_string(mixer), qk);
   }
   if (threads > 0) set_threads(threads);
   const Device where = usable_device(device);
@@ -181,7 +182,6 @@ void MixerBench::run() const {
                                            : MatmulPrecision::f32,
                             where);
   if (asked == MixerPrecision::tf32x3) rate /= 3;
-  const int64_t qk = qk_dim > 0 ? qk_dim : dim, v = v_dim > 0 ? v_dim : dim;
   fmt::print("mixer {} ({}), batch {}, {} heads of {}, {}, products in {}, {}; floor at {:.0f} GFLOP/s ({})\n\n",
              preset, to_string(mixer), batch, heads, qk == v ? fmt::format("{}", v) : fmt::format("{} and {}", qk, v),
              dtype, precision, where.is_cpu() ? fmt::format("{} threads", furious::threads()) : device, rate / 1e9,
@@ -209,7 +209,7 @@ void MixerBench::run() const {
 // Caches that have read `length` tokens, with numbers that are as good as any for their speed.
 MixerContents contents_after(const MixerSpec& spec, const MixerCache::Sizes& sizes, int64_t length, Device device) {
   const MixerCache empty(spec, sizes);
-  const bool folded = spec.has_state() && length > empty.first_fold();
+  const bool folded = state_rows(spec, sizes.qk_dim) > 0 && length > empty.first_fold();
   const int64_t pages = ((folded ? empty.window() : length) + CachePage::kTokens - 1) / CachePage::kTokens;
   const auto numbers = [&](const Shape& shape) {
     const Tensor x = Tensor::empty(shape, DType::f32, device);

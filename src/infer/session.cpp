@@ -57,7 +57,8 @@ struct Session::Memory {
 void Session::Memory::read(const std::vector<std::vector<int32_t>>& rows) {
   const auto length = static_cast<int64_t>(rows[0].size());
   // Without a state the first piece must be all of it: a KV cache reads what follows token by token.
-  const int64_t longest = language_model().config().block.mixer().has_state() ? kPiece : length;
+  const ModelConfig& config = language_model().config();
+  const int64_t longest = state_rows(config.block.mixer(), config.qk_dim) > 0 ? kPiece : length;
   for (int64_t begin = 0; begin < length; begin += longest) {
     const int64_t count = std::min(longest, length - begin);
     const Tensor tokens = Tensor::empty({cache.batch(), count}, DType::i32);

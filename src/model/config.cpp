@@ -303,7 +303,7 @@ int64_t cache_numbers(const ModelConfig& config, int64_t length) {
   const int64_t key_value = length * (config.k_heads * config.qk_dim + config.v_heads * config.head_dim);
   const int64_t state = config.heads() * state_rows(spec, config.qk_dim) * state_columns(spec, config.head_dim);
   const int64_t conv = std::max<int64_t>(0, config.block.conv_window - 1) * config.qkv_width();
-  return config.layers * (conv + (spec.has_state() ? std::min(key_value, state) : key_value));
+  return config.layers * (conv + (state > 0 ? std::min(key_value, state) : key_value));
 }
 
 }  // namespace furious

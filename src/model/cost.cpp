@@ -51,7 +51,7 @@ double training_flops(const ModelConfig& config, int64_t batch, int64_t length) 
   const std::vector<Segment> segments = segments_of("cost", {}, batch, length);
   const auto mixer_flops = [&](auto&& count) { return count(Pass::forward) + count(Pass::backward); };
   double mixer = mixer_flops([&](Pass pass) { return parallel_flops(shape, segments, pass); });
-  if (spec.has_state()) {
+  if (shape.state_rows > 0) {
     const int64_t chunk = default_chunk(spec, config.qk_dim, config.head_dim);
     mixer = std::min(mixer, mixer_flops([&](Pass pass) { return chunked_flops(shape, segments, chunk, pass); }));
   }

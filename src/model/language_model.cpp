@@ -581,7 +581,7 @@ bool LanguageModel::fits_program(const ModelCache& cache) const {
   const BlockConfig& block = config_.block;
   if (device_.is_cpu() || !compute_.token_program || compute_.activations != DType::bf16 ||
       output_weight().value().dtype() != DType::bf16 || block.rope || block.discretize != Discretization::none ||
-      block.d_residual || config_.branch > 0 || config_.qk_dim != config_.head_dim ||
+      block.d_residual || config_.branch > 0 || block.mixer().degree > 0 || config_.qk_dim != config_.head_dim ||
       !knows_functions(token_mixing_of(layers_.front())) || !cache.layers_.front().mixer.has_folded())
     return false;
   return TokenProgram::fits(device_,

@@ -452,8 +452,8 @@ struct Turns {
   Feature features[kMostRows / kThreads];
 };
 
-__device__ __noinline__ Feature feature_of(Score score, int row, int dim) {
-  return {score, row, dim};
+__device__ __noinline__ Feature feature_of_row(const FeatureMap& features, int row) {
+  return feature_of(features, row);
 }
 
 __device__ void make_features(Turns& turns, const Cache& cache, int first_row) {
@@ -461,7 +461,7 @@ __device__ void make_features(Turns& turns, const Cache& cache, int first_row) {
 #pragma unroll
   for (int i = 0; i < kMostRows / kThreads; ++i) {
     const int row = first_row + static_cast<int>(threadIdx.x) + i * kThreads;
-    turns.features[i] = feature_of(cache.score, row < cache.state_rows ? row : 0, cache.qk_dim);
+    turns.features[i] = feature_of_row(cache.features, row < cache.state_rows ? row : 0);
   }
 }
 

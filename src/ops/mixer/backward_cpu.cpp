@@ -26,24 +26,25 @@ class BackwardHead {
         job_(job),
         sum_norm_(spec.norm == Norm::sum),
         polynomial_(polynomial_of(spec)),
-        layout_(shape, job.chunk) {}
+        has_state_(shape.state_rows > 0 && (job.chunk < job.length || job.initial_state || job.initial_state_gradient ||
+                                            job.final_state_gradient)),
+        layout_(shape, job.chunk, has_state_) {}
 
   void run() {
-    if (kHasState && (job_.chunk < job_.length || job_.initial_state)) forward_sweep();
+    if (has_state_ && (job_.chunk < job_.length || job_.initial_state)) forward_sweep();
     backward_sweep();
     if (kDecay) write_decay_gradient();
   }
 
  private:
   static constexpr bool kDecay = kMask != Mask::kCausal;
-  static constexpr bool kHasState = kKind == Kind::kLinear || kKind == Kind::kSquared;
   static constexpr float kDegree = kKind == Kind::kSquared ? 2.0f : 1.0f;
 
   size_t length_of(size_t first) const { return std::min(job_.chunk, job_.length - first); }
 
   // q, g, δ, 1/n and A of the span that starts at `first`.
   void load_queries(size_t first, size_t length) {
-    pack_rows(job_.q, first, length, layout_.qk_dim, shape_.scale, q_.data(), layout_.qk_ld);
+    layout_.pack_qk(job_.q, first, length, shape_.scale, q_.data());
     pack_rows(job_.out_gradient, first, length, layout_.v_dim, 1.0f, g_.data(), layout_.v_ld);
     pack_rows(job_.out, first, length, layout_.v_dim, 1.0f, y_.data(), layout_.v_ld);
     const size_t rows = round_up(length, kRows);
@@ -59,16 +60,23 @@ class BackwardHead {
   }
 
   void load_keys(size_t first, size_t length) {
-    pack_rows(job_.k, first, length, layout_.qk_dim, 1.0f, k_.data(), layout_.qk_ld);
+    layout_.pack_qk(job_.k, first, length, 1.0f, k_.data());
     pack_rows(job_.v, first, length, layout_.v_dim, 1.0f, v_.data(), layout_.v_ld);
   }
 
   const double* decay() const { return kDecay ? decay_.data() : nullptr; }
 
-  // dq of what came through the state, into past_dq_.
+  // x·dx/degree of a row that came through a state: what it gives to dA, where that is summed over pairs.
+  float through_state(const float* x, const float* dx, size_t t) const {
+    return dot(x + t * layout_.qk_ld, dx + t * layout_.qk_ld, layout_.qk_ld) /
+           static_cast<float>(shape_.features.degree);
+  }
+
+  // dq of what came through the state, into past_dq_; what it gives to dA into past_row_term_.
   void forward_sweep() {
     past_dq_ = cpu::Scratch<float>::zeros((job_.length + kRows) * layout_.qk_ld);
-    HeadState state(shape_, kKind == Kind::kSquared);
+    if (kHasTerms<kKind>) past_row_term_ = cpu::Scratch<float>::zeros(job_.length);
+    HeadState state(shape_);
     if (job_.initial_state) state.load(job_.initial_state, static_cast<size_t>(shape_.state_columns));
     for (size_t first = 0; first < job_.length; first += job_.chunk) {
       const size_t length = length_of(first);
@@ -78,6 +86,8 @@ class BackwardHead {
         for (size_t t = 0; t < reached; ++t) factor_.data()[t] *= reciprocal_.data()[t];
         state_chain(state, q_.data(), layout_.qk_ld, reached, g_.data(), sum_norm_ ? minus_delta_.data() : nullptr,
                     factor_.data(), past_dq_.data() + first * layout_.qk_ld);
+        for (size_t t = 0; kHasTerms<kKind> && t < reached; ++t)
+          past_row_term_.data()[first + t] = through_state(q_.data(), past_dq_.data() + first * layout_.qk_ld, t);
       }
       if (first + length < job_.length) {
         load_keys(first, length);
@@ -91,8 +101,7 @@ class BackwardHead {
 
   void backward_sweep() {
     std::optional<HeadState> gradient;  // of the state after the span
-    if (kHasState && (job_.chunk < job_.length || job_.initial_state_gradient || job_.final_state_gradient))
-      gradient.emplace(shape_, kKind == Kind::kSquared);
+    if (has_state_) gradient.emplace(shape_);
     bool has_future = job_.final_state_gradient != nullptr;
     const auto columns = static_cast<size_t>(shape_.state_columns);
     if (has_future) gradient->load(job_.final_state_gradient, columns);
@@ -158,19 +167,29 @@ class BackwardHead {
     float* dv = dv_.data() + from * layout_.v_ld;
     for (size_t i = 0; i < reaching * layout_.v_ld; ++i) dv[i] += y_.data()[i];
     std::fill(ones_.data(), ones_.data() + reaching, 1.0f);
-    state_chain(gradient, k, layout_.qk_ld, reaching, v, sum_norm_ ? ones_.data() : nullptr, factor,
-                dk_.data() + from * layout_.qk_ld);
+    float* dk = dk_.data() + from * layout_.qk_ld;
+    if (!kHasTerms<kKind>) {
+      state_chain(gradient, k, layout_.qk_ld, reaching, v, sum_norm_ ? ones_.data() : nullptr, factor, dk);
+      return;
+    }
+    const auto through = cpu::Scratch<float>::zeros(round_up(reaching, kRows) * layout_.qk_ld);
+    state_chain(gradient, k, layout_.qk_ld, reaching, v, sum_norm_ ? ones_.data() : nullptr, factor, through.data());
+    for (size_t t = 0; t < reaching; ++t) column_term_.data()[from + t] += through_state(k, through.data(), t);
+    for (size_t i = 0; i < reaching * layout_.qk_ld; ++i) dk[i] += through.data()[i];
   }
 
-  // The gradient of the state before the span: decayed, plus what the span's queries read. 1/n goes to the query, half
-  // of it to each of its two factors in φ: g/n alone may overflow.
+  // The gradient of the state before the span: decayed, plus what the span's queries read. 1/n goes to the query, an
+  // equal part to each of its factors in φ: g/n alone may overflow. Its sign goes to g.
   void to_past(const HeadState& gradient, size_t length) {
     for (size_t t = 0; t < length; ++t) {
-      const float r = reciprocal_.data()[t];
-      factor_.data()[t] = kKind == Kind::kSquared ? std::sqrt(r) : r;
+      const float r = std::fabs(reciprocal_.data()[t]);
+      const int degree = shape_.features.degree;
+      factor_.data()[t] = degree == 1 ? r : degree == 2 ? std::sqrt(r) : std::pow(r, 1 / static_cast<float>(degree));
     }
     scale_rows(q_.data(), layout_.qk_ld, length, factor_.data());
     const size_t reached = decay_from_start(decay(), length, factor_.data());
+    for (size_t t = 0; t < reached; ++t)
+      if (reciprocal_.data()[t] < 0) factor_.data()[t] = -factor_.data()[t];
     scale_rows(g_.data(), layout_.v_ld, reached, factor_.data());
     for (size_t t = 0; t < reached; ++t) minus_delta_.data()[t] *= factor_.data()[t];
     state_update(gradient, decay_of_span(decay(), length), q_.data(), layout_.qk_ld, reached, g_.data(),
@@ -183,7 +202,7 @@ class BackwardHead {
     unpack_rows(dv_.data(), layout_.v_ld, first, length, layout_.v_dim, 1.0f, job_.dv);
     if (!kDecay) return;
     for (size_t t = 0; t < length; ++t) {
-      float row = row_term_.data()[t];
+      float row = row_term_.data()[t] + (past_row_term_.data() != nullptr ? past_row_term_.data()[first + t] : 0.0f);
       float column = column_term_.data()[t];
       if (!kHasTerms<kKind>) {
         const size_t at = t * layout_.qk_ld;
@@ -214,8 +233,9 @@ class BackwardHead {
   const cpu::HeadJob& job_;
   const bool sum_norm_;
   const Polynomial polynomial_;
+  const bool has_state_;
   const SpanLayout layout_;
-  cpu::Scratch<float> past_dq_;
+  cpu::Scratch<float> past_dq_, past_row_term_;
   const cpu::Scratch<float> q_ = layout_.qk_matrix(), k_ = layout_.qk_matrix(), k_tiles_ = layout_.qk_tiles();
   const cpu::Scratch<float> v_ = layout_.v_matrix(), v_tiles_ = layout_.v_tiles();
   const cpu::Scratch<float> g_ = layout_.v_matrix(), y_ = layout_.v_matrix();

@@ -5,8 +5,9 @@
 //   dφ(q_i) = c_i S e_i                    dS ← through · dS + Σ_i c_i φ(q_i) e_iᵀ           e_i = [g_i, −δ_i]
 //   dφ(k_j) = out_j dS u_j                 du_j = out_j dSᵀ φ(k_j)
 //
-// c_i is in_i · scale^degree, and backward also 1/n_i. Every factor goes to φ rather than to its partner: g/n alone may
-// overflow. As on the CPU no states are kept: one sweep forwards with S (for dq), one backwards with dS (for dk, dv).
+// φ(q_i) is that of scale·q_i. c_i is in_i, and backward also 1/n_i. Every factor goes to φ rather than to its partner:
+// g/n alone may overflow. As on the CPU no states are kept: one sweep forwards with S (for dq), one backwards with dS
+// (for dk, dv).
 #include "ops/elementwise.h"
 #include "ops/matmul.h"
 #include "ops/mixer/cuda.h"
@@ -17,11 +18,11 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = 4;
-constexpr int kPerLane = kLargestDim / 32;
-constexpr int kTokens = 8;                             // that share the search for a feature's pair
+constexpr int kLargestWidth = kLargestDim + 1;  // of x with the 1 of a series
+constexpr int kPerLane = (kLargestWidth + 31) / 32;
+constexpr int kTokens = 8;                             // that share the search for a feature's indices
 constexpr int kFeatures = 1024;                        // of a block
 constexpr int64_t kFeatureBytes = int64_t{256} << 20;  // of φ at a time, unless one head of a chunk takes more
-constexpr float kSqrt2 = 1.41421356237f;
 
 __global__ void table_kernel(float* in, float* out, float* through, int* starts, int* ends, const double* decay,
                              const int* document_starts, const int* document_ends, int64_t length, int64_t chunk) {
@@ -64,31 +65,17 @@ struct Side {
   Heads<T> x;
   Span span;
   const float *factors, *normalizer;
-  float constant;
-  int dim, features;
-  bool squared;
+  float scale;  // of x
+  FeatureMap map;
+  int features;
 
   __device__ float factor(int64_t r, int64_t i) const {
-    float f = constant;
-    if (factors) f *= factors[span.token(r, i)];
+    const float f = factors ? factors[span.token(r, i)] : 1.0f;
     if (!normalizer) return f;
     const float n = normalizer[span.token(r, i)];
     return fabsf(n) < kSmallestNormalizer ? 0.0f : f / n;
   }
 };
-
-// Feature f of a squared score: the pair a ≤ b, in the order of symmetric_square.h.
-struct Pair {
-  int a, b;
-};
-__device__ Pair pair_of(int f, int dim) {
-  const auto first = [&](int a) { return a * dim - a * (a - 1) / 2; };
-  const double n = 2.0 * dim + 1;
-  int a = static_cast<int>((n - sqrt(n * n - 8.0 * f)) / 2);
-  while (a > 0 && first(a) > f) --a;
-  while (first(a + 1) <= f) ++a;
-  return {a, a + f - first(a)};
-}
 
 // phi: [heads, tokens, features].
 template <class T>
@@ -97,19 +84,16 @@ __global__ void feature_kernel(float* phi, Side<T> m) {
   __shared__ float factors[kTokens];
   const int64_t r = blockIdx.y, first = static_cast<int64_t>(blockIdx.x) * kTokens;
   const int count = static_cast<int>(min(static_cast<int64_t>(kTokens), m.span.tokens - first));
-  for (int i = threadIdx.x; i < count * m.dim; i += kThreads)
-    x[i / m.dim][i % m.dim] = to_float(m.span.row(m.x, r, first + i / m.dim)[i % m.dim]);
+  const int dim = m.map.dim;
+  for (int i = threadIdx.x; i < count * dim; i += kThreads)
+    x[i / dim][i % dim] = m.scale * to_float(m.span.row(m.x, r, first + i / dim)[i % dim]);
   if (threadIdx.x < count) factors[threadIdx.x] = m.factor(r, first + threadIdx.x);
   __syncthreads();
   float* const to = phi + (r * m.span.tokens + first) * m.features;
   const int last = min(m.features, static_cast<int>(blockIdx.z + 1) * kFeatures);
   for (int f = static_cast<int>(blockIdx.z) * kFeatures + threadIdx.x; f < last; f += kThreads) {
-    const Pair p = m.squared ? pair_of(f, m.dim) : Pair{f, -1};
-    for (int t = 0; t < count; ++t) {
-      float value = factors[t] * x[t][p.a];
-      if (m.squared) value *= (p.a == p.b ? 1.0f : kSqrt2) * x[t][p.b];
-      to[static_cast<int64_t>(t) * m.features + f] = value;
-    }
+    const Feature feature = feature_of(m.map, f);
+    for (int t = 0; t < count; ++t) to[static_cast<int64_t>(t) * m.features + f] = factors[t] * feature.of(x[t]);
   }
 }
 
@@ -121,57 +105,60 @@ __device__ bool place(int64_t& r, int64_t& i, const Span& span) {
 }
 
 // Adds to dx what dphi, the gradient of the features without their factor, gives; and x·dx/degree, times `sign`, to the
-// gradient of the decay.
-template <class T>
+// gradient of the decay. A lane adds up what the features give to the last of their indices, where that is its own;
+// what a run of features gives to the indices before, all lanes add up together.
+template <int kDegree, class T>
 __global__ void chain_kernel(Heads<T> dx, float* decay, float sign, const float* dphi, Side<T> m) {
-  __shared__ float shared[kWarps][kLargestDim];
+  constexpr int kPrefix = kDegree - 1;
+  __shared__ float shared[kWarps][kLargestWidth];
   int64_t r, i;
   if (!place(r, i, m.span)) return;
-  const int lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % 32, dim = m.map.dim, width = m.map.width();
   float* const x = shared[threadIdx.x / 32];
   const T* const from = m.span.row(m.x, r, i);
-  for (int c = lane; c < m.dim; c += 32) x[c] = to_float(from[c]);
+  for (int c = lane; c < width; c += 32) x[c] = c < dim ? m.scale * to_float(from[c]) : 1.0f;
   __syncwarp();
   const float* d = dphi + (r * m.span.tokens + i) * m.features;
-  float factor = m.factor(r, i);
   float sum[kPerLane] = {};
-  if (m.squared) {
-    // dx_a = 2 x_a d_aa + √2 Σ_b x_b d_ab: a lane adds up the dx_b of its b, all lanes together dx_a.
-    factor *= kSqrt2;
-    for (int a = 0; a < m.dim; ++a) {
-      float own = 0;
+  FeatureRuns<kDegree> run(m.map);
+  do {
+    const int lowest = run.lowest();
+    const auto factors = run.factors();
+    const float prefix = run.product(x);
+    float own = 0;
 #pragma unroll
-      for (int e = 0; e < kPerLane; ++e) {
-        const int b = e * 32 + lane;
-        if (b < a || b >= m.dim) continue;
-        const float value = d[b - a];
-        sum[e] += (b == a ? kSqrt2 : 1.0f) * x[a] * value;
-        if (b > a) own += x[b] * value;
-      }
-      own = warp_sum(own);
+    for (int e = 0; e < kPerLane; ++e) {
+      const int b = e * 32 + lane;
+      if (b < lowest || b >= width) continue;
+      const float value = (kPrefix > 0 && b == lowest ? factors.repeated : factors.each) * d[b - lowest];
+      sum[e] = fmaf(prefix, value, sum[e]);
+      own = fmaf(x[b], value, own);
+    }
+    d += width - lowest;
+    if constexpr (kPrefix == 0) break;
+    own = warp_sum(own);
+#pragma unroll
+    for (int n = 0; n < kPrefix; ++n) {
+      const float given = own * run.product(x, n);
 #pragma unroll
       for (int e = 0; e < kPerLane; ++e)
-        if (e * 32 + lane == a) sum[e] += own;
-      d += m.dim - a;
+        if (e * 32 + lane == run.prefix[n]) sum[e] += given;
     }
-  } else {
-#pragma unroll
-    for (int e = 0; e < kPerLane; ++e)
-      if (e * 32 + lane < m.dim) sum[e] = d[e * 32 + lane];
-  }
+  } while (run.next());
+  const float factor = m.factor(r, i);
   T* const to = m.span.row(dx, r, i);
   float product = 0;
 #pragma unroll
   for (int e = 0; e < kPerLane; ++e) {
     const int c = e * 32 + lane;
-    if (c >= m.dim) continue;
+    if (c >= width) continue;
     const float value = factor * sum[e];
-    product += x[c] * value;
-    to[c] = from_float<T>(to_float(to[c]) + value);
+    product = fmaf(x[c], value, product);
+    if (c < dim) to[c] = from_float<T>(to_float(to[c]) + m.scale * value);
   }
   if (!decay) return;
   product = warp_sum(product);
-  if (lane == 0) decay[m.span.token(r, i)] += sign * (m.squared ? 0.5f : 1.0f) * product;
+  if (lane == 0) decay[m.span.token(r, i)] += sign * product / kDegree;
 }
 
 // u: [heads, tokens, columns], the values and, for a column more, 1; or with `out` the gradients g, and −g·o.
@@ -227,7 +214,7 @@ __global__ void state_decay_kernel(float* decay, const float* state, const float
 // Queries or keys, with what their features are multiplied by.
 struct Factored {
   Tensor x, factors, normalizer;
-  float constant;
+  float scale;
 };
 
 // Some heads of the batch, chunk by chunk.
@@ -245,8 +232,7 @@ class Walk {
   }
 
   Factored queries(const Tensor& normalizer = {}) const {
-    const float scale = call_.spec.score == Score::squared ? shape_.scale * shape_.scale : shape_.scale;
-    return {call_.inputs.q, tables_.in, normalizer, scale};
+    return {call_.inputs.q, tables_.in, normalizer, shape_.scale};
   }
   Factored keys() const { return {call_.inputs.k, tables_.out, {}, 1.0f}; }
 
@@ -302,8 +288,10 @@ class Walk {
     multiply(dphi, u, state, {.transpose_b = true});
     with_activation_type(dx.dtype(), [&](auto zero) {
       using T = decltype(zero);
-      chain_kernel<<<warps(chunk), 32 * kWarps, 0, here()>>>(heads_of<T>(dx, shape_.heads), floats(decay), sign,
-                                                             dphi.data<float>(), side<T>(chunk, of));
+      with_degree(shape_.features, [&]<int kDegree>() {
+        chain_kernel<kDegree><<<warps(chunk), 32 * kWarps, 0, here()>>>(heads_of<T>(dx, shape_.heads), floats(decay),
+                                                                        sign, dphi.data<float>(), side<T>(chunk, of));
+      });
     });
     check_launch("mixer: gradient of a chunk's features");
   }
@@ -333,10 +321,9 @@ class Walk {
                                             span(chunk),
                                             floats(of.factors),
                                             floats(of.normalizer),
-                                            of.constant,
-                                            static_cast<int>(shape_.qk_dim),
-                                            static_cast<int>(shape_.state_rows),
-                                            call_.spec.score == Score::squared};
+                                            of.scale,
+                                            shape_.features,
+                                            static_cast<int>(shape_.state_rows)};
   }
 
   const MixerCall& call_;

@@ -83,8 +83,9 @@ int64_t longest_parallel(Score score) {
 
 int64_t kept_state_bytes(const MixerSpec& spec, int64_t dim, int64_t length, Device device, DType dtype) {
   const bool squared = spec.score == Score::squared;
-  if (device.is_cpu() || dtype != DType::bf16 || dim != 64 || !spec.has_state() ||
-      (!squared && spec.norm != Norm::none) || length <= longest_parallel(spec.score))
+  if (device.is_cpu() || dtype != DType::bf16 || dim != 64 ||
+      (!squared && (spec.score != Score::linear || spec.norm != Norm::none)) || spec.signed_decay ||
+      length <= longest_parallel(spec.score))
     return 0;
   const int64_t chunk = default_chunk(spec, dim, dim, device, dtype), tiles = squared ? 41 : 1;  // of 64 x 64
   return (length + chunk - 1) / chunk * tiles * 64 * 64 * 2;
@@ -92,7 +93,7 @@ int64_t kept_state_bytes(const MixerSpec& spec, int64_t dim, int64_t length, Dev
 
 Form choose_form(const MixerSpec& spec, const MixerShape& shape, const MixerInputs& inputs,
                  const std::vector<Segment>& segments, int64_t chunk) {
-  if (!spec.has_state()) return Form::parallel;
+  if (shape.state_rows == 0) return Form::parallel;
   double chunked = chunked_flops(shape, segments, chunk, Pass::forward) * kStateOverhead;
   for (const Segment& segment : segments)
     if (segment.length() > chunk) chunked += static_cast<double>(shape.heads * segment.length()) * kTokenOverhead;

@@ -16,9 +16,9 @@ namespace HWY_NAMESPACE {
 
 template <Kind kKind, Mask kMask>
 void forward_head(const MixerSpec& spec, const MixerShape& shape, const cpu::HeadJob& job) {
-  constexpr bool kHasState = kKind == Kind::kLinear || kKind == Kind::kSquared;
   const bool sum_norm = spec.norm == Norm::sum;
-  const SpanLayout layout(shape, job.chunk);
+  const bool has_state = shape.state_rows > 0 && (job.chunk < job.length || job.initial_state || job.final_state);
+  const SpanLayout layout(shape, job.chunk, has_state);
   const auto q = layout.qk_matrix(), k = layout.qk_matrix(), k_tiles = layout.qk_tiles();
   const auto v = layout.v_matrix(), y = layout.v_matrix();
   const auto sum = layout.per_row(), maximum = layout.per_row(), factor = layout.per_row();
@@ -26,16 +26,15 @@ void forward_head(const MixerSpec& spec, const MixerShape& shape, const cpu::Hea
   const auto columns = static_cast<size_t>(shape.state_columns);
 
   std::optional<HeadState> state;
-  if (kHasState && (job.chunk < job.length || job.initial_state || job.final_state))
-    state.emplace(shape, kKind == Kind::kSquared);
+  if (has_state) state.emplace(shape);
   bool has_past = job.initial_state != nullptr;
   if (has_past) state->load(job.initial_state, columns);
 
   for (size_t first = 0; first < job.length; first += job.chunk) {
     const size_t length = std::min(job.chunk, job.length - first);
     Span span = layout.span(length);
-    pack_rows(job.q, first, length, layout.qk_dim, shape.scale, q.data(), layout.qk_ld);
-    pack_rows(job.k, first, length, layout.qk_dim, 1.0f, k.data(), layout.qk_ld);
+    layout.pack_qk(job.q, first, length, shape.scale, q.data());
+    layout.pack_qk(job.k, first, length, 1.0f, k.data());
     pack_rows(job.v, first, length, layout.v_dim, 1.0f, v.data(), layout.v_ld);
     transpose_tiles(k.data(), layout.qk_ld, length, layout.qk_dim, k_tiles.data());
     span.q = q.data();

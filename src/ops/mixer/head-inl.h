@@ -36,13 +36,16 @@ void with_kind(const MixerSpec& spec, F&& f) {
 
 // The sizes of a span's packed matrices and the memory they take.
 struct SpanLayout {
-  size_t chunk, qk_dim, v_dim, qk_ld, v_ld, rows;
+  size_t chunk, qk_dim, v_dim;
+  bool one;  // queries and keys are followed by a 1, which the features of a series count as an element
+  size_t qk_ld, v_ld, rows;
 
-  SpanLayout(const MixerShape& shape, size_t chunk_length)
+  SpanLayout(const MixerShape& shape, size_t chunk_length, bool has_state)
       : chunk(chunk_length),
         qk_dim(static_cast<size_t>(shape.qk_dim)),
         v_dim(static_cast<size_t>(shape.v_dim)),
-        qk_ld(round_up(qk_dim, kPad)),
+        one(has_state && shape.features.one),
+        qk_ld(round_up(qk_dim + (one ? 1 : 0), kPad)),
         v_ld(round_up(v_dim, kPad)),
         rows(round_up(chunk, kRows)) {}
 
@@ -53,6 +56,14 @@ struct SpanLayout {
   cpu::Scratch<float> v_tiles() const { return cpu::Scratch<float>(round_up(chunk, kTile) * v_dim); }
   cpu::Scratch<float> per_row() const { return cpu::Scratch<float>(round_up(rows, kTile) + kPad); }
   cpu::Scratch<double> decays() const { return cpu::Scratch<double>(rows); }
+
+  void pack_qk(const cpu::Rows& in, size_t first, size_t length, float factor, float* out) const {
+    pack_rows(in, first, length, qk_dim, factor, out, qk_ld);
+    set_ones(length, out);
+  }
+  void set_ones(size_t length, float* matrix) const {
+    for (size_t t = 0; one && t < length; ++t) matrix[t * qk_ld + qk_dim] = 1;
+  }
 
   Span span(size_t length) const {
     Span span;

@@ -9,6 +9,7 @@
 #include "ops/mixer/cost.h"
 #include "ops/mixer/cpu.h"
 #include "ops/mixer/cuda.h"
+#include "ops/mixer/features.h"
 #include "ops/mixer/reference.h"
 #include "tensor/check.h"
 
@@ -104,8 +105,9 @@ void check_qkv(const ArgumentCheck& check, const MixerInputs& in, Form form) {
 
 void check_state(const ArgumentCheck& check, std::string_view argument, const Tensor& state, const MixerSpec& spec,
                  const MixerShape& shape, DType dtype, Device device) {
-  require(spec.has_state(), "{}: argument \"{}\" was given, but there is no state of constant size for {}",
-          check.operation(), argument, to_string(spec));
+  require(shape.state_rows > 0,
+          "{}: argument \"{}\" was given, but there is no state of constant size for {} and dimension {}",
+          check.operation(), argument, to_string(spec), shape.qk_dim);
   check.dense(argument, state, dtype, {shape.batch, shape.heads, shape.state_rows, shape.state_columns}, device);
 }
 
@@ -169,8 +171,8 @@ std::string_view name_of(MixerPrecision precision) {
 }
 
 int64_t state_rows(const MixerSpec& spec, int64_t qk_dim) {
-  if (!spec.has_state()) return 0;
-  return spec.score == Score::squared ? qk_dim * (qk_dim + 1) / 2 : qk_dim;
+  const FeatureMap map = feature_map(spec, qk_dim);
+  return map.degree > 0 ? FeatureMap::tuples(map.width(), map.degree) : 0;
 }
 
 int64_t state_columns(const MixerSpec& spec, int64_t v_dim) {
@@ -199,10 +201,11 @@ void check_spec(std::string_view operation, const MixerSpec& spec) {
 MixerShape check_mixer(std::string_view operation, const MixerSpec& spec, const MixerInputs& in, Form form) {
   const ArgumentCheck check(operation);
   check_spec(operation, spec);
-  require(form != Form::chunked || spec.has_state(),
-          "{}: argument \"form\" is chunked, but there is no state of constant size for {}; use parallel", operation,
-          to_string(spec));
   check_qkv(check, in, form);
+  require(form != Form::chunked || state_rows(spec, in.q.size(3)) > 0,
+          "{}: argument \"form\" is chunked, but there is no state of constant size for {} and dimension {}; use "
+          "parallel",
+          operation, to_string(spec), in.q.size(3));
   MixerShape shape;
   shape.batch = in.q.size(0);
   shape.length = in.q.size(1);
@@ -212,6 +215,7 @@ MixerShape check_mixer(std::string_view operation, const MixerSpec& spec, const 
   shape.heads = std::max({shape.q_heads, shape.k_heads, shape.v_heads});
   shape.qk_dim = in.q.size(3);
   shape.v_dim = in.v.size(3);
+  shape.features = feature_map(spec, shape.qk_dim);
   shape.state_rows = state_rows(spec, shape.qk_dim);
   shape.state_columns = state_columns(spec, shape.v_dim);
   shape.scale = spec.scale > 0 ? spec.scale : 1.0f / std::sqrt(static_cast<float>(shape.qk_dim));
@@ -237,9 +241,9 @@ MixerResult mixer_forward(const MixerSpec& spec, const MixerInputs& inputs, cons
   const MixerShape shape = check_mixer(kOperation, spec, inputs, options.form);
   const std::vector<Segment> segments = segments_of(kOperation, inputs.boundaries, shape.batch, shape.length);
   check_chunk(kOperation, options.chunk);
-  require(!options.final_state || spec.has_state(),
-          "{}: argument \"final_state\" was asked for, but there is no state of constant size for {}", kOperation,
-          to_string(spec));
+  require(!options.final_state || shape.state_rows > 0,
+          "{}: argument \"final_state\" was asked for, but there is no state of constant size for {} and dimension {}",
+          kOperation, to_string(spec), shape.qk_dim);
   const Device device = inputs.q.device();
   const int64_t chunk =
       options.chunk > 0 ? options.chunk : default_chunk(spec, shape.qk_dim, shape.v_dim, device, inputs.q.dtype());

@@ -5,12 +5,13 @@
 //   o_i  = y_i  (norm none)         o_i  = y_i / n_i  (norm sum; 0 where |n_i| < kSmallestNormalizer)
 //
 // f(x) is x (linear), x² (squared), exp(x) (exponential), x^degree (power) or Σ_{n ≤ degree} xⁿ/n! (series: the
-// exponential, cut off). For the first two, f(S_ij) = φ(scale·q_i)·φ(k_j), so the past fits into a state of constant
-// size: state = Σ_j exp(A_end − A_j) φ(k_j) [v_j, 1]ᵀ, with D rows (φ's length: dim,
-// or dim(dim+1)/2 in the order of symmetric_square.h) and v_dim columns, plus one for n when norm = sum.
+// exponential, cut off). For polynomials f(S_ij) = φ(scale·q_i)·φ(k_j) (features.h), so the past fits into a state of
+// constant size: state = Σ_j exp(A_end − A_j) φ(k_j) [v_j, 1]ᵀ, with D rows (φ's length: dim for a linear score,
+// dim(dim+1)/2 for a squared one, (dim+1)(dim+2)/2 for a series of degree 2, more for higher degrees) and v_dim
+// columns, plus one for n when norm = sum. Where D would be more than kLargestStateRows there is no state.
 //
 // The forms compute the same function. `parallel` walks tiles of the score matrix (quadratic time, any score);
-// `chunked` does so inside chunks and carries the state between them (linear time; linear and squared scores); both
+// `chunked` does so inside chunks and carries the state between them (linear time; scores that have a state); both
 // need memory linear in length. On a GPU a call with states takes the chunked form whatever was asked for. `reference`
 // is the double-precision oracle, on the CPU. `recurrent.h` is the form for one token.
 //
@@ -44,6 +45,9 @@ inline constexpr int64_t kLargestDim = 256;
 inline constexpr float kSmallestNormalizer = 1e-30f;
 inline constexpr float kLargestExponent = 60.0f;
 inline constexpr int kLargestDegree = 4;  // of power (3 or more) and series (1 or more)
+// That of a series of degree 2 in the largest dimension: power 3 and series 3 to dimension 57 and 56, degree 4 to 28
+// and 27.
+inline constexpr int64_t kLargestStateRows = (kLargestDim + 1) * (kLargestDim + 2) / 2;
 
 struct MixerSpec {
   Score score = Score::squared;
@@ -55,7 +59,6 @@ struct MixerSpec {
   bool signed_decay = false;
 
   bool operator==(const MixerSpec&) const = default;
-  bool has_state() const { return (score == Score::linear || score == Score::squared) && !signed_decay; }
 };
 
 // The mixers of the paper by name ("2mamba", "softmax", …); unknown names are answered with the nearest.
@@ -69,7 +72,7 @@ MixerPrecision mixer_precision_from_name(std::string_view name);  // auto, bf16,
 std::string_view name_of(MixerPrecision precision);
 const std::vector<std::string>& mixer_precision_names();
 
-// D, the rows of the state.
+// D, the rows of the state; 0 if the mixer has no state of constant size.
 int64_t state_rows(const MixerSpec& spec, int64_t qk_dim);
 // v_dim, or one more when the normalizer is carried along.
 int64_t state_columns(const MixerSpec& spec, int64_t v_dim);

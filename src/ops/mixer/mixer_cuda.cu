@@ -221,7 +221,7 @@ Form choose_form(const MixerCall& call) {
                           : parallel_takes(call) ? kOnTensorCores
                           : tiles_take(call)     ? longest_in_tiles(call)
                                                  : kSimple;
-  return call.spec.has_state() && call.shape.length > longest ? Form::chunked : Form::parallel;
+  return call.shape.state_rows > 0 && call.shape.length > longest ? Form::chunked : Form::parallel;
 }
 
 Tensor mixer_forward(const MixerCall& call) {

@@ -43,10 +43,11 @@ MixerCache::MixerCache(const MixerSpec& spec, const Sizes& sizes, Device device)
   shape_.v_heads = sizes.v_heads;
   shape_.qk_dim = sizes.qk_dim;
   shape_.v_dim = sizes.v_dim;
+  shape_.features = feature_map(spec, sizes.qk_dim);
   shape_.state_rows = state_rows(spec, sizes.qk_dim);
   shape_.state_columns = state_columns(spec, sizes.v_dim);
   shape_.scale = spec.scale > 0 ? spec.scale : 1.0f / std::sqrt(static_cast<float>(sizes.qk_dim));
-  if (!spec.has_state()) return;
+  if (!has_state()) return;
   const int64_t token = sizes.k_heads * sizes.qk_dim + sizes.v_heads * sizes.v_dim + (spec.decay ? heads : 0);
   // Counted as on the CPU, so that every device folds at the same tokens.
   const int64_t state = heads * cpu::head_state_numbers(shape_);
@@ -60,9 +61,9 @@ MixerCache::MixerCache(const MixerSpec& spec, const Sizes& sizes, const MixerCon
     : MixerCache(spec, sizes, device) {
   const ArgumentCheck check("mixer_cache");
   const bool folded = contents.state.defined();
-  require(!folded || spec.has_state(), "mixer_cache: contents with a state, but there is none for {}", to_string(spec));
+  require(!folded || has_state(), "mixer_cache: contents with a state, but there is none for {}", to_string(spec));
   require(spec.decay || !contents.log_decay, "mixer_cache: contents with decays, but the spec has no decay");
-  const int64_t most = folded ? window_ : spec.has_state() ? first_fold_ : contents.tokens;
+  const int64_t most = folded ? window_ : has_state() ? first_fold_ : contents.tokens;
   require(contents.pending >= 0 && contents.pending <= most && contents.pending <= contents.tokens &&
               contents.tokens <= kMostTokens && (folded || contents.pending == contents.tokens),
           "mixer_cache: {} tokens of {} in the window cannot be", contents.pending, contents.tokens);
@@ -247,7 +248,7 @@ Tensor MixerCache::prefill(const MixerInputs& inputs, const MixerOptions& option
   require(!inputs.boundaries && !inputs.initial_state,
           "{}: boundaries and an initial state are not taken; the cache is the state", kOperation);
   const auto token = [&](const Tensor& x, int64_t t) { return x ? x.select(1, t) : Tensor(); };
-  if (recent_.tokens > 0 && !spec_.has_state()) {  // a KV cache grows token by token
+  if (recent_.tokens > 0 && !has_state()) {  // a KV cache grows token by token
     const Tensor out =
         Tensor::empty({shape_.batch, given.length, shape_.heads, shape_.v_dim}, inputs.v.dtype(), device_);
     for (int64_t t = 0; t < given.length; ++t) {
@@ -260,7 +261,7 @@ Tensor MixerCache::prefill(const MixerInputs& inputs, const MixerOptions& option
   MixerOptions forward = options;
   keep_as(inputs.q.dtype());
   // Tokens that still fit into the first window stay plain, also when earlier ones were read through a state.
-  forward.final_state = spec_.has_state() && (state_ || recent_.pending + given.length >= first_fold_);
+  forward.final_state = has_state() && (state_ || recent_.pending + given.length >= first_fold_);
   if (recent_.tokens > 0) with_state.initial_state = state();
   const MixerResult result = mixer_forward(spec_, with_state, forward);
   recent_.tokens += given.length;
@@ -278,7 +279,7 @@ Tensor MixerCache::prefill(const MixerInputs& inputs, const MixerOptions& option
 }
 
 Tensor MixerCache::state() const {
-  require(spec_.has_state(), "mixer_cache.state: there is no state of constant size for {}", to_string(spec_));
+  require(has_state(), "mixer_cache.state: there is no state of constant size for {}", to_string(spec_));
   const Tensor packed = state_ ? to_dtype(state_, DType::f32) : new_state();
   if (recent_.pending > 0) FURIOUS_DISPATCH(device_, cache_fold(spec_, shape_, recent_, packed));
   const Tensor out =

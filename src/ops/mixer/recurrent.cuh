@@ -5,8 +5,7 @@
 // normalizer's column apart keeps the rows aligned.
 #pragma once
 
-#include <numbers>
-
+#include "ops/mixer/features.h"
 #include "ops/mixer/heads.cuh"
 #include "ops/mixer/recurrent_kernels.h"
 #include "tensor/cuda.cuh"
@@ -14,7 +13,6 @@
 namespace furious::cuda {
 
 inline constexpr int kPageTokens = static_cast<int>(CachePage::kTokens);
-inline constexpr float kRoot2 = std::numbers::sqrt2_v<float>;
 
 struct Page {
   void* k;
@@ -42,6 +40,7 @@ struct Cache {
   Score score;
   bool decay, sum;
   int heads, k_heads, v_heads, qk_dim, v_dim, state_rows;
+  FeatureMap features;
   float scale;
   const Page* pages;
 
@@ -77,29 +76,10 @@ inline Cache cache_of(const MixerSpec& spec, const MixerShape& shape, const Cach
           static_cast<int>(shape.qk_dim),
           static_cast<int>(shape.v_dim),
           static_cast<int>(shape.state_rows),
+          shape.features,
           shape.scale,
           window.table ? static_cast<const Page*>(window.table.raw()) : nullptr};
 }
-
-// Row f of φ: x[first]·x[second]·factor, where a linear score takes x[first] alone.
-struct Feature {
-  int first, second;
-  float factor;
-
-  Feature() = default;
-  // The pairs i ≤ j in order: those of i begin at i·d − i(i−1)/2.
-  __device__ Feature(Score score, int f, int d) : first(f), second(-1), factor(1) {
-    if (score != Score::squared) return;
-    const auto begin = [d](int i) { return i * d - i * (i - 1) / 2; };
-    const float b = static_cast<float>(2 * d + 1);
-    first = static_cast<int>((b - sqrtf(b * b - 8.0f * static_cast<float>(f))) / 2);
-    while (first > 0 && begin(first) > f) --first;
-    while (begin(first + 1) <= f) ++first;
-    second = first + f - begin(first);
-    factor = first == second ? 1.0f : kRoot2;
-  }
-  __device__ float of(const float* x) const { return second < 0 ? x[first] : x[first] * x[second] * factor; }
-};
 
 // One token of every sequence, [batch, own heads, dim].
 template <class T>

@@ -5,7 +5,7 @@
 // The last tokens are kept as plain k, v and log-decay (the window) and folded into the state only now and then, so
 // that a token reads the state once and does not write it. There is no state before the first fold: the cache then *is*
 // a KV cache, and it folds first when it has grown larger than state and window together. So at no length does it take
-// more memory than a KV cache, nor more than the state and a window. A mixer without state (MixerSpec::has_state) never
+// more memory than a KV cache, nor more than the state and a window. A mixer without state (state_rows() is 0) never
 // folds: its cache is a KV cache for good.
 #pragma once
 
@@ -89,6 +89,7 @@ class MixerCache {
   Tensor state() const;
 
  private:
+  bool has_state() const { return shape_.state_rows > 0; }
   void make_room(DType dtype);
   void reserve(int64_t tokens);
   void keep_as(DType dtype);

@@ -132,11 +132,12 @@ void read_head(const MixerSpec& spec, const CachedHead& cached, float* state_num
   alignas(64) float q[kLargestDim + 2 * kPad] = {};
   alignas(64) float y[kLargestDim + kPad] = {};
   for (int64_t c = 0; c < shape.qk_dim; ++c) q[c] = q_in[c] * shape.scale;
+  if (shape.features.one) q[shape.qk_dim] = 1;
   std::vector<float> weights(cached.pending);
   const double since_fold = cached.decay_until_now(weights);
   float normalizer = 0;
   if (state_numbers != nullptr && !(since_fold < kErased)) {
-    const HeadState state(shape, kKind == Kind::kSquared, state_numbers);
+    const HeadState state(shape, state_numbers);
     normalizer = read_state(state, q, static_cast<float>(std::exp(since_fold)), spec.norm == Norm::sum, y);
   }
   window_weights<kKind>(cached, polynomial_of(spec), q, weights);
@@ -167,7 +168,7 @@ void read_cache(const MixerSpec& spec, const MixerShape& shape, const std::vecto
 
 void fold_head(const MixerSpec& spec, const CachedHead& cached, float* state_numbers) {
   const MixerShape& shape = cached.shape;
-  const SpanLayout layout(shape, cached.pending);
+  const SpanLayout layout(shape, cached.pending, true);
   const auto k = layout.qk_matrix(), v = layout.v_matrix();
   std::vector<float> weights(cached.pending);
   const double total = cached.decay_until_now(weights);
@@ -179,7 +180,8 @@ void fold_head(const MixerSpec& spec, const CachedHead& cached, float* state_num
     std::copy_n(cached.row(&CachePage::k, j), layout.qk_dim, k.data() + j * layout.qk_ld);
     for (size_t c = 0; c < layout.v_dim; ++c) v.data()[j * layout.v_ld + c] = from[c] * weights[j];
   }
-  const HeadState state(shape, spec.score == Score::squared, state_numbers);
+  layout.set_ones(cached.pending, k.data());
+  const HeadState state(shape, state_numbers);
   state_update(state, static_cast<float>(std::exp(total)), k.data(), layout.qk_ld, cached.pending, v.data(),
                spec.norm == Norm::sum ? weights.data() : nullptr);
 }
@@ -196,12 +198,12 @@ void fold_cache(const MixerSpec& spec, const MixerShape& shape, const std::vecto
 }
 
 // Copies between the packed state and the public layout, one way or the other.
-void convert_cache(const MixerSpec& spec, const MixerShape& shape, const Tensor& packed, const Tensor& open,
+void convert_cache(const MixerSpec&, const MixerShape& shape, const Tensor& packed, const Tensor& open,
                    bool to_packed) {
   const auto columns = static_cast<size_t>(shape.state_columns);
   parallel_for(shape.batch * shape.heads, [&](int64_t i) {
     const FlushSubnormals flush;
-    HeadState state(shape, spec.score == Score::squared, packed.data<float>() + i * packed.stride(1));
+    HeadState state(shape, packed.data<float>() + i * packed.stride(1));
     float* rows = open.data<float>() + i * open.stride(1);
     if (to_packed)
       state.load(rows, columns);

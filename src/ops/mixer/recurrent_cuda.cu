@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kFoldThreads, kFoldBlocks)
   // The row of φ and the column of v that this thread prepares, and of which tokens first.
   const int own = thread % kFoldTile, own_token = thread / kFoldTile;
   const bool own_row = first_row + own < cache.state_rows, own_column = first_column + own < cache.v_dim;
-  const Feature feature(cache.score, own_row ? first_row + own : 0, cache.qk_dim);
+  const Feature feature = feature_of(cache.features, own_row ? first_row + own : 0);
   const int row = thread / 16 * kFoldRows, column = thread % 16 * 4, ld = padded(cache.v_dim);
   float* const state = states + sequence_head * state_numbers;
   float* const to = state + static_cast<int64_t>(first_row + row) * ld + first_column + column;

@@ -17,7 +17,7 @@ constexpr int kAtOnce = 3;                             // blocks of a multiproce
 constexpr int kRowsAhead = 6;                          // of the state, that a thread fetches before it has q
 static_assert(kLargestDim <= kThreads && kThreads / 8 == kPageTokens && kThreads / kSmallestDim <= kChunk);
 // A head has no more blocks than its factors have room.
-static_assert(kLargestDim * (kLargestDim + 1) / 2 / kFewestRows + 1 + kMostWindowBlocks <= kMostRows);
+static_assert(kLargestStateRows / kFewestRows + 1 + kMostWindowBlocks <= kMostRows);
 
 // Neighbours of a row as they are loaded.
 template <int kVector, class T>
@@ -137,11 +137,11 @@ __device__ void read_state(const Step<T>& step, int batch, int head, int block, 
     const int r = group + i * groups;
     ahead[i] = group < groups && r < rows ? __ldcs(values + r * vectors) : float4{0, 0, 0, 0};
   }
-  const Feature own(step.cache.score, first + min(thread, rows - 1), step.cache.qk_dim);
+  const Feature own = feature_of(step.cache.features, first + min(thread, rows - 1));
   load_token<false>(step, batch, head, memory);
   if (thread < rows) memory.phi[thread] = own.of(memory.q);
   for (int r = thread + kThreads; r < rows; r += kThreads)
-    memory.phi[r] = Feature(step.cache.score, first + r, step.cache.qk_dim).of(memory.q);
+    memory.phi[r] = feature_of(step.cache.features, first + r).of(memory.q);
   __syncthreads();
 
   if (group < groups) {

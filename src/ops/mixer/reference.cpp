@@ -1,5 +1,6 @@
 #include "ops/mixer/reference.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -15,26 +16,54 @@ double at(const Tensor& tensor, int64_t b, int64_t t, int64_t h, int64_t c) {
   return tensor.data<double>()[index];
 }
 
-Vector square(const Vector& x) {
-  Vector phi;
-  for (size_t i = 0; i < x.size(); ++i)
-    for (size_t j = i; j < x.size(); ++j) phi.push_back(x[i] * x[j] * (i == j ? 1.0 : std::sqrt(2.0)));
-  return phi;
-}
-
-// dx = (∂φ/∂x)ᵀ dphi for the squared score.
-Vector square_gradient(const Vector& x, const Vector& dphi) {
-  Vector dx(x.size());
-  size_t f = 0;
-  for (size_t i = 0; i < x.size(); ++i) {
-    for (size_t j = i; j < x.size(); ++j, ++f) {
-      const double factor = i == j ? 1.0 : std::sqrt(2.0);
-      dx[i] += factor * dphi[f] * x[j];
-      dx[j] += factor * dphi[f] * x[i];
+// φ as features.h defines it. The index of the 1 is x.size().
+class Features {
+ public:
+  explicit Features(const FeatureMap& map) : degree_(static_cast<size_t>(map.degree)) {
+    const auto width = static_cast<size_t>(map.width()), dim = static_cast<size_t>(map.dim);
+    std::vector<size_t> indices(degree_);
+    for (size_t last = degree_; last > 0;) {
+      double square = map.one ? 1 : std::tgamma(map.degree + 1);
+      for (size_t n = 0; n < degree_; ++n)  // the m-th of an index divides by m
+        if (indices[n] < dim)
+          square /= static_cast<double>(
+              std::count(indices.begin(), indices.begin() + static_cast<int64_t>(n) + 1, indices[n]));
+      factors_.push_back(std::sqrt(square));
+      indices_.insert(indices_.end(), indices.begin(), indices.end());
+      for (last = degree_; last > 0 && indices[last - 1] + 1 == width;) --last;
+      if (last > 0) std::fill(indices.begin() + static_cast<int64_t>(last) - 1, indices.end(), indices[last - 1] + 1);
     }
   }
-  return dx;
-}
+
+  size_t size() const { return factors_.size(); }
+
+  Vector of(Vector x) const {
+    x.push_back(1);
+    Vector phi = factors_;
+    for (size_t i = 0; i < indices_.size(); ++i) phi[i / degree_] *= x[indices_[i]];
+    return phi;
+  }
+
+  // dx = (∂φ/∂x)ᵀ dphi.
+  Vector gradient(Vector x, const Vector& dphi) const {
+    x.push_back(1);
+    Vector dx(x.size());
+    for (size_t i = 0; i < indices_.size(); ++i) {
+      const size_t f = i / degree_;
+      double slope = factors_[f] * dphi[f];
+      for (size_t other = f * degree_; other < (f + 1) * degree_; ++other)
+        if (other != i) slope *= x[indices_[other]];
+      dx[indices_[i]] += slope;
+    }
+    dx.pop_back();
+    return dx;
+  }
+
+ private:
+  size_t degree_;
+  std::vector<size_t> indices_;  // degree_ for each feature
+  Vector factors_;
+};
 
 double dot(const Vector& a, const Vector& b) {
   double sum = 0;
@@ -45,13 +74,14 @@ double dot(const Vector& a, const Vector& b) {
 // One document of one head in double precision.
 struct Head {
   const MixerSpec& spec;
+  const Features features;
   size_t length, columns;
   std::vector<Vector> q, k, u;  // q scaled; u = [v, 1], or v without normalizer
   Vector decay;                 // A_t
   std::vector<Vector> initial;  // [D][columns], or empty
 
   Head(const MixerSpec& mixer, const MixerShape& shape, const MixerInputs& in, const Segment& segment, int64_t head)
-      : spec(mixer), length(segment.length()), columns(shape.state_columns) {
+      : spec(mixer), features(shape.features), length(segment.length()), columns(shape.state_columns) {
     double sum = 0;
     for (int64_t t = segment.begin; t < segment.end; ++t) {
       const auto row = [&](const Tensor& x) {
@@ -76,10 +106,6 @@ struct Head {
     }
   }
 
-  Vector phi(const Vector& x) const { return spec.score == Score::squared ? square(x) : x; }
-  Vector phi_gradient(const Vector& x, const Vector& dphi) const {
-    return spec.score == Score::squared ? square_gradient(x, dphi) : dphi;
-  }
   bool saturates() const { return spec.score == Score::exponential && spec.norm == Norm::none; }
 
   // The logarithm of the mask's factor, and whether it is held at its largest value, where its derivative is zero.
@@ -139,9 +165,9 @@ struct Head {
       for (size_t c = 0; c < y.size(); ++c) y[c] += w * u[j][c];
     }
     if (initial.empty()) return y;
-    const Vector features = phi(q[i]);
-    for (size_t f = 0; f < features.size(); ++f)
-      for (size_t c = 0; c < y.size(); ++c) y[c] += std::exp(decay[i]) * features[f] * initial[f][c];
+    const Vector phi = features.of(q[i]);
+    for (size_t f = 0; f < phi.size(); ++f)
+      for (size_t c = 0; c < y.size(); ++c) y[c] += std::exp(decay[i]) * phi[f] * initial[f][c];
     return y;
   }
 
@@ -154,13 +180,13 @@ struct Head {
   }
 
   std::vector<Vector> final_state() const {
-    std::vector<Vector> state(phi(q[0]).size(), Vector(columns));
+    std::vector<Vector> state(features.size(), Vector(columns));
     for (size_t f = 0; f < initial.size(); ++f)
       for (size_t c = 0; c < columns; ++c) state[f][c] = std::exp(decay.back()) * initial[f][c];
     for (size_t j = 0; j < length; ++j) {
-      const Vector features = phi(k[j]);
-      for (size_t f = 0; f < features.size(); ++f)
-        for (size_t c = 0; c < columns; ++c) state[f][c] += std::exp(decay.back() - decay[j]) * features[f] * u[j][c];
+      const Vector phi = features.of(k[j]);
+      for (size_t f = 0; f < phi.size(); ++f)
+        for (size_t c = 0; c < columns; ++c) state[f][c] += std::exp(decay.back() - decay[j]) * phi[f] * u[j][c];
     }
     return state;
   }
@@ -268,14 +294,14 @@ struct HeadGradients {
     }
     if (head.initial.empty()) return;
     const double reach = std::exp(head.decay[i]);
-    const Vector features = head.phi(head.q[i]);
-    Vector dphi(features.size());
-    for (size_t f = 0; f < features.size(); ++f) {
+    const Vector phi = head.features.of(head.q[i]);
+    Vector dphi(phi.size());
+    for (size_t f = 0; f < phi.size(); ++f) {
       dphi[f] = reach * dot(head.initial[f], dy);
-      d_decay[i] += features[f] * dphi[f];
-      for (size_t c = 0; c < dy.size(); ++c) d_initial[f][c] += reach * features[f] * dy[c];
+      d_decay[i] += phi[f] * dphi[f];
+      for (size_t c = 0; c < dy.size(); ++c) d_initial[f][c] += reach * phi[f] * dy[c];
     }
-    const Vector through = head.phi_gradient(head.q[i], dphi);
+    const Vector through = head.features.gradient(head.q[i], dphi);
     for (size_t c = 0; c < through.size(); ++c) dq[i][c] += through[c];
   }
 
@@ -286,14 +312,14 @@ struct HeadGradients {
       for (size_t c = 0; c < head.columns; ++c) d_initial[f][c] += std::exp(head.decay.back()) * d_final[f][c];
     for (size_t j = 0; j < head.length; ++j) {
       const double reach = std::exp(head.decay.back() - head.decay[j]);
-      const Vector features = head.phi(head.k[j]);
-      Vector dphi(features.size());
-      for (size_t f = 0; f < features.size(); ++f) {
+      const Vector phi = head.features.of(head.k[j]);
+      Vector dphi(phi.size());
+      for (size_t f = 0; f < phi.size(); ++f) {
         dphi[f] = reach * dot(d_final[f], head.u[j]);
-        d_decay[j] -= features[f] * dphi[f];
-        for (size_t c = 0; c < head.columns; ++c) du[j][c] += reach * features[f] * d_final[f][c];
+        d_decay[j] -= phi[f] * dphi[f];
+        for (size_t c = 0; c < head.columns; ++c) du[j][c] += reach * phi[f] * d_final[f][c];
       }
-      const Vector through = head.phi_gradient(head.k[j], dphi);
+      const Vector through = head.features.gradient(head.k[j], dphi);
       for (size_t c = 0; c < through.size(); ++c) dk[j][c] += through[c];
     }
   }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "ops/boundaries.h"
+#include "ops/mixer/features.h"
 #include "ops/mixer/mixer.h"
 
 namespace furious {
@@ -13,6 +14,7 @@ struct MixerShape {
   int64_t batch = 0, length = 0, heads = 0;
   int64_t q_heads = 0, k_heads = 0, v_heads = 0;
   int64_t qk_dim = 0, v_dim = 0;
+  FeatureMap features;  // degree 0 without state
   int64_t state_rows = 0, state_columns = 0;
   float scale = 0;
 };

@@ -15,6 +15,7 @@
 
 #include "base/parallel.h"
 #include "base/subnormals.h"
+#include "ops/mixer/features.h"
 #include "ops/mixer/gemm-inl.h"
 #include "ops/mixer/pack-inl.h"
 
@@ -28,12 +29,11 @@ constexpr size_t kFeatureLd = kFeatureBlock + kPad;  // a row's last vector may 
 
 constexpr size_t kGroup = 4;  // sums in flight at once when z is added to
 static_assert(kFeatureBlock % kRows == 0 && kFeatureBlock % (kGroup * kPad) == 0 && kTokenBlock % kRows == 0);
-constexpr float kRoot2 = 1.41421356237309504880f;
 
 // The state of one head, or its gradient, in memory of its own or of a cache.
 struct HeadState {
-  size_t features = 0, qk_dim = 0, v_dim = 0, v_ld = 0;
-  bool squared = false;
+  FeatureMap map;
+  size_t features = 0, width = 0, v_dim = 0, v_ld = 0;  // width: of x, with the 1 of a series
   cpu::Scratch<float> memory;
   float* s = nullptr;  // [features, v_ld], rows padded to whole strips
   float* z = nullptr;  // [features], padded to whole strips and groups of vectors
@@ -43,12 +43,12 @@ struct HeadState {
     return rows * round_up(v_dim, kPad) + round_up(rows, kGroup * kPad);
   }
 
-  HeadState(const MixerShape& shape, bool squared_score, float* numbers_of_cache = nullptr)
-      : features(static_cast<size_t>(shape.state_rows)),
-        qk_dim(static_cast<size_t>(shape.qk_dim)),
+  explicit HeadState(const MixerShape& shape, float* numbers_of_cache = nullptr)
+      : map(shape.features),
+        features(static_cast<size_t>(shape.state_rows)),
+        width(static_cast<size_t>(shape.features.width())),
         v_dim(static_cast<size_t>(shape.v_dim)),
-        v_ld(round_up(v_dim, kPad)),
-        squared(squared_score) {
+        v_ld(round_up(v_dim, kPad)) {
     if (numbers_of_cache == nullptr) memory = cpu::Scratch<float>::zeros(numbers(features, v_dim));
     s = numbers_of_cache == nullptr ? memory.data() : numbers_of_cache;
     z = s + round_up(features, kRows) * v_ld;
@@ -74,36 +74,40 @@ inline bool is_large(const HeadState& state, size_t tokens) {
   return state.features * state.v_ld * tokens > kWorthThreads;
 }
 
-// Calls f(a, offset, begin, end) for every a whose features (a, b), b in [begin, end), lie in [first, last); `offset`
-// is the feature (a, begin), counted from `first`.
-template <class F>
-HWY_INLINE void for_each_row_of_square(size_t dim, size_t first, size_t last, F&& f) {
-  size_t start = 0;  // feature (a, a)
-  for (size_t a = 0; a < dim && start < last; start += dim - a, ++a) {
+// Calls f(run, offset, begin, end) for every run of features with a part in [first, last): the run's features that end
+// with an index in [begin, end). `offset` is the first of them, counted from `first`.
+template <int kDegree, class F>
+HWY_INLINE void for_each_run(const FeatureMap& map, size_t first, size_t last, F&& f) {
+  FeatureRuns<kDegree> run(map);
+  size_t start = 0;  // the run's first feature
+  do {
+    const auto size = static_cast<size_t>(run.size()), lowest = static_cast<size_t>(run.lowest());
     const size_t begin = std::max(start, first);
-    const size_t end = std::min(start + dim - a, last);
-    if (begin < end) f(a, begin - first, a + begin - start, a + end - start);
-  }
+    const size_t end = std::min(start + size, last);
+    if (begin < end) f(run, begin - first, lowest + begin - start, lowest + end - start);
+    start += size;
+  } while (start < last && run.next());
 }
 
 // out[token, feature − first] = φ(x[token])[feature], zero up to a whole strip of features.
 inline HWY_ATTR void expand(const HeadState& state, const float* x, size_t ld, size_t tokens, size_t first, size_t last,
                             float* out) {
-  if (state.squared) {
-    for_each_row_of_square(state.qk_dim, first, last, [&](size_t a, size_t at, size_t begin, size_t end) HWY_ATTR {
+  with_degree(state.map, [&]<int kDegree>() HWY_ATTR {
+    for_each_run<kDegree>(state.map, first, last, [&](const auto& run, size_t at, size_t begin, size_t end) HWY_ATTR {
+      const auto factors = run.factors();
+      const bool repeats = kDegree > 1 && begin == static_cast<size_t>(run.lowest());
       for (size_t t = 0; t < tokens; ++t) {
         const float* row = x + t * ld;
         float* to = out + t * kFeatureLd + at;
-        const FloatVector factor = hn::Set(kTag, row[a] * kRoot2);
-        // The last vector may spill into the next row's features, which are written after it.
+        const float prefix = run.product(row);
+        const FloatVector factor = hn::Set(kTag, prefix * factors.each);
+        // The last vector may spill into the next run's features, which are written after it.
         for (size_t b = begin; b < end; b += kLanes)
           hn::StoreU(hn::Mul(factor, hn::LoadU(kTag, row + b)), kTag, to + (b - begin));
-        if (begin == a) to[0] = row[a] * row[a];
+        if (repeats) to[0] = factors.repeated * prefix * row[begin];
       }
     });
-  } else {
-    for (size_t t = 0; t < tokens; ++t) std::copy(x + t * ld + first, x + t * ld + last, out + t * kFeatureLd);
-  }
+  });
   for (size_t t = 0; t < tokens; ++t)
     std::fill(out + t * kFeatureLd + (last - first), out + (t + 1) * kFeatureLd, 0.0f);
   std::fill(out + tokens * kFeatureLd, out + round_up(tokens, kRows) * kFeatureLd, 0.0f);
@@ -202,31 +206,35 @@ inline HWY_ATTR void state_update(const HeadState& state, float decay, const flo
 // features [first, last).
 inline HWY_ATTR void contract(const HeadState& state, size_t first, size_t last, const float* dphi, const float* x,
                               float* dx) {
-  if (!state.squared) {
-    for (size_t i = 0; i < (last - first) * kTile; i += kLanes)
-      hn::StoreU(hn::Add(hn::LoadU(kTag, dx + first * kTile + i), hn::LoadU(kTag, dphi + i)), kTag,
-                 dx + first * kTile + i);
-    return;
-  }
-  const FloatVector root2 = hn::Set(kTag, kRoot2);
-  for_each_row_of_square(state.qk_dim, first, last, [&](size_t a, size_t at, size_t begin, size_t end) HWY_ATTR {
-    for (size_t n = 0; n < kTile; n += kLanes) {
-      const FloatVector xa = hn::LoadU(kTag, x + a * kTile + n);
-      FloatVector da = hn::LoadU(kTag, dx + a * kTile + n);
-      size_t b = begin;
-      if (b == a) {
-        const FloatVector t = hn::LoadU(kTag, dphi + at * kTile + n);
-        da = hn::MulAdd(hn::Add(t, t), xa, da);
-        ++b;
+  with_degree(state.map, [&]<int kDegree>() HWY_ATTR {
+    for_each_run<kDegree>(state.map, first, last, [&](const auto& run, size_t at, size_t begin, size_t end) HWY_ATTR {
+      constexpr int kPrefix = kDegree - 1;
+      const auto factors = run.factors();
+      const FloatVector each = hn::Set(kTag, factors.each), repeated = hn::Set(kTag, factors.repeated);
+      const auto lowest = static_cast<size_t>(run.lowest());
+      for (size_t n = 0; n < kTile; n += kLanes) {
+        // Π x[prefix] over all places but one, or over all.
+        const auto product = [&](int without) HWY_ATTR {
+          FloatVector y = hn::Set(kTag, 1.0f);
+          for (int i = 0; i < kPrefix; ++i)
+            if (i != without) y = hn::Mul(y, hn::LoadU(kTag, x + static_cast<size_t>(run.prefix[i]) * kTile + n));
+          return y;
+        };
+        const FloatVector prefix = product(-1);
+        FloatVector sum = hn::Zero(kTag);
+        for (size_t b = begin; b < end; ++b) {
+          const FloatVector t = hn::Mul(kPrefix > 0 && b == lowest ? repeated : each,
+                                        hn::LoadU(kTag, dphi + (at + b - begin) * kTile + n));
+          float* db = dx + b * kTile + n;
+          sum = hn::MulAdd(t, hn::LoadU(kTag, x + b * kTile + n), sum);
+          hn::StoreU(hn::MulAdd(t, prefix, hn::LoadU(kTag, db)), kTag, db);
+        }
+        for (int i = 0; i < kPrefix; ++i) {
+          float* da = dx + static_cast<size_t>(run.prefix[i]) * kTile + n;
+          hn::StoreU(hn::MulAdd(sum, product(i), hn::LoadU(kTag, da)), kTag, da);
+        }
       }
-      for (; b < end; ++b) {
-        const FloatVector t = hn::Mul(root2, hn::LoadU(kTag, dphi + (at + b - begin) * kTile + n));
-        float* db = dx + b * kTile + n;
-        da = hn::MulAdd(t, hn::LoadU(kTag, x + b * kTile + n), da);
-        hn::StoreU(hn::MulAdd(t, xa, hn::LoadU(kTag, db)), kTag, db);
-      }
-      hn::StoreU(da, kTag, dx + a * kTile + n);
-    }
+    });
   });
 }
 
@@ -239,7 +247,7 @@ inline HWY_ATTR void state_chain(const HeadState& state, const float* x, size_t 
     const FlushSubnormals flush;
     const size_t t0 = static_cast<size_t>(tile) * kTile;
     const size_t count = std::min(kTile, tokens - t0);
-    const size_t dim = state.qk_dim;
+    const size_t dim = state.width;
     const cpu::Scratch<float> memory((2 * dim + state.v_dim + kFeatureBlock) * kTile);
     float* x_tile = memory.data();
     float* dx_tile = x_tile + dim * kTile;

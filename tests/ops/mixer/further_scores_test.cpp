@@ -1,7 +1,9 @@
 // Scores of higher degree (power, series) and masks that may grow (signed decay).
 #include <array>
 
+#include "ops/mixer/features.h"
 #include "ops/mixer/mixer_case.h"
+#include "ops/mixer/polynomial.h"
 #include "support.h"
 
 namespace furious {
@@ -77,7 +79,7 @@ TEST(FurtherScores, RowsAgreeWithOracle) {
       limits.strongest_decay = random.pick<double>({0.05, 0.4});
       const MixerCase c = random_case(random, spec, limits);
       SCOPED_TRACE(describe(c));
-      expect_rows_close(c, run(c, {}), run_oracle(c));
+      expect_rows_close(c, run(c, {Form::parallel}), run_oracle(c));
     }
   }
 }
@@ -109,7 +111,7 @@ TEST(FurtherScores, GrowthPastSaturationAgreesWithOracle) {
         }
       ASSERT_GT(largest, 60);
       SCOPED_TRACE(describe(c));
-      expect_rows_close(c, run(c, {}), run_oracle(c));
+      expect_rows_close(c, run(c, {Form::parallel}), run_oracle(c));
     }
   }
 }
@@ -154,10 +156,12 @@ TEST(FurtherScores, ZeroKeys) {
   Random random(4);
   for (const MixerSpec& spec : further_specs()) {
     if (spec.score == Score::exponential) continue;
-    MixerCase c = random_case(random, spec);
+    CaseLimits limits;
+    limits.states = false;
+    MixerCase c = random_case(random, spec, limits);
     fill(c.inputs.k, 0);
     SCOPED_TRACE(describe(c));
-    const MixerRun r = run(c, {});
+    const MixerRun r = run(c, {Form::parallel});
     expect_rows_close(c, r, run_oracle(c));
     if (spec.score == Score::series) continue;
     for (double o : to_doubles(r.result.out)) ASSERT_EQ(o, 0);
@@ -202,9 +206,71 @@ TEST(FurtherScores, Names) {
   EXPECT_EQ(mixer_spec("2mamba-series-4"), (MixerSpec{Score::series, true, Norm::sum, 0, 4}));
   EXPECT_EQ(mixer_spec("fox"), (MixerSpec{Score::exponential, true, Norm::sum}));
   EXPECT_EQ(to_string(mixer_spec("2mamba-3")), "power 3, decay, none");
-  for (const MixerSpec& spec : further_specs()) {
-    EXPECT_FALSE(spec.has_state());
-    EXPECT_EQ(state_rows(spec, 64), 0);
+}
+
+// D: one row for every product of so many elements of x, or of [x, 1] for a series.
+TEST(FurtherScores, RowsOfTheState) {
+  const auto rows = [](Score score, int degree, int64_t dim) {
+    return state_rows({score, true, Norm::sum, 0, degree}, dim);
+  };
+  EXPECT_EQ(rows(Score::linear, 0, 64), 64);
+  EXPECT_EQ(rows(Score::squared, 0, 64), 64 * 65 / 2);
+  EXPECT_EQ(rows(Score::series, 1, 64), 65);
+  EXPECT_EQ(rows(Score::series, 2, 64), 65 * 66 / 2);
+  EXPECT_EQ(rows(Score::series, 2, kLargestDim), kLargestStateRows);
+  EXPECT_EQ(rows(Score::power, 3, 16), 16 * 17 * 18 / 6);
+  EXPECT_EQ(rows(Score::power, 4, 16), 16 * 17 * 18 * 19 / 24);
+  EXPECT_EQ(rows(Score::series, 3, 16), 17 * 18 * 19 / 6);
+  EXPECT_EQ(rows(Score::series, 4, 16), 17 * 18 * 19 * 20 / 24);
+  // The largest dimensions with a state.
+  for (const auto& [score, degree, dim] : {std::tuple{Score::power, 3, int64_t{57}},
+                                           {Score::series, 3, int64_t{56}},
+                                           {Score::power, 4, int64_t{28}},
+                                           {Score::series, 4, int64_t{27}}}) {
+    EXPECT_GT(rows(score, degree, dim), 0) << degree;
+    EXPECT_EQ(rows(score, degree, dim + 1), 0) << degree;
+  }
+  EXPECT_EQ(rows(Score::exponential, 0, 8), 0);
+  for (const MixerSpec& spec : further_specs())
+    EXPECT_EQ(state_rows(spec, 8) > 0, !spec.signed_decay) << to_string(spec);
+}
+
+// feature_of() and FeatureRuns are two ways through the same features, whose product is the score.
+TEST(FurtherScores, FeaturesGiveTheScore) {
+  Random random(7);
+  for (const MixerSpec& spec : every_spec()) {
+    for (const int dim : {8, 11, 27}) {
+      const FeatureMap map = feature_map(spec, dim);
+      if (map.degree == 0) continue;
+      SCOPED_TRACE(fmt::format("{}, dimension {}", to_string(spec), dim));
+      std::vector<float> q(static_cast<size_t>(dim) + 1, 1), k = q;
+      double product = 0;
+      for (size_t i = 0; i < static_cast<size_t>(dim); ++i) {
+        q[i] = static_cast<float>(random.normal() / 3);
+        k[i] = static_cast<float>(random.normal() / 3);
+        product += static_cast<double>(q[i]) * static_cast<double>(k[i]);
+      }
+      const auto rows = static_cast<int>(state_rows(spec, dim));
+      double sum = 0;
+      for (int f = 0; f < rows; ++f)
+        sum +=
+            static_cast<double>(feature_of(map, f).of(q.data())) * static_cast<double>(feature_of(map, f).of(k.data()));
+      const double expected = static_cast<double>(polynomial_of(spec)(static_cast<float>(product)));
+      EXPECT_NEAR(sum, expected, 1e-5 * (1 + std::fabs(expected)));
+      int f = 0;
+      with_degree(map, [&]<int kDegree>() {
+        FeatureRuns<kDegree> run(map);
+        do {
+          const auto factors = run.factors();
+          for (int last = run.lowest(); last < map.width(); ++last, ++f) {
+            const float factor = kDegree > 1 && last == run.lowest() ? factors.repeated : factors.each;
+            const float own = feature_of(map, f).of(q.data());
+            ASSERT_NEAR(factor * run.product(q.data()) * q[static_cast<size_t>(last)], own, 1e-6 * std::fabs(own));
+          }
+        } while (run.next());
+      });
+      EXPECT_EQ(f, rows);
+    }
   }
 }
 
@@ -250,12 +316,15 @@ TEST(FurtherScoresBadInput, SignedDecayStatesAndForms) {
       {"\"signed_decay\"", "no decay"});
   MixerInputs kept = in.decayed;
   kept.log_decay = Tensor::zeros({1, 5, 2}, DType::f32);
-  for (const MixerSpec& without : {spec, power}) {
-    expect_error([&] { mixer_forward(without, kept, {Form::chunked}); },
-                 {"\"form\"", "chunked", to_string(without), "use parallel"});
+  MixerInputs wide = kept;  // more rows than a state may have
+  for (Tensor* x : {&wide.q, &wide.k, &wide.v}) *x = Tensor::zeros({1, 5, 2, 64}, DType::f32);
+  for (const auto& [without, inputs] : {std::pair{spec, kept}, {power, wide}}) {
+    expect_error(
+        [&] { mixer_forward(without, inputs, {Form::chunked}); },
+        {"\"form\"", "chunked", to_string(without), fmt::format("dimension {}", inputs.q.size(3)), "use parallel"});
     expect_error(
         [&] {
-          mixer_forward(without, kept, {Form::parallel, 0, true});
+          mixer_forward(without, inputs, {Form::parallel, 0, true});
         },
         {"\"final_state\"", to_string(without)});
   }

@@ -26,10 +26,12 @@ struct CaseLimits {
 
 // The scores of the paper's models: linear, squared and exponential, with and without decay and normalizer.
 std::vector<MixerSpec> all_specs();
-// What has no state besides: the scores power and series of every degree, and a signed decay with every score.
+// The scores power and series of every degree, and a signed decay with every score.
 std::vector<MixerSpec> further_specs();
 // Both.
 std::vector<MixerSpec> every_spec();
+bool has_state(const MixerSpec& spec, int64_t qk_dim = 64);
+bool has_state(const MixerCase& c);
 MixerCase random_case(Random& random, const MixerSpec& spec, const CaseLimits& limits = {});
 std::string describe(const MixerCase& c);
 

@@ -80,13 +80,14 @@ TEST(RecurrentCuda, TokenByTokenEqualsTheCpu) {
   Random random(1);
   for (const MixerSpec& spec : every_spec()) {
     for (DType dtype : {DType::f32, DType::bf16}) {
-      const MixerCache::Sizes& sizes = random.pick(kSizes);
+      MixerCache::Sizes sizes = random.pick(kSizes);
+      if (MixerCache(spec, sizes).first_fold() > 1500) sizes = kSizes.back();  // a large state folds late
       SCOPED_TRACE(describe(spec, sizes, dtype));
       const int64_t length = MixerCache(spec, sizes).first_fold() + 64 + 9;
       const Tokens tokens(random, spec, sizes, length, dtype);
       MixerCache cpu = tokens.cpu_cache(), gpu = tokens.gpu_cache();
       expect_same_steps(cpu, gpu, tokens, 0, length);
-      if (!spec.has_state()) continue;
+      if (!has_state(spec, sizes.qk_dim)) continue;
       EXPECT_LE(relative_error(to_cpu(gpu.state()), cpu.state(), 0.1), 1e-4);
     }
   }
@@ -97,7 +98,8 @@ MixerContents some_contents(Random& random, const Tokens& tokens, DType dtype) {
   const MixerSpec& spec = tokens.spec;
   const MixerCache::Sizes& sizes = tokens.sizes;
   const MixerCache empty(spec, sizes);
-  const bool folded = spec.has_state(), positive = spec.score != Score::exponential && spec.norm == Norm::sum;
+  const bool folded = has_state(spec, sizes.qk_dim),
+             positive = spec.score != Score::exponential && spec.norm == Norm::sum;
   MixerContents contents;
   contents.pending = folded ? empty.window() - 5 : 700;
   contents.tokens = contents.pending + (folded ? 5000 : 0);
