@@ -123,7 +123,7 @@ __device__ bool place(int64_t& r, int64_t& i, const Span& span) {
 // Adds to dx what dphi, the gradient of the features without their factor, gives; and x·dx/degree, times `sign`, to the
 // gradient of the decay.
 template <class T>
-__global__ void chain_kernel(Heads<T> dx, float* decay, float sign, const float* dphi, Side<T> m) {
+__global__ void chain_kernel(Heads<T> dx, double* decay, float sign, const float* dphi, Side<T> m) {
   __shared__ float shared[kWarps][kLargestDim];
   int64_t r, i;
   if (!place(r, i, m.span)) return;
@@ -209,7 +209,7 @@ __global__ void through_kernel(float* state, const float* through, int64_t chunk
 }
 
 // The last dA of a row += Σ state · gradient: all of the final state is decayed by all of A.
-__global__ void state_decay_kernel(float* decay, const float* state, const float* gradient, int64_t size,
+__global__ void state_decay_kernel(double* decay, const float* state, const float* gradient, int64_t size,
                                    int64_t length) {
   __shared__ double sums[kThreads];
   const int64_t r = blockIdx.x;
@@ -221,7 +221,7 @@ __global__ void state_decay_kernel(float* decay, const float* state, const float
     __syncthreads();
     if (threadIdx.x < n) sums[threadIdx.x] += sums[threadIdx.x + n];
   }
-  if (threadIdx.x == 0) decay[(r + 1) * length - 1] += static_cast<float>(sums[0]);
+  if (threadIdx.x == 0) decay[(r + 1) * length - 1] += sums[0];
 }
 
 // Queries or keys, with what their features are multiplied by.
@@ -302,7 +302,7 @@ class Walk {
     multiply(dphi, u, state, {.transpose_b = true});
     with_activation_type(dx.dtype(), [&](auto zero) {
       using T = decltype(zero);
-      chain_kernel<<<warps(chunk), 32 * kWarps, 0, here()>>>(heads_of<T>(dx, shape_.heads), floats(decay), sign,
+      chain_kernel<<<warps(chunk), 32 * kWarps, 0, here()>>>(heads_of<T>(dx, shape_.heads), doubles(decay), sign,
                                                              dphi.data<float>(), side<T>(chunk, of));
     });
     check_launch("mixer: gradient of a chunk's features");
@@ -448,7 +448,7 @@ void chunked_backward(const MixerCall& call, const ChunkTables& tables, const Te
   });
   if (!final_state_gradient || !call.spec.decay) return;
   state_decay_kernel<<<static_cast<unsigned>(shape.batch * shape.heads), kThreads, 0, stream(out_gradient.device())>>>(
-      gradients.key_decay.data<float>(), call.result.final_state.data<float>(), final_state_gradient.data<float>(),
+      gradients.key_decay.data<double>(), call.result.final_state.data<float>(), final_state_gradient.data<float>(),
       shape.state_rows * shape.state_columns, shape.length);
   check_launch("mixer: gradient of the final state's decay");
 }

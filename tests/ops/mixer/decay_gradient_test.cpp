@@ -1,6 +1,7 @@
 // The gradient of log-decays, a sum over all later tokens in which almost everything cancels. A parameter that all
 // tokens share, A_log of a_t = −exp(A_log)·dt_t, sums it once more: Σ_t a_t·da_t.
 #include "cuda.h"
+#include "ops/mixer/cuda.h"
 #include "ops/mixer/mixer_case.h"
 
 namespace furious {
@@ -52,6 +53,35 @@ TEST(DecayGradient, KeepsItsPrecisionOverManyTokens) {
         expect_precise(c, run(c, {.form = Form::chunked}).gradients.log_decay, expected, 2e-5);
     }
 }
+
+#ifdef FURIOUS_CUDA  // the choice of kernels, which a build without CUDA does not have
+// In f32, by the kernels that sum over pairs.
+TEST(DecayGradientCuda, KeepsItsPrecisionOverManyTokens) {
+  SKIP_WITHOUT_GPU();
+  for (const char* name : {"2mamba", "mamba2", "2mamba-e"})
+    for (const int64_t length : {41, 600, 2400}) {
+      Random random(static_cast<uint64_t>(length));
+      const MixerCase c = case_of(random, mixer_spec(name), length, length > 1000 ? 8 : 16);
+      const Tensor expected = run_oracle(c).gradients.log_decay;
+      MixerCase there = c;
+      for (Tensor* x :
+           {&there.inputs.q, &there.inputs.k, &there.inputs.v, &there.inputs.log_decay, &there.out_gradient})
+        *x = to_gpu(*x);
+      const auto check = [&](const MixerOptions& options, double tolerance) {
+        const MixerResult result = mixer_forward(c.spec, there.inputs, options);
+        EXPECT_EQ(result.form, options.form);
+        const MixerGradients gradients = mixer_backward(c.spec, there.inputs, result, there.out_gradient, {}, options);
+        expect_precise(c, to_cpu(gradients.log_decay), expected, tolerance);
+      };
+      for (const char* kernel : {"tiles", "simple"}) {
+        SCOPED_TRACE(fmt::format("{}, {} tokens, {}", name, length, kernel));
+        const cuda::KernelScope scope(kernel);
+        check({.form = Form::parallel}, 1e-5);
+        if (c.spec.has_state()) check({.form = Form::chunked, .chunk = 128}, 1e-4);
+      }
+    }
+}
+#endif
 
 }  // namespace
 }  // namespace furious
