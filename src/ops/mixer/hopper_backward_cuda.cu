@@ -39,7 +39,7 @@ __device__ float finish_row(const float (&acc)[kDim / 8][4], int u, float factor
 }
 
 // A token's part of dA; under m.add what states give is there.
-__device__ void write_decay(double* to, float value, bool add) {
+[[maybe_unused]] __device__ void write_decay(double* to, float value, bool add) {
   *to = static_cast<double>(value) + (add ? *to : 0.0);
 }
 
