@@ -74,12 +74,34 @@ double relative_error(const std::vector<double>& actual, const std::vector<doubl
   return std::sqrt(difference) / (std::sqrt(norm) + floor);
 }
 
-double relative_error(const Tensor& actual, const std::vector<double>& expected, double floor) {
-  return relative_error(to_doubles(actual), expected, floor);
+void PrintTo(const RelativeError& error, std::ostream* out) {
+  *out << fmt::format("{:.3g} (row {}: {:.3g})", error.all, error.row, error.worst);
 }
 
-double relative_error(const Tensor& actual, const Tensor& expected, double floor) {
-  return relative_error(to_doubles(actual), to_doubles(expected), floor);
+RelativeError relative_error(const Tensor& actual, const std::vector<double>& expected, double floor) {
+  const std::vector<double> values = to_doubles(actual);
+  RelativeError error{relative_error(values, expected, floor), 0, 0};
+  if (values.size() != expected.size() || actual.rank() == 0 || values.empty()) return error;
+  const auto width = static_cast<size_t>(actual.size(-1)), rows = values.size() / width;
+  double typical = 0;
+  for (const double x : expected) typical += x * x;
+  typical = std::sqrt(typical / static_cast<double>(rows));
+  const double least = std::max(typical, floor / std::sqrt(static_cast<double>(rows)));
+  for (size_t row = 0; row < rows; ++row) {
+    double difference = 0, norm = 0;
+    for (size_t i = row * width; i < (row + 1) * width; ++i) {
+      difference += (values[i] - expected[i]) * (values[i] - expected[i]);
+      norm += expected[i] * expected[i];
+    }
+    const double of_row = std::sqrt(difference) / std::max({std::sqrt(norm), least, 1e-300});
+    if (of_row > error.worst) error = {error.all, of_row, static_cast<int64_t>(row)};
+  }
+  return error;
+}
+
+RelativeError relative_error(const Tensor& actual, const Tensor& expected, double floor) {
+  if (actual.shape() != expected.shape()) return {std::numeric_limits<double>::infinity(), 0, 0};
+  return relative_error(actual, to_doubles(expected), floor);
 }
 
 bool all_finite(const Tensor& tensor) {

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <functional>
 #include <random>
@@ -43,8 +44,19 @@ std::vector<double> to_doubles(const Tensor& tensor);  // in row-major order, wh
 
 // ‖actual − expected‖ / (‖expected‖ + floor); infinite if anything in actual is not finite.
 double relative_error(const std::vector<double>& actual, const std::vector<double>& expected, double floor = 1e-30);
-double relative_error(const Tensor& actual, const std::vector<double>& expected, double floor = 1e-30);
-double relative_error(const Tensor& actual, const Tensor& expected, double floor = 1e-30);
+
+// The same for tensors, and for each of their rows (the innermost dimension), so that a row that is wrong does not pass
+// for rounding of all: the error of a row is relative to its own size, or to that of rows in general where it is
+// smaller. As a number it is the error of all, or a tenth of that of the worst row where that is more: rows may differ
+// from each other in how much they lose to rounding, but not by more.
+struct RelativeError {
+  double all = 0, worst = 0;
+  int64_t row = 0;  // the worst
+  operator double() const { return std::max(all, worst / 10); }
+};
+void PrintTo(const RelativeError& error, std::ostream* out);
+RelativeError relative_error(const Tensor& actual, const std::vector<double>& expected, double floor = 1e-30);
+RelativeError relative_error(const Tensor& actual, const Tensor& expected, double floor = 1e-30);
 bool all_finite(const Tensor& tensor);
 bool same_bits(const Tensor& a, const Tensor& b);
 

@@ -184,6 +184,7 @@ void StepBench::run(const Team& team) const {
   const double tokens = static_cast<double>(options.batch / ranks * options.length);  // of a rank
   const double seconds = tokens / (median.tokens_per_second / ranks);
   const double rate = flops / seconds / median.mfu;
+  if (const std::string slow = slow_precision(options); !slow.empty()) fmt::print(stderr, "warning: {}\n", slow);
   fmt::print("{}: {:.1f} M parameters, {} layers of width {}, batch {} x {} tokens, {} products, {}\n", config.arch,
              static_cast<double>(parameter_count(config)) / 1e6, config.layers, config.hidden, options.batch,
              options.length, options.dtype, device.is_cpu() ? fmt::format("{} threads", threads()) : options.device);

@@ -601,6 +601,7 @@ Tensor LanguageModel::step(ModelCache& cache, const Tensor& tokens) const {
   if (!cache.ids_) cache.ids_ = Tensor::empty_like(ids);
   const bool as_program = fits_program(cache);
   if (!as_program) copy(cache.ids_, ids);
+  cache.ran_as_ = "operations";
   if (device_.is_cpu()) return token_pass(cache, cache.ids_);
   ModelCache::Recording& recorded = cache.recorded_;
   if (recorded.version != version_) {
@@ -634,6 +635,7 @@ Tensor LanguageModel::step(ModelCache& cache, const Tensor& tokens) const {
     as_program ? record.operator()<TokenProgram>() : record.operator()<Graph>();
   }
   recorded.run(ids);
+  cache.ran_as_ = as_program ? "one kernel" : "graph";
   return recorded.logits;
 }
 

@@ -39,6 +39,8 @@ class ModelCache {
   int64_t tokens() const { return layers_.front().mixer.tokens(); }
   int64_t batch() const { return batch_; }
   int64_t bytes() const;  // held now
+  // How the last step ran, in the words of LanguageModel::step_runs_as; empty before the first.
+  std::string_view ran_as() const { return ran_as_; }
 
  private:
   friend class LanguageModel;
@@ -58,6 +60,7 @@ class ModelCache {
   std::vector<Layer> layers_;
   Tensor ids_;  // [batch, 1]: where the recorded step finds its tokens
   Recording recorded_;
+  std::string_view ran_as_;
 };
 
 struct Parameter {

@@ -66,7 +66,9 @@ struct TokenRoom {
   int largest() const { return ring / 2 - kBehind; }  // piece: while one is used another is fetched
 };
 
-// Whether this device has the kernel's code.
+// Blocks that the current device can run at once, each with so many bytes of shared memory.
+int resident_token_blocks(int bytes);
+// Whether the current device has the kernel's code, and room for a block on every multiprocessor.
 bool has_token_kernel();
 // In the order of the device's other work. `bytes`: TokenRoom::all.
 void run_token_kernel(Device device, const TokenWork& work, int bytes);

@@ -1,3 +1,6 @@
+#include <map>
+#include <mutex>
+
 #include "ops/mixer/hopper.cuh"
 #include "ops/token_kernel.cuh"
 #include "tensor/launch.cuh"
@@ -897,21 +900,56 @@ TokenRoom::TokenRoom(int64_t batch, int64_t widest) {
   all = static_cast<int>(others) + ring;
 }
 
+int resident_token_blocks(int bytes) {
+  int cooperative = 0, device = 0, blocks = 0;
+  check(cudaGetDevice(&device), "token_program");
+  check(cudaDeviceGetAttribute(&cooperative, cudaDevAttrCooperativeLaunch, device), "token_program");
+  if (cooperative == 0 || bytes > most_shared_memory()) return 0;
+  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, token_kernel, kAllThreads, static_cast<size_t>(bytes)),
+        "token_program");
+  return blocks * multiprocessors();
+}
+
 bool has_token_kernel() {
-  static const bool has_body = [] {
-    cudaFuncAttributes kernel{};
-    return cudaFuncGetAttributes(&kernel, token_kernel) == cudaSuccess && kernel.ptxVersion >= 90;
-  }();
-  return has_body;
+  static std::mutex mutex;
+  static std::map<int, bool> known;
+  int device = 0;
+  check(cudaGetDevice(&device), "token_program");
+  const std::lock_guard lock(mutex);
+  const auto [entry, is_new] = known.try_emplace(device, false);
+  if (!is_new) return entry->second;
+  cudaFuncAttributes kernel{};
+  const bool has_body = cudaFuncGetAttributes(&kernel, token_kernel) == cudaSuccess && kernel.ptxVersion >= 90;
+  if (!has_body) {
+    (void)cudaGetLastError();  // a kernel without code for this device is not an error here
+    return false;
+  }
+  const int bytes = TokenRoom(1, 8).all;
+  check(cudaFuncSetAttribute(token_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "token_program");
+  // Kernels that overlap ask for the same split of cache and shared memory (tensor/launch.cuh).
+  check(cudaFuncSetAttribute(token_kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                             cudaSharedmemCarveoutMaxShared),
+        "token_program");
+  entry->second = resident_token_blocks(bytes) >= multiprocessors();
+  return entry->second;
 }
 
 void run_token_kernel(Device device, const TokenWork& work, int bytes) {
-  const cudaStream_t own = stream(device);
-  check(cudaFuncSetAttribute(token_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "token_program");
-  // A block for each multiprocessor: all of them come to run, since the kernels before end without them, and no other
-  // kernel of this process waits for blocks of its own.
-  launch_early(true, token_kernel, static_cast<unsigned>(multiprocessors()), kAllThreads, static_cast<size_t>(bytes),
-               own, work);
+  cudaLaunchConfig_t config{};
+  config.stream = stream(device);
+  config.gridDim = static_cast<unsigned>(multiprocessors());
+  config.blockDim = kAllThreads;
+  config.dynamicSmemBytes = static_cast<size_t>(bytes);
+  // Blocks wait for each other, so all must run at once: a cooperative launch starts none before there is room for all,
+  // and fails where there never is, be it that another process has part of the device.
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeCooperative;
+  attributes[0].val.cooperative = 1;
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = attributes;
+  config.numAttrs = launches_early() ? 2 : 1;
+  check(cudaLaunchKernelEx(&config, token_kernel, work), "token_program");
 }
 
 }  // namespace furious::cuda

@@ -148,8 +148,10 @@ void launch(const LinearCall& call, Device device) {
   const int blocks = std::min(call.tiles, kMostBlocks * multiprocessors());
   const int buffers = blocks < call.tiles ? 2 : 1;
   const int bytes = shared_bytes(kGroups, buffers, call.batch, call.k);
+  // The same for all calls: another thread may set it between this and the launch.
   if (bytes > 40 << 10)
-    check(cudaFuncSetAttribute(token_linear_kernel<kGroups>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+    check(cudaFuncSetAttribute(token_linear_kernel<kGroups>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               most_shared_memory() - kOtherBytes),
           "token_linear");
   launch_early(true, token_linear_kernel<kGroups>, static_cast<unsigned>(blocks), kThreads, static_cast<size_t>(bytes),
                s, call, buffers);

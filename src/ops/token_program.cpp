@@ -9,6 +9,9 @@ struct TokenProgram::Parts {};
 bool TokenProgram::fits(Device, const Sizes&) {
   return false;
 }
+int TokenProgram::resident_blocks(Device, int) {
+  return 0;
+}
 TokenProgram::TokenProgram(Device, const std::function<void()>&) {}
 TokenProgram::~TokenProgram() = default;
 void TokenProgram::run(const Tensor&) const {}

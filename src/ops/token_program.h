@@ -22,7 +22,11 @@ class TokenProgram {
     int64_t widest = 0;       // input of a linear layer
     int64_t widest_pair = 0;  // of a gated pair
   };
+  // Whether the kernel can do it: its blocks wait for each other, so the device must be able to run all of them at
+  // once.
   static bool fits(Device device, const Sizes& sizes);
+  // Blocks of the kernel that run at once when each takes so many bytes of dynamic shared memory.
+  static int resident_blocks(Device device, int shared_bytes);
 
   TokenProgram(Device device, const std::function<void()>& work);
   ~TokenProgram();

@@ -238,6 +238,11 @@ bool TokenProgram::fits(Device device, const Sizes& sizes) {
          window_bytes(kMostTokens, dim, dim) + kFewestRows * row_bytes(dim) <= room.largest();
 }
 
+int TokenProgram::resident_blocks(Device device, int shared_bytes) {
+  (void)cuda::stream(device);  // makes it current
+  return cuda::has_token_kernel() ? cuda::resident_token_blocks(shared_bytes) : 0;
+}
+
 TokenProgram::TokenProgram(Device device, const std::function<void()>& work) : parts_(new Parts{device}) {
   using namespace cuda;
   (void)stream(device);

@@ -1,6 +1,6 @@
 // What every CUDA kernel of ours needs. Work of a device goes to one stream, in order: memory that a tensor has left
-// may be given to the next one at once, and a captured graph sees it all. Only copies from and to the host have streams
-// of their own (tensor/host_copy.h, tensor/feed.h).
+// may be given to the next one at once. A thread that captures a graph has a stream of its own meanwhile
+// (device_cuda.h), and copies from and to the host have others (tensor/host_copy.h, tensor/feed.h).
 #pragma once
 
 #include <cuda_bf16.h>

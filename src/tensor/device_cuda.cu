@@ -7,10 +7,33 @@
 
 namespace furious {
 
+namespace {
+
+struct Capture {
+  int index = 0;
+  cudaStream_t stream = nullptr;
+};
+thread_local Capture capture;
+
+}  // namespace
+
+CaptureStream::CaptureStream(int index) {
+  require(capture.stream == nullptr, "graph: another one is being captured by this thread");
+  cuda::check(cudaSetDevice(index), "graph");
+  cuda::check(cudaStreamCreateWithFlags(&capture.stream, cudaStreamNonBlocking), "graph");
+  capture.index = index;
+}
+
+CaptureStream::~CaptureStream() {
+  (void)cudaStreamDestroy(capture.stream);
+  capture = {};
+}
+
 cudaStream_t cuda::stream(Device device) {
   static std::mutex mutex;
   static std::map<int, cudaStream_t> streams;
   check(cudaSetDevice(device.index), name_of(device));
+  if (capture.stream != nullptr && capture.index == device.index) return capture.stream;
   const std::lock_guard lock(mutex);
   const auto [entry, is_new] = streams.try_emplace(device.index);
   if (is_new) check(cudaStreamCreateWithFlags(&entry->second, cudaStreamNonBlocking), name_of(device));

@@ -9,6 +9,16 @@ namespace furious {
 void synchronize_cuda(int index);
 int cuda_version();  // of the toolkit: 1000 · major + 10 · minor
 
+// While it lives, what this thread launches on the device goes to a stream of its own, unseen by other threads and by
+// the device's stream: there a graph is captured.
+class CaptureStream {
+ public:
+  explicit CaptureStream(int index);
+  ~CaptureStream();
+  CaptureStream(const CaptureStream&) = delete;
+  CaptureStream& operator=(const CaptureStream&) = delete;
+};
+
 // The way of a Feed (feed.h).
 void* open_way_cuda(int index, size_t bytes);
 void close_way_cuda(void* way);

@@ -2,6 +2,7 @@
 #include <mutex>
 
 #include "tensor/arena.h"
+#include "tensor/device_cuda.h"
 #include "tensor/graph.h"
 #include "tensor/launch.cuh"
 
@@ -18,10 +19,12 @@ struct Graph::Parts {
 };
 
 Graph::Graph(Device device, const std::function<void()>& work, size_t bytes) : parts_(new Parts{device}) {
-  const cudaStream_t stream = cuda::stream(device);
   parts_->arena.keep_segments();
   if (bytes > 0) parts_->arena.reserve(bytes);
   const Arena::Scope scope(parts_->arena);
+  // Other threads go on launching on the device's stream. Relaxed: the arena may ask the device for memory meanwhile.
+  const CaptureStream own(device.index);
+  const cudaStream_t stream = cuda::stream(device);
   cuda::check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed), "graph");
   cudaGraph_t recorded = nullptr;
   try {

@@ -234,6 +234,22 @@ TrainOptions resolved(TrainOptions options, const Communicator& ranks) {
   return options;
 }
 
+std::string slow_precision(const TrainOptions& options) {
+  if (device_from_name(options.device).is_cpu()) return {};
+  if (options.dtype == "f32")
+    return "--dtype f32 leaves the tensor cores unused: a step takes roughly ten times as long as in bf16; use --dtype "
+           "bf16, or tf32 where activations must be f32";
+  if (options.dtype == "tf32")
+    return "--dtype tf32 takes roughly three times as long as bf16; use --dtype bf16 unless activations must be f32";
+  if (options.mixer_precision == "auto" || options.mixer_precision == "bf16") return {};
+  return fmt::format(
+      "--mixer-precision {} makes the mixer roughly {} times as slow as bf16; use --mixer-precision auto",
+      options.mixer_precision,
+      options.mixer_precision == "tf32"     ? "five"
+      : options.mixer_precision == "tf32x3" ? "nine"
+                                            : "thirteen");
+}
+
 void check_same_everywhere(const TrainOptions& options, std::map<std::string, std::string> things,
                            Communicator& ranks) {
   if (ranks.size() == 1) return;

@@ -44,6 +44,9 @@ void check_division(const TrainOptions& options, int ranks);
 // With the device and dtype that "auto" stands for here; each of several ranks on a machine has a GPU of its own.
 // Throws if there is no such device.
 TrainOptions resolved(TrainOptions options, const Communicator& ranks = Communicator::alone());
+// What a choice of precision costs on a GPU, and what to choose instead, of resolved options; empty where it is a fast
+// one.
+std::string slow_precision(const TrainOptions& options);
 // A rank that was started with another program, other options (but for those that say where it runs) or other things
 // than the first would do something else: all throw, and it is named.
 void check_same_everywhere(const TrainOptions& options, std::map<std::string, std::string> things, Communicator& ranks);

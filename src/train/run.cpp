@@ -141,6 +141,7 @@ void Run::announce() const {
         static_cast<double>(memory.total()) / 1e9));
   else
     say(fmt::format("{} steps are done, nothing is left to do; a larger --steps goes on", trainer_->steps_done()));
+  if (const std::string slow = slow_precision(options_); !slow.empty()) say("warning: " + slow);
   if (const int ranks = team_.ranks.size(); ranks > 1) {
     say(
         fmt::format("{} ranks, {} on this machine, each with {} rows of a batch, these threads and this memory; "

@@ -95,7 +95,8 @@ TEST(ModelCacheCuda, WhatIsOneKernel) {
     return runs_as(config);
   };
   const auto unchanged = [](ModelConfig&) {};
-  if (with("2mamba", unchanged) != "one kernel") GTEST_SKIP() << "not on this device";
+  if (TokenProgram::resident_blocks(kGpu, 0) == 0) GTEST_SKIP() << "this device has no code for the kernel";
+  EXPECT_EQ(with("2mamba", unchanged), "one kernel");
   for (const char* arch : {"2mamba-outnorm", "2mamba-square-mask", "conv2-a-original", "linear", "outnorm-z"})
     EXPECT_EQ(with(arch, unchanged), "one kernel") << arch;
   EXPECT_EQ(with("2mamba", [](ModelConfig& c) { c.block.decay_bias = true; }), "one kernel");
@@ -144,9 +145,42 @@ Tensor as_chosen(const Tensor& ids) {
   return to_device(pairs, kGpu).slice(1, 0, 1);
 }
 
+// The blocks of the one kernel wait for each other: it is only taken where a block fits on every multiprocessor.
+TEST(ModelCacheCuda, OneKernelNeedsAllItsBlocksAtOnce) {
+  SKIP_WITHOUT_GPU();
+  const TokenProgram::Sizes small{1, 2, 16, 64, 64};
+  if (TokenProgram::resident_blocks(kGpu, 0) == 0) {
+    EXPECT_FALSE(TokenProgram::fits(kGpu, small));
+    GTEST_SKIP() << "this device has no code for the kernel";
+  }
+  EXPECT_TRUE(TokenProgram::fits(kGpu, small));
+  EXPECT_EQ(TokenProgram::resident_blocks(kGpu, 1 << 20), 0) << "no multiprocessor has so much shared memory";
+  TokenProgram::Sizes many_sequences = small, many_heads = small, large_heads = small, wide = small;
+  many_sequences.batch = 9;
+  many_heads.heads = 1000;  // more than multiprocessors
+  large_heads.head_dim = 256;
+  wide.widest = 1 << 16;
+  for (const TokenProgram::Sizes& sizes : {many_sequences, many_heads, large_heads, wide})
+    EXPECT_FALSE(TokenProgram::fits(kGpu, sizes)) << sizes.batch << " " << sizes.heads << " " << sizes.widest;
+
+  // What does not fit runs as a graph.
+  Random random(7);
+  const ModelConfig config = little(preset("2mamba"));
+  const LanguageModel model = rounded_on_gpu(config);
+  for (const int64_t batch : {1, 9}) {
+    const Tensor tokens = random_tokens(random, {batch, 2050}, config.vocabulary);
+    ModelCache cache(config, batch, kGpu);
+    EXPECT_EQ(cache.ran_as(), "");
+    model.read(cache, part_of(tokens, 0, 2048));
+    for (int64_t t = 2048; t < 2050; ++t) model.step(cache, part_of(tokens, t, 1));
+    EXPECT_EQ(cache.ran_as(), batch == 1 ? "one kernel" : "graph") << "batch " << batch;
+  }
+}
+
 // Models of many shapes, whose caches have folded: a token as one kernel, as a graph of kernels, and on the CPU.
 TEST(ModelCacheCuda, OneKernelReadsAsManyDo) {
   SKIP_WITHOUT_GPU();
+  if (TokenProgram::resident_blocks(kGpu, 0) == 0) GTEST_SKIP() << "this device has no code for the kernel";
   Random random(4);
   for (int i = 0; i < 12; ++i) {
     ModelConfig config = little(preset(random.pick<const char*>(
@@ -168,8 +202,7 @@ TEST(ModelCacheCuda, OneKernelReadsAsManyDo) {
                              config.arch, config.vocabulary, config.hidden, config.intermediate, heads, config.head_dim,
                              config.k_heads, batch));
     const int64_t widest = std::max({config.hidden, config.intermediate, heads * config.head_dim});
-    if (!TokenProgram::fits(kGpu, {batch, heads, config.head_dim, widest, config.hidden}))
-      GTEST_SKIP() << "not on this device";
+    ASSERT_TRUE(TokenProgram::fits(kGpu, {batch, heads, config.head_dim, widest, config.hidden}));
     const LanguageModel cpu(config, 1), one = rounded_on_gpu(config);
     LanguageModel many = rounded_on_gpu(config);
     Compute compute = compute_in(DType::bf16, kGpu);
@@ -193,6 +226,8 @@ TEST(ModelCacheCuda, OneKernelReadsAsManyDo) {
       errors += relative_error(logits, many.read(expected_cache, token));
       cpu_errors += relative_error(logits, cpu.read(here, token));
       ASSERT_TRUE(same_bits(logits, one.read(again, as_chosen(token)))) << "token " << t;
+      ASSERT_EQ(cache.ran_as(), "one kernel");
+      ASSERT_EQ(expected_cache.ran_as(), t == first ? "operations" : "graph");
       if (t % 37 == 0) again = ModelCache(config, batch, cache.contents(kGpu), kGpu);
     }
     EXPECT_LE(errors / static_cast<double>(steps), 2e-2);

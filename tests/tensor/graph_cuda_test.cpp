@@ -1,3 +1,5 @@
+#include <future>
+
 #include "base/error.h"
 #include "cuda.h"
 #include "ops/elementwise.h"
@@ -31,6 +33,56 @@ TEST(GraphCuda, RunsAgainInItsOwnMemory) {
     EXPECT_TRUE(same_bits(to_cpu(other), to_cpu(more)));
   }
   out = {};
+}
+
+// What another thread does on the device while a graph is captured runs at once, and is no part of the graph.
+TEST(GraphCuda, TakesInNothingOfOtherThreads) {
+  SKIP_WITHOUT_GPU();
+  const Tensor in = to_gpu(tensor_of({1, 2}, {2})), other = to_gpu(tensor_of({0, 0}, {2}));
+  Tensor out;
+  const auto twice = [&] { out = add_forward(in, in); };
+  twice();
+  const Graph graph(kGpu, [&] {
+    std::async(std::launch::async, [&] {
+      fill(other, 7);
+      const Tensor made = add_forward(other, other);  // memory of the device, not of the graph
+      EXPECT_TRUE(same_bits(to_cpu(made), tensor_of({14, 14}, {2})));
+    }).get();
+    twice();
+  });
+  EXPECT_TRUE(same_bits(to_cpu(other), tensor_of({7, 7}, {2})));
+  fill(other, 3);
+  graph.run();
+  EXPECT_TRUE(same_bits(to_cpu(out), tensor_of({2, 4}, {2})));
+  EXPECT_TRUE(same_bits(to_cpu(other), tensor_of({3, 3}, {2}))) << "the graph wrote what the other thread had written";
+}
+
+// Several threads capture and run graphs of their own at the same time.
+TEST(GraphCuda, SeveralThreadsCaptureAtOnce) {
+  SKIP_WITHOUT_GPU();
+  constexpr int kThreads = 8, kGraphs = 20, kAdditions = 50;
+  const auto work_of = [](int thread) {
+    const Tensor in = Tensor::empty({1000}, DType::f32, kGpu);
+    fill(in, static_cast<float>(thread));
+    for (int g = 0; g < kGraphs; ++g) {
+      Tensor out;
+      const auto work = [&] {
+        out = add_forward(in, in);
+        for (int i = 0; i < kAdditions; ++i) out = add_forward(out, in);
+      };
+      work();
+      const Graph graph(kGpu, work);
+      graph.run();
+      const Tensor expected = Tensor::empty({1000}, DType::f32);
+      fill(expected, static_cast<float>(thread * (kAdditions + 2)));
+      if (!same_bits(to_cpu(out), expected)) return false;
+      out = {};
+    }
+    return true;
+  };
+  std::vector<std::future<bool>> threads;
+  for (int i = 0; i < kThreads; ++i) threads.push_back(std::async(std::launch::async, work_of, i));
+  for (std::future<bool>& thread : threads) EXPECT_TRUE(thread.get());
 }
 
 TEST(GraphCuda, WorkThatFailsLeavesTheDeviceUsable) {

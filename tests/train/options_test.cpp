@@ -118,5 +118,29 @@ TEST(TrainOptions, LearningRateGrowsAndFalls) {
   EXPECT_DOUBLE_EQ(learning_rate(options, 12), 12.0 / 50);
 }
 
+TEST(TrainOptions, SlowPrecisionsOfAGpuAreNamed) {
+  TrainOptions options;
+  const auto warning = [&](const char* device, const char* dtype, const char* mixer = "auto") {
+    options.device = device;
+    options.dtype = dtype;
+    options.mixer_precision = mixer;
+    return slow_precision(options);
+  };
+  EXPECT_EQ(warning("cpu", "f32"), "");
+  EXPECT_EQ(warning("cuda:0", "bf16"), "");
+  EXPECT_EQ(warning("cuda:0", "bf16", "bf16"), "");
+  for (const char* dtype : {"f32", "tf32"}) {
+    const std::string text = warning("cuda:0", dtype);
+    EXPECT_NE(text.find(std::string("--dtype ") + dtype), std::string::npos) << text;
+    EXPECT_NE(text.find("use --dtype bf16"), std::string::npos) << text;
+    EXPECT_NE(text.find("times as long"), std::string::npos) << text;
+  }
+  for (const char* mixer : {"tf32", "tf32x3", "f32"}) {
+    const std::string text = warning("cuda:1", "bf16", mixer);
+    EXPECT_NE(text.find(std::string("--mixer-precision ") + mixer), std::string::npos) << text;
+    EXPECT_NE(text.find("use --mixer-precision auto"), std::string::npos) << text;
+  }
+}
+
 }  // namespace
 }  // namespace furious

@@ -38,7 +38,6 @@ class BackwardHead {
 
  private:
   static constexpr bool kDecay = kMask != Mask::kCausal;
-  static constexpr float kDegree = kKind == Kind::kSquared ? 2.0f : 1.0f;
 
   size_t length_of(size_t first) const { return std::min(job_.chunk, job_.length - first); }
 
@@ -66,16 +65,9 @@ class BackwardHead {
 
   const double* decay() const { return kDecay ? decay_.data() : nullptr; }
 
-  // x·dx/degree of a row that came through a state: what it gives to dA, where that is summed over pairs.
-  float through_state(const float* x, const float* dx, size_t t) const {
-    return dot(x + t * layout_.qk_ld, dx + t * layout_.qk_ld, layout_.qk_ld) /
-           static_cast<float>(shape_.features.degree);
-  }
-
-  // dq of what came through the state, into past_dq_; what it gives to dA into past_row_term_.
+  // dq of what came through the state, into past_dq_.
   void forward_sweep() {
     past_dq_ = cpu::Scratch<float>::zeros((job_.length + kRows) * layout_.qk_ld);
-    if (kHasTerms<kKind>) past_row_term_ = cpu::Scratch<float>::zeros(job_.length);
     HeadState state(shape_);
     if (job_.initial_state) state.load(job_.initial_state, static_cast<size_t>(shape_.state_columns));
     for (size_t first = 0; first < job_.length; first += job_.chunk) {
@@ -86,8 +78,6 @@ class BackwardHead {
         for (size_t t = 0; t < reached; ++t) factor_.data()[t] *= reciprocal_.data()[t];
         state_chain(state, q_.data(), layout_.qk_ld, reached, g_.data(), sum_norm_ ? minus_delta_.data() : nullptr,
                     factor_.data(), past_dq_.data() + first * layout_.qk_ld);
-        for (size_t t = 0; kHasTerms<kKind> && t < reached; ++t)
-          past_row_term_.data()[first + t] = through_state(q_.data(), past_dq_.data() + first * layout_.qk_ld, t);
       }
       if (first + length < job_.length) {
         load_keys(first, length);
@@ -102,6 +92,7 @@ class BackwardHead {
   void backward_sweep() {
     std::optional<HeadState> gradient;  // of the state after the span
     if (has_state_) gradient.emplace(shape_);
+    if (gradient) future_dk_ = layout_.qk_matrix();
     bool has_future = job_.final_state_gradient != nullptr;
     const auto columns = static_cast<size_t>(shape_.state_columns);
     if (has_future) gradient->load(job_.final_state_gradient, columns);
@@ -112,7 +103,7 @@ class BackwardHead {
       load_keys(first, length);
       backward_span(first, length);
       if (has_future) from_future(*gradient, length);
-      write_span(first, length);
+      write_span(first, length, has_future);
       if (gradient && (first > 0 || job_.initial_state_gradient)) {
         to_past(*gradient, length);
         has_future = true;
@@ -132,8 +123,8 @@ class BackwardHead {
       std::copy_n(past_dq_.data() + first * layout_.qk_ld, length * layout_.qk_ld, dq_.data());
     std::fill(dk_.data(), dk_.data() + rows * layout_.qk_ld, 0.0f);
     std::fill(dv_.data(), dv_.data() + rows * layout_.v_ld, 0.0f);
-    std::fill(row_term_.data(), row_term_.data() + rows, 0.0f);
-    std::fill(column_term_.data(), column_term_.data() + round_up(rows, kTile), 0.0f);
+    if (kDecay) std::fill(row_term_.data(), row_term_.data() + rows, 0.0);
+    if (kDecay) std::fill(column_term_.data(), column_term_.data() + round_up(rows, kTile) + kPad, 0.0);
     Span span = layout_.span(length);
     span.q = q_.data();
     span.k = k_.data();
@@ -154,7 +145,7 @@ class BackwardHead {
     scores_backward<kKind, kMask>(span);
   }
 
-  // dk and dv through the state after the span.
+  // dk and dv through the state after the span; dk also by itself, into future_dk_.
   void from_future(const HeadState& gradient, size_t length) {
     const size_t from = decay_to_end(decay(), length, factor_.data());
     const size_t reaching = length - from;
@@ -167,15 +158,10 @@ class BackwardHead {
     float* dv = dv_.data() + from * layout_.v_ld;
     for (size_t i = 0; i < reaching * layout_.v_ld; ++i) dv[i] += y_.data()[i];
     std::fill(ones_.data(), ones_.data() + reaching, 1.0f);
-    float* dk = dk_.data() + from * layout_.qk_ld;
-    if (!kHasTerms<kKind>) {
-      state_chain(gradient, k, layout_.qk_ld, reaching, v, sum_norm_ ? ones_.data() : nullptr, factor, dk);
-      return;
-    }
-    const auto through = cpu::Scratch<float>::zeros(round_up(reaching, kRows) * layout_.qk_ld);
-    state_chain(gradient, k, layout_.qk_ld, reaching, v, sum_norm_ ? ones_.data() : nullptr, factor, through.data());
-    for (size_t t = 0; t < reaching; ++t) column_term_.data()[from + t] += through_state(k, through.data(), t);
-    for (size_t i = 0; i < reaching * layout_.qk_ld; ++i) dk[i] += through.data()[i];
+    std::fill(future_dk_.data(), future_dk_.data() + length * layout_.qk_ld, 0.0f);
+    state_chain(gradient, k, layout_.qk_ld, reaching, v, sum_norm_ ? ones_.data() : nullptr, factor,
+                future_dk_.data() + from * layout_.qk_ld);
+    for (size_t i = 0; i < length * layout_.qk_ld; ++i) dk_.data()[i] += future_dk_.data()[i];
   }
 
   // The gradient of the state before the span: decayed, plus what the span's queries read. 1/n goes to the query, an
@@ -196,23 +182,27 @@ class BackwardHead {
                  sum_norm_ ? minus_delta_.data() : nullptr);
   }
 
-  void write_span(size_t first, size_t length) {
+  void write_span(size_t first, size_t length, bool has_future) {
     unpack_rows(dq_.data(), layout_.qk_ld, first, length, layout_.qk_dim, shape_.scale, job_.dq);
     unpack_rows(dk_.data(), layout_.qk_ld, first, length, layout_.qk_dim, 1.0f, job_.dk);
     unpack_rows(dv_.data(), layout_.v_ld, first, length, layout_.v_dim, 1.0f, job_.dv);
     if (!kDecay) return;
     for (size_t t = 0; t < length; ++t) {
-      float row = row_term_.data()[t] + (past_row_term_.data() != nullptr ? past_row_term_.data()[first + t] : 0.0f);
-      float column = column_term_.data()[t];
-      if (!kHasTerms<kKind>) {
-        const size_t at = t * layout_.qk_ld;
-        row = dot(q_.data() + at, dq_.data() + at, layout_.qk_ld) / kDegree;
-        column = dot(k_.data() + at, dk_.data() + at, layout_.qk_ld) / kDegree;
+      double term = row_term_.data()[t] - column_term_.data()[t];
+      if (has_state_) {  // φ is homogeneous: x·∂/∂x of a weight is its degree times the weight
+        const float *q = q_.data() + t * layout_.qk_ld, *k = k_.data() + t * layout_.qk_ld;
+        const double degree = shape_.features.degree;
+        if (past_dq_.data()) term += exact_dot(q, past_dq_.data() + (first + t) * layout_.qk_ld) / degree;
+        if (has_future) term -= exact_dot(k, future_dk_.data() + t * layout_.qk_ld) / degree;
       }
-      // With sum norm the row term is exactly zero, and what was computed of it rounding, unless some weights do not
-      // move with the decay.
-      decay_gradient_.data()[first + t] = (sum_norm_ && kMask != Mask::kSigned ? 0.0f : row) - column;
+      decay_gradient_.data()[first + t] = term;
     }
+  }
+
+  double exact_dot(const float* a, const float* b) const {
+    double sum = 0;
+    for (size_t c = 0; c < layout_.qk_ld; ++c) sum += static_cast<double>(a[c]) * static_cast<double>(b[c]);
+    return sum;
   }
 
   // da_t = Σ_{s≥t} dA_s. The final state is decayed by all of A, so it adds to every token's.
@@ -224,7 +214,7 @@ class BackwardHead {
         sum += static_cast<double>(job_.final_state[i]) * static_cast<double>(job_.final_state_gradient[i]);
     }
     for (size_t t = job_.length; t-- > 0;) {
-      sum += static_cast<double>(decay_gradient_.data()[t]);
+      sum += decay_gradient_.data()[t];
       job_.log_decay_gradient[static_cast<int64_t>(t) * job_.log_decay_gradient_stride] = static_cast<float>(sum);
     }
   }
@@ -235,7 +225,7 @@ class BackwardHead {
   const Polynomial polynomial_;
   const bool has_state_;
   const SpanLayout layout_;
-  cpu::Scratch<float> past_dq_, past_row_term_;
+  cpu::Scratch<float> past_dq_, future_dk_;
   const cpu::Scratch<float> q_ = layout_.qk_matrix(), k_ = layout_.qk_matrix(), k_tiles_ = layout_.qk_tiles();
   const cpu::Scratch<float> v_ = layout_.v_matrix(), v_tiles_ = layout_.v_tiles();
   const cpu::Scratch<float> g_ = layout_.v_matrix(), y_ = layout_.v_matrix();
@@ -243,9 +233,9 @@ class BackwardHead {
   const cpu::Scratch<float> delta_ = layout_.per_row(), minus_delta_ = layout_.per_row();
   const cpu::Scratch<float> reciprocal_ = layout_.per_row(), maximum_ = layout_.per_row();
   const cpu::Scratch<float> factor_ = layout_.per_row(), ones_ = layout_.per_row();
-  const cpu::Scratch<float> row_term_ = layout_.per_row(), column_term_ = layout_.per_row();
+  const cpu::Scratch<double> row_term_ = layout_.terms(), column_term_ = layout_.terms();
   const cpu::Scratch<double> decay_ = layout_.decays();
-  const cpu::Scratch<float> decay_gradient_ = cpu::Scratch<float>(job_.length);
+  const cpu::Scratch<double> decay_gradient_ = cpu::Scratch<double>(job_.length);
 };
 
 void backward_call(const cpu::MixerCall& call, const cpu::BackwardTensors& tensors) {

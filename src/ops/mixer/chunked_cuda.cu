@@ -108,7 +108,7 @@ __device__ bool place(int64_t& r, int64_t& i, const Span& span) {
 // gradient of the decay. A lane adds up what the features give to the last of their indices, where that is its own;
 // what a run of features gives to the indices before, all lanes add up together.
 template <int kDegree, class T>
-__global__ void chain_kernel(Heads<T> dx, float* decay, float sign, const float* dphi, Side<T> m) {
+__global__ void chain_kernel(Heads<T> dx, double* decay, float sign, const float* dphi, Side<T> m) {
   constexpr int kPrefix = kDegree - 1;
   __shared__ float shared[kWarps][kLargestWidth];
   int64_t r, i;
@@ -196,7 +196,7 @@ __global__ void through_kernel(float* state, const float* through, int64_t chunk
 }
 
 // The last dA of a row += Σ state · gradient: all of the final state is decayed by all of A.
-__global__ void state_decay_kernel(float* decay, const float* state, const float* gradient, int64_t size,
+__global__ void state_decay_kernel(double* decay, const float* state, const float* gradient, int64_t size,
                                    int64_t length) {
   __shared__ double sums[kThreads];
   const int64_t r = blockIdx.x;
@@ -208,7 +208,7 @@ __global__ void state_decay_kernel(float* decay, const float* state, const float
     __syncthreads();
     if (threadIdx.x < n) sums[threadIdx.x] += sums[threadIdx.x + n];
   }
-  if (threadIdx.x == 0) decay[(r + 1) * length - 1] += static_cast<float>(sums[0]);
+  if (threadIdx.x == 0) decay[(r + 1) * length - 1] += sums[0];
 }
 
 // Queries or keys, with what their features are multiplied by.
@@ -289,7 +289,7 @@ class Walk {
     with_activation_type(dx.dtype(), [&](auto zero) {
       using T = decltype(zero);
       with_degree(shape_.features, [&]<int kDegree>() {
-        chain_kernel<kDegree><<<warps(chunk), 32 * kWarps, 0, here()>>>(heads_of<T>(dx, shape_.heads), floats(decay),
+        chain_kernel<kDegree><<<warps(chunk), 32 * kWarps, 0, here()>>>(heads_of<T>(dx, shape_.heads), doubles(decay),
                                                                         sign, dphi.data<float>(), side<T>(chunk, of));
       });
     });
@@ -435,7 +435,7 @@ void chunked_backward(const MixerCall& call, const ChunkTables& tables, const Te
   });
   if (!final_state_gradient || !call.spec.decay) return;
   state_decay_kernel<<<static_cast<unsigned>(shape.batch * shape.heads), kThreads, 0, stream(out_gradient.device())>>>(
-      gradients.key_decay.data<float>(), call.result.final_state.data<float>(), final_state_gradient.data<float>(),
+      gradients.key_decay.data<double>(), call.result.final_state.data<float>(), final_state_gradient.data<float>(),
       shape.state_rows * shape.state_columns, shape.length);
   check_launch("mixer: gradient of the final state's decay");
 }

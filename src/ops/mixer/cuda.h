@@ -16,6 +16,21 @@ struct MixerCall {
   std::string_view* kernel = nullptr;  // receives the name of the kernels that ran forward
 };
 
+// While it lives, mixers of this thread run the kernels of this name (MixerResult::kernel: "hopper", "tensor cores",
+// "tiles" or "simple") instead of the fastest, also inside chunks; those that cannot are an Error. With "tensor cores"
+// a Hopper does what older devices do.
+class KernelScope {
+ public:
+  explicit KernelScope(std::string_view kernel);
+  ~KernelScope();
+  KernelScope(const KernelScope&) = delete;
+  KernelScope& operator=(const KernelScope&) = delete;
+
+ private:
+  std::string_view before_;
+};
+std::string_view forced_kernel();  // empty: none
+
 // The faster form for a call without states.
 Form choose_form(const MixerCall& call);
 
@@ -35,10 +50,10 @@ TokenTables token_tables(const MixerCall& call);
 // Gradients of one head of the call each, before heads that share an input are summed.
 struct HeadGradients {
   Tensor q, k, v;  // [batch, length, heads, dim]
-  // f32 [batch, heads, length]: the part of dA that queries give; not there where it is zero: under the sum norm,
-  // unless decay is signed.
-  Tensor row_decay;
-  Tensor key_decay;  // the part that keys give
+  // f64 [batch, heads, length]: the part of dA that queries give, and that which keys give. Under the sum norm the
+  // first is zero but for rounding. It is there (and rounding of a pair cancels in da, where t does not lie between its
+  // tokens) where kernels sum over pairs in both; kernels that round pairs to bf16 for each differently leave it out.
+  Tensor row_decay, key_decay;
 };
 
 // Any dtype, dimension and spec; f32 arithmetic, a warp per token. `past` is f32 [batch, heads, length, columns]: what

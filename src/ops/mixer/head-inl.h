@@ -21,7 +21,7 @@ namespace HWY_NAMESPACE {
 template <class F>
 void with_kind(const MixerSpec& spec, F&& f) {
   const auto with_mask = [&]<Kind kKind>() {
-    if constexpr (kHasTerms<kKind>)
+    if constexpr (kHasSignedMask<kKind>)
       if (spec.signed_decay) return f.template operator()<kKind, Mask::kSigned>();
     if (spec.decay) return f.template operator()<kKind, Mask::kDecay>();
     f.template operator()<kKind, Mask::kCausal>();
@@ -55,6 +55,7 @@ struct SpanLayout {
   cpu::Scratch<float> qk_tiles() const { return cpu::Scratch<float>(round_up(chunk, kTile) * qk_dim); }
   cpu::Scratch<float> v_tiles() const { return cpu::Scratch<float>(round_up(chunk, kTile) * v_dim); }
   cpu::Scratch<float> per_row() const { return cpu::Scratch<float>(round_up(rows, kTile) + kPad); }
+  cpu::Scratch<double> terms() const { return cpu::Scratch<double>(round_up(rows, kTile) + kPad); }
   cpu::Scratch<double> decays() const { return cpu::Scratch<double>(rows); }
 
   void pack_qk(const cpu::Rows& in, size_t first, size_t length, float factor, float* out) const {

@@ -46,6 +46,22 @@ inline float* floats(const Tensor& x) {
   return x ? x.data<float>() : nullptr;
 }
 
+inline double* doubles(const Tensor& x) {
+  return x ? x.data<double>() : nullptr;
+}
+
+// A sum of f32 with what rounding took from it: as good as f64, on devices that have little of that.
+struct ExactSum {
+  float sum = 0, rest = 0;
+
+  __device__ void add(float x) {
+    const float total = sum + x, added = total - sum;
+    rest += (sum - (total - added)) + (x - added);
+    sum = total;
+  }
+  __device__ double value() const { return static_cast<double>(sum) + static_cast<double>(rest); }
+};
+
 template <class Kernel>
 void allow_shared_memory(Kernel kernel, size_t bytes) {
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)), "mixer");

@@ -12,7 +12,8 @@ __device__ float last_factor(float scale) {
   return kScore == Score::squared ? 2.0f : kScore == Score::exponential ? scale : 1.0f;
 }
 
-// One row of a result, added to what is there under m.add: the lane's columns. Returns the lane's part of row · other.
+// One row of a result, added to what is there (in bf16) under m.add: the lane's columns. Returns the lane's part of
+// row · other, of what is new.
 template <int kDim>
 __device__ float finish_row(const float (&acc)[kDim / 8][4], int u, float factor, bf16* to, const bf16* other,
                             bool add) {
@@ -23,18 +24,23 @@ __device__ float finish_row(const float (&acc)[kDim / 8][4], int u, float factor
 #pragma unroll
   for (int d = 0; d < kDim / 8; ++d) {
     float2 x = {acc[d][u * 2] * factor, acc[d][u * 2 + 1] * factor};
+    if (other) {
+      const float2 y = unpack(others[d * 4]);
+      product += x.x * y.x + x.y * y.y;
+    }
     if (add) {
       const float2 before = unpack(words[d * 4]);
       x.x += before.x;
       x.y += before.y;
     }
     words[d * 4] = pack(x.x, x.y);
-    if (other) {
-      const float2 y = unpack(others[d * 4]);
-      product += x.x * y.x + x.y * y.y;
-    }
   }
   return product;
+}
+
+// A token's part of dA; under m.add what states give is there.
+[[maybe_unused]] __device__ void write_decay(double* to, float value, bool add) {
+  *to = static_cast<double>(value) + (add ? *to : 0.0);
 }
 
 struct Maps {
@@ -208,7 +214,7 @@ __global__ void __launch_bounds__(QueryLayout<kDim>::kThreads, 1)
                                  m.row_decay ? m.q.row(b, row, h) : nullptr, m.add);
     if (!m.row_decay) continue;
     product = quad_sum(product);
-    if (row < rows.end && lane % 4 == 0) m.row_decay[head_row + row] = product / kDegree;
+    if (row < rows.end && lane % 4 == 0) write_decay(m.row_decay + head_row + row, product / kDegree, m.add);
   }
 #endif
 }
@@ -477,7 +483,7 @@ __global__ void __launch_bounds__(KeyLayout<kDim>::kThreads, 1)
     }
     if (!m.key_decay) continue;
     product = quad_sum(kExponential ? decay_sum[u] : product / kDegree);
-    if (key < block.end && lane % 4 == 0) m.key_decay[head_row + key] = -product;
+    if (key < block.end && lane % 4 == 0) write_decay(m.key_decay + head_row + key, -product, m.add);
   }
 #endif
 }

@@ -1,4 +1,8 @@
 // The mixers on a GPU: choosing kernels, cumulative decays and their gradient, heads that share an input.
+#include <algorithm>
+#include <utility>
+
+#include "base/names.h"
 #include "ops/elementwise.h"
 #include "ops/mixer/cost.h"
 #include "ops/mixer/cuda.h"
@@ -102,16 +106,14 @@ struct CumulativeDecay {
 // Σ_{s ≥ t} dA_s: to `sums` where documents end before the row does, else it is da_t.
 struct DecayGradient {
   Decays da;
-  const float *row, *key;
+  const double *row, *key;
   double* sums;
   int64_t length;
 
   __device__ int64_t place(int64_t i) const {
     return (static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y) * length + length - 1 - i;
   }
-  __device__ double get(int64_t i) const {
-    return (row ? static_cast<double>(row[place(i)]) : 0.0) + static_cast<double>(key[place(i)]);
-  }
+  __device__ double get(int64_t i) const { return (row ? row[place(i)] : 0.0) + key[place(i)]; }
   __device__ void set(int64_t i, double sum) const {
     if (sums)
       sums[place(i)] = sum;
@@ -155,6 +157,22 @@ void sum_groups(const Tensor& out, const Tensor& in) {
 
 }  // namespace
 
+namespace {
+thread_local std::string_view forced_name;
+}
+KernelScope::KernelScope(std::string_view kernel) : before_(std::exchange(forced_name, kernel)) {
+  const std::vector<std::string> names{"hopper", "tensor cores", "tiles", "simple"};
+  if (std::ranges::find(names, kernel) != names.end()) return;
+  forced_name = before_;
+  unknown_name("mixer kernel", kernel, names);
+}
+KernelScope::~KernelScope() {
+  forced_name = before_;
+}
+std::string_view forced_kernel() {
+  return forced_name;
+}
+
 TokenTables token_tables(const MixerCall& call) {
   const MixerShape& shape = call.shape;
   const Device device = call.inputs.q.device();
@@ -196,8 +214,15 @@ int64_t longest_in_tiles(const MixerCall& call) {
 enum class Kernels : uint8_t { parallel, tiles, simple };
 
 Kernels choose_kernels(std::string_view operation, const MixerCall& call) {
-  if (parallel_takes(call)) return Kernels::parallel;
-  if (tiles_take(call)) return Kernels::tiles;
+  const std::string_view forced = forced_kernel();
+  const bool hopper = on_hopper(call.inputs.q.device()), parallel = parallel_takes(call), tiles = tiles_take(call);
+  require(forced.empty() || forced == (parallel && hopper ? "hopper"
+                                       : parallel         ? "tensor cores"
+                                       : tiles            ? "tiles"
+                                                          : "simple"),
+          "{}: the kernels \"{}\" do not compute this call; leave the choice to the mixer", operation, forced);
+  if (parallel) return Kernels::parallel;
+  if (tiles) return Kernels::tiles;
   const MixerPrecision precision = call.precision;
   require(
       precision == MixerPrecision::automatic || precision == MixerPrecision::f32,
@@ -270,9 +295,9 @@ void mixer_backward(const MixerCall& call, const Tensor& out_gradient, const Ten
   HeadGradients heads{per_head(gradients.q), per_head(gradients.k), per_head(gradients.v), {}, {}};
   if (call.spec.decay) {
     const Shape tokens{shape.batch, shape.heads, shape.length};
-    heads.key_decay = Tensor::empty(tokens, DType::f32, device);
-    if (call.spec.norm == Norm::none || call.spec.signed_decay)
-      heads.row_decay = Tensor::empty(tokens, DType::f32, device);
+    heads.key_decay = Tensor::empty(tokens, DType::f64, device);
+    if (call.spec.norm == Norm::none || kernels != Kernels::parallel)
+      heads.row_decay = Tensor::empty(tokens, DType::f64, device);
   }
   const bool chunked = call.chunk < shape.length || call.inputs.initial_state || final_state_gradient;
   const ChunkTables chunks = chunked ? chunk_tables(call, tables) : ChunkTables();
@@ -298,7 +323,7 @@ void mixer_backward(const MixerCall& call, const Tensor& out_gradient, const Ten
   const Decays da(gradients.log_decay);
   const Tensor sums = tables.ends ? Tensor::empty_like(tables.decay) : Tensor();
   double* const to = sums ? sums.data<double>() : nullptr;
-  scan(shape, device, DecayGradient{da, floats(heads.row_decay), floats(heads.key_decay), to, shape.length});
+  scan(shape, device, DecayGradient{da, doubles(heads.row_decay), doubles(heads.key_decay), to, shape.length});
   if (!sums) return;
   const dim3 grid(blocks_for(shape.length, kScanThreads), static_cast<unsigned>(shape.heads),
                   static_cast<unsigned>(shape.batch));

@@ -69,7 +69,8 @@ __device__ inline uint32_t pack(float low, float high) {
 }
 
 // Over the four lanes that hold a row of a result.
-__device__ inline float quad_sum(float x) {
+template <class T>
+__device__ inline T quad_sum(T x) {
   x += __shfl_xor_sync(0xFFFFFFFFu, x, 1);
   return x + __shfl_xor_sync(0xFFFFFFFFu, x, 2);
 }

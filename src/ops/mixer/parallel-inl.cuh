@@ -27,7 +27,7 @@ struct Parallel {
   float *normalizer, *maximum;
   float *delta,
       *log_sum;  // [batch, heads, length]: δ_i (divided by n_i but for exponentials); log2 of n_i·exp(maximum)
-  float *row_decay, *key_decay;
+  double *row_decay, *key_decay;
   int64_t length, heads;
   float scale;
   bool sum_norm;

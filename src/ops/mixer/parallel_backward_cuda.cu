@@ -531,8 +531,8 @@ Parallel backward_of(const MixerCall& call, const TokenTables& tables, const Sca
   m.dq = heads_of<bfloat16>(gradients.q, heads);
   m.dk = heads_of<bfloat16>(gradients.k, heads);
   m.dv = heads_of<bfloat16>(gradients.v, heads);
-  m.row_decay = floats(gradients.row_decay);
-  m.key_decay = floats(gradients.key_decay);
+  m.row_decay = doubles(gradients.row_decay);
+  m.key_decay = doubles(gradients.key_decay);
   return m;
 }
 

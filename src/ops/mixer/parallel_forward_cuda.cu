@@ -277,17 +277,18 @@ bool rows_are_wide(const Tensor& x) {
 
 bool parallel_takes(const MixerCall& call) {
   const MixerShape& shape = call.shape;
-  return call.inputs.q.dtype() == DType::bf16 && product_precision(call) == MixerPrecision::bf16 &&
-         shape.qk_dim == shape.v_dim && (shape.qk_dim == 64 || shape.qk_dim == 128) && rows_are_wide(call.inputs.q) &&
-         rows_are_wide(call.inputs.k) && rows_are_wide(call.inputs.v) &&
-         (call.spec.score != Score::exponential || call.spec.norm == Norm::sum) && call.spec.degree == 0 &&
-         !call.spec.signed_decay && shape.length <= (int64_t{1} << 30);
+  const std::string_view forced = forced_kernel();
+  return forced != "tiles" && forced != "simple" && call.inputs.q.dtype() == DType::bf16 &&
+         product_precision(call) == MixerPrecision::bf16 && shape.qk_dim == shape.v_dim &&
+         (shape.qk_dim == 64 || shape.qk_dim == 128) && rows_are_wide(call.inputs.q) && rows_are_wide(call.inputs.k) &&
+         rows_are_wide(call.inputs.v) && (call.spec.score != Score::exponential || call.spec.norm == Norm::sum) &&
+         call.spec.degree == 0 && !call.spec.signed_decay && shape.length <= (int64_t{1} << 30);
 }
 
 bool on_hopper(Device device) {
   int major = 0;
   check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device.index), "device");
-  return major == 9;
+  return major == 9 && forced_kernel() != "tensor cores";
 }
 
 void parallel_forward(const MixerCall& call, const TokenTables& tables) {

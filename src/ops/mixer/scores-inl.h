@@ -58,12 +58,14 @@ struct Span {
   const float* delta = nullptr;                       // g_i·o_i
   const float* reciprocal = nullptr;                  // 1/n_i, or 0 where n_i is too small
   float *dq = nullptr, *dk = nullptr, *dv = nullptr;  // added to
-  float *row_term = nullptr, *column_term = nullptr;  // Σ_j w_ij dw_ij and Σ_i w_ij dw_ij, where kHasTerms
+  // With decay: Σ_j w_ij dw_ij and Σ_i w_ij dw_ij. In da, a sum of their differences over all later tokens, a pair
+  // cancels but where t lies between its tokens. In f64 it does so to the last bit, so that rounding does not add up.
+  double *row_term = nullptr, *column_term = nullptr;
 };
 
-// Whether dA is summed over pairs; else q·dq and k·dk give it, up to the degree of f.
+// Scores without a state: all that a signed mask is compiled for.
 template <Kind kKind>
-constexpr bool kHasTerms = kKind != Kind::kLinear&& kKind != Kind::kSquared;
+constexpr bool kHasSignedMask = kKind != Kind::kLinear&& kKind != Kind::kSquared;
 
 // Whether a pass of all queries over so many keys is worth waking threads for.
 inline bool is_large(const Span& span, size_t keys) {
@@ -346,6 +348,26 @@ struct StripScores {
   }
 };
 
+using DoubleTag = hn::CappedTag<double, (kLanes + 1) / 2>;
+using DoubleVector = hn::Vec<DoubleTag>;
+constexpr DoubleTag kDoubleTag{};
+
+// to[i] += x[i] in f64. Returns x, its upper half added to its lower.
+HWY_INLINE DoubleVector add_exactly(FloatVector x, double* to) {
+#if HWY_TARGET == HWY_SCALAR
+  const DoubleVector all = hn::PromoteTo(kDoubleTag, x);
+  hn::StoreU(hn::Add(hn::LoadU(kDoubleTag, to), all), kDoubleTag, to);
+  return all;
+#else
+  const DoubleVector lower = hn::PromoteTo(kDoubleTag, hn::LowerHalf(x));
+  const DoubleVector upper = hn::PromoteTo(kDoubleTag, hn::UpperHalf(hn::Half<FloatTag>(), x));
+  hn::StoreU(hn::Add(hn::LoadU(kDoubleTag, to), lower), kDoubleTag, to);
+  to += kLanes / 2;
+  hn::StoreU(hn::Add(hn::LoadU(kDoubleTag, to), upper), kDoubleTag, to);
+  return hn::Add(lower, upper);
+#endif
+}
+
 // G = g·Vᵀ in registers; with the scores this gives p (what g is summed with into dv) and dS.
 template <Kind kKind, Mask kMask, bool kDiagonal>
 struct BackwardScores {
@@ -366,7 +388,7 @@ struct BackwardScores {
     for (size_t r = 0; r < kRows; ++r) {
       const FloatVector delta = hn::Set(kTag, span.delta[first_row + r]);
       const FloatVector reciprocal = hn::Set(kTag, span.reciprocal[first_row + r]);
-      FloatVector row_total = hn::Zero(kTag);
+      DoubleVector row_total = hn::Zero(kDoubleTag);
       HWY_UNROLL(4)
       for (size_t n = 0; n < kWidth; ++n) {
         const size_t key = panel + n * kLanes;
@@ -404,22 +426,20 @@ struct BackwardScores {
           weight = hn::IfThenElseZero(seen, weight);
           gradient = hn::IfThenElseZero(seen, gradient);
         }
-        if constexpr (kHasTerms<kKind>) {
-          FloatVector term = kKind == Kind::kPolynomial ? hn::Mul(weight, dw) : gradient;
+        if constexpr (kMask != Mask::kCausal) {
+          FloatVector term = hn::Mul(weight, dw);
+          if constexpr (kDiagonal) term = hn::IfThenElseZero(decay.sees(first_row + r, first_key + key), term);
           if constexpr (kMask == Mask::kSigned)
             term = hn::IfThenElseZero(decay.moves(first_row + r, block_key + key), term);
-          float* column_term = span.column_term + first_key + key;
-          hn::StoreU(hn::Add(hn::LoadU(kTag, column_term), term), kTag, column_term);
-          row_total = hn::Add(row_total, term);
-          if constexpr (kKind == Kind::kExponential)  // where f is flat, S has no gradient
-            gradient = hn::IfThenElseZero(s < hn::Set(kTag, kLargestExponent), gradient);
+          row_total = hn::Add(row_total, add_exactly(term, span.column_term + first_key + key));
         }
+        if constexpr (kKind == Kind::kExponential)  // where f is flat, S has no gradient
+          gradient = hn::IfThenElseZero(s < hn::Set(kTag, kLargestExponent), gradient);
         hn::StoreU(weight, kTag, p + r * kBlock + key);
         hn::StoreU(gradient, kTag, ds + r * kBlock + key);
       }
-      // Under the sum norm it is zero, unless some weights stay as they are.
-      if constexpr (kHasTerms<kKind> && (kKind != Kind::kSoftmax || kMask == Mask::kSigned))
-        span.row_term[first_row + r] += hn::GetLane(hn::SumOfLanes(kTag, row_total));
+      if constexpr (kMask != Mask::kCausal)
+        span.row_term[first_row + r] += hn::GetLane(hn::SumOfLanes(kDoubleTag, row_total));
     }
   }
 };

@@ -15,7 +15,8 @@ struct Simple {
   const double* decay;
   const int *starts, *ends;
   const float* past;
-  float *normalizer, *maximum, *row_decay, *key_decay;
+  float *normalizer, *maximum;
+  double *row_decay, *key_decay;
   int64_t length, heads;
   int qk_dim, v_dim;
   float scale;
@@ -144,7 +145,7 @@ __global__ void query_gradient_kernel(Simple<T> m) {
   const float n = m.sum_norm ? m.normalizer[head_row + p.t] : 1.0f;
   const float largest = m.maximum ? m.maximum[head_row + p.t] : 0.0f;
   const double own = m.decay ? m.decay[head_row + p.t] : 0.0;
-  float row_decay = 0;
+  ExactSum row_decay;
   for (int64_t j = m.starts ? m.starts[p.b * m.length + p.t] : 0; j <= p.t; ++j) {
     load(x, m.v.row(p.b, j, p.h), m.v_dim);
     const float dot_gv = dot(g, x);
@@ -152,10 +153,10 @@ __global__ void query_gradient_kernel(Simple<T> m) {
     const float a = m.decay ? m.exponent(own, m.decay[head_row + j]) : 0.0f;
     const Pair one = pair(m, m.scale * dot(q, x), a, dot_gv, delta, n, largest);
     add(dq, m.scale * one.ds, x);
-    row_decay += one.wdw;
+    row_decay.add(one.wdw);
   }
   store(m.dq.row(p.b, p.t, p.h), dq, m.qk_dim, 1.0f);
-  if (m.row_decay && threadIdx.x % 32 == 0) m.row_decay[head_row + p.t] = row_decay;
+  if (m.row_decay && threadIdx.x % 32 == 0) m.row_decay[head_row + p.t] = row_decay.value();
 }
 
 template <int kPerLane, class T>
@@ -168,7 +169,7 @@ __global__ void key_gradient_kernel(Simple<T> m) {
   load(v, m.v.row(p.b, p.t, p.h), m.v_dim);
   const double own = m.decay ? m.decay[head_row + p.t] : 0.0;
   const int64_t end = m.ends ? m.ends[p.b * m.length + p.t] : m.length;
-  float key_decay = 0;
+  ExactSum key_decay;
   for (int64_t i = p.t; i < end; ++i) {
     load(g, m.g.row(p.b, i, p.h), m.v_dim);
     load(x, m.out.row(p.b, i, p.h), m.v_dim);
@@ -180,11 +181,11 @@ __global__ void key_gradient_kernel(Simple<T> m) {
     const Pair one = pair(m, m.scale * dot(x, k), a, dot(g, v), delta, n, largest);
     add(dk, m.scale * one.ds, x);
     add(dv, one.p, g);
-    key_decay -= one.wdw;
+    key_decay.add(one.wdw);
   }
   store(m.dk.row(p.b, p.t, p.h), dk, m.qk_dim, 1.0f);
   store(m.dv.row(p.b, p.t, p.h), dv, m.v_dim, 1.0f);
-  if (m.key_decay && threadIdx.x % 32 == 0) m.key_decay[head_row + p.t] = key_decay;
+  if (m.key_decay && threadIdx.x % 32 == 0) m.key_decay[head_row + p.t] = -key_decay.value();
 }
 
 template <class T>
@@ -247,8 +248,8 @@ void simple_backward(const MixerCall& call, const TokenTables& tables, const Ten
     m.dq = heads_of<T>(gradients.q, call.shape.heads);
     m.dk = heads_of<T>(gradients.k, call.shape.heads);
     m.dv = heads_of<T>(gradients.v, call.shape.heads);
-    m.row_decay = floats(gradients.row_decay);
-    m.key_decay = floats(gradients.key_decay);
+    m.row_decay = doubles(gradients.row_decay);
+    m.key_decay = doubles(gradients.key_decay);
     const cudaStream_t s = stream(call.inputs.q.device());
     with_lanes(call.shape, [&](auto lanes) {
       query_gradient_kernel<lanes()><<<grid_of(call.shape), 32 * kWarps, 0, s>>>(m);

@@ -24,6 +24,11 @@ struct Reading {
   bool falls;  // factors within a chunk, which else rise
   float constant;
   bool sum_norm;
+  // Gradients of decays, [batch, heads, length], or null: what `other`, the queries or keys that `out` is the gradient
+  // of, times that gradient gives before it is rounded, times this.
+  double* decay;
+  Heads<bf16> other;
+  float decay_factor;
 };
 
 constexpr int kGroups = 4;  // warpgroups that multiply
@@ -131,6 +136,21 @@ __device__ void copy_all(Shared& shared, const CUtensorMap& x, const CUtensorMap
 __device__ void write_rows(const Reading& m, int head, int row, const float (&acc)[8][4], const float (&factor)[2],
                            const Tile<64>& through) {
   const int warp = static_cast<int>(threadIdx.x) / 32 % 4, lane = static_cast<int>(threadIdx.x) % 32;
+  if (m.decay)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int own = row + lane / 4 + 8 * i;
+      float product = 0;
+      if (own < m.length) {
+        const uint32_t* const other =
+            reinterpret_cast<const uint32_t*>(m.other.row(head / m.heads, own, head % m.heads)) + lane % 4;
+#pragma unroll
+        for (int j = 0; j < 8; ++j)
+          product += low_of(other[j * 4]) * acc[j][2 * i] + high_of(other[j * 4]) * acc[j][2 * i + 1];
+      }
+      product = quad_sum(product) * factor[i] * m.decay_factor;
+      if (own < m.length && lane % 4 == 0) m.decay[place_of(m, head, own)] = static_cast<double>(product);
+    }
 #pragma unroll
   for (int i = 0; i < 2; ++i)
 #pragma unroll
@@ -149,8 +169,10 @@ __device__ void write_rows(const Reading& m, int head, int row, const float (&ac
 __device__ void write_zeros(const Reading& m, int head, int row) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   for (int own = lane / 8; own < 16; own += 4)
-    if (row + own < m.length)
+    if (row + own < m.length) {
       *(reinterpret_cast<uint4*>(m.out.row(head / m.heads, row + own, head % m.heads)) + lane % 8) = uint4{};
+      if (m.decay && lane % 8 == 0) m.decay[place_of(m, head, row + own)] = 0;
+    }
 }
 
 #endif
@@ -526,9 +548,18 @@ void state_gradients(const MixerCall& call, const ChunkTables& tables, const Ten
   const int first = initial ? -1 : 0, last = static_cast<int>(tables.chunks) - 1;
   Reading dq = reading_of(call, states, q, g, tables.in, true, constant, first, gradients.q);
   dq.shift = floats(delta);
+  const float degree = call.spec.score == Score::squared ? 2 : 1;
+  const auto with_decay = [&](Reading reading, const Tensor& decay, const Tensor& of, float factor) {
+    reading.decay = doubles(decay);
+    reading.other = heads_of<bfloat16>(of, call.shape.heads);
+    reading.decay_factor = factor;
+    return reading;
+  };
+  dq = with_decay(dq, gradients.row_decay, q, 1 / degree);
   const Tensor gradient_states =
       walk_states(call, tables, {q, g, tables.in, delta, {}, initial_state_gradient, constant, true});
-  const Reading dk = reading_of(call, gradient_states, k, v, tables.out, false, 1.0f, last, gradients.k);
+  const Reading dk = with_decay(reading_of(call, gradient_states, k, v, tables.out, false, 1.0f, last, gradients.k),
+                                gradients.key_decay, k, -1 / degree);
   const Reading dv = reading_of(call, gradient_states, k, k, tables.out, false, 1.0f, last, gradients.v);
   if (call.spec.score == Score::linear) {
     Reading dq_of_g = dq, dk_of_v = dk;

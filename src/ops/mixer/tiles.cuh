@@ -124,7 +124,7 @@ struct Call {
   const float* past;  // [batch, heads, length, v_dim, and one more for the normalizer]: what a state adds to each token
   float *normalizer, *maximum;
   float* delta;  // [batch, heads, length]: δ_i = g_i·o_i under the sum norm
-  float *row_decay, *key_decay;
+  double *row_decay, *key_decay;
   int64_t heads;
   int length, qk_dim, v_dim;
   bool sum_norm, may_erase;

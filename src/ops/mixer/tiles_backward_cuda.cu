@@ -108,7 +108,8 @@ __global__ void __launch_bounds__(kThreads, 2) query_kernel(const __grid_constan
 
   const int w0 = row0 + warp * L::kWarpRows;
   const int w_last = w0 + L::kWarpRows - 1;
-  float dq[kM][kDim / 8][4] = {}, decay_sum[kM][2] = {};
+  float dq[kM][kDim / 8][4] = {};
+  ExactSum decay_sum[kM][2];
   Query own[kM][2];
 #pragma unroll
   for (int mt = 0; mt < kM; ++mt)
@@ -153,7 +154,7 @@ __global__ void __launch_bounds__(kThreads, 2) query_kernel(const __grid_constan
                   if (key > row || key < query.start) d = {};
                 }
                 x = d.score;
-                decay_sum[mt][u] += d.decay;
+                decay_sum[mt][u].add(d.decay);
               }
           }
       };
@@ -171,7 +172,7 @@ __global__ void __launch_bounds__(kThreads, 2) query_kernel(const __grid_constan
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
       const int row = w0 + mt * 16 + u * 8 + lane / 4;
-      const float sum = quad_sum(decay_sum[mt][u]);
+      const double sum = quad_sum(decay_sum[mt][u].value());
       if (row >= m.length) continue;
       store_row<P>(to, row, m.qk_dim, dq[mt], u, 1.0f);
       if (m.row_decay && lane % 4 == 0) m.row_decay[head_row + row] = sum;
@@ -213,7 +214,8 @@ __global__ void __launch_bounds__(kThreads, 2) key_kernel(const __grid_constant_
 
   const int w0 = key0 + warp * L::kKeyWarpRows;
   const int w_last = w0 + L::kKeyWarpRows - 1;
-  float dk[kM][kDim / 8][4] = {}, dv[kM][kDim / 8][4] = {}, decay_sum[kM][2] = {};
+  float dk[kM][kDim / 8][4] = {}, dv[kM][kDim / 8][4] = {};
+  ExactSum decay_sum[kM][2];
   LogDecay own[kM][2];
 #pragma unroll
   for (int mt = 0; mt < kM; ++mt)
@@ -260,7 +262,7 @@ __global__ void __launch_bounds__(kThreads, 2) key_kernel(const __grid_constant_
                 }
                 x = d.score;
                 y = d.value;
-                decay_sum[mt][u] += d.decay;
+                decay_sum[mt][u].add(d.decay);
               }
           }
       };
@@ -280,7 +282,7 @@ __global__ void __launch_bounds__(kThreads, 2) key_kernel(const __grid_constant_
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
       const int key = w0 + mt * 16 + u * 8 + lane / 4;
-      const float sum = quad_sum(decay_sum[mt][u]);
+      const double sum = quad_sum(decay_sum[mt][u].value());
       if (key >= m.length) continue;
       store_row<P>(to_k, key, m.qk_dim, dk[mt], u, 1.0f);
       store_row<P>(to_v, key, m.v_dim, dv[mt], u, 1.0f);
@@ -301,8 +303,8 @@ void tiles_backward(const MixerCall& call, const TokenTables& tables, const Tens
   m.dq = tiles::token_rows(gradients.q, shape.heads);
   m.dk = tiles::token_rows(gradients.k, shape.heads);
   m.dv = tiles::token_rows(gradients.v, shape.heads);
-  m.row_decay = floats(gradients.row_decay);
-  m.key_decay = floats(gradients.key_decay);
+  m.row_decay = doubles(gradients.row_decay);
+  m.key_decay = doubles(gradients.key_decay);
   Tensor delta;
   if (m.sum_norm) {
     delta = Tensor::empty({shape.batch, shape.heads, shape.length}, DType::f32, device);

@@ -204,7 +204,8 @@ MixerPrecision product_precision(const MixerCall& call) {
 
 bool tiles_take(const MixerCall& call) {
   const auto fits = [](int64_t dim) { return dim % 8 == 0 && dim <= kLargestTileDim; };
-  return fits(call.shape.qk_dim) && fits(call.shape.v_dim) && call.shape.length <= (int64_t{1} << 30);
+  return forced_kernel() != "simple" && fits(call.shape.qk_dim) && fits(call.shape.v_dim) &&
+         call.shape.length <= (int64_t{1} << 30);
 }
 
 void tiles_forward(const MixerCall& call, const TokenTables& tables, const Tensor& past) {

@@ -1,5 +1,6 @@
 // The mixers on a GPU against the double-precision oracle, and the fast kernels against the simple ones.
 #include "cuda.h"
+#include "ops/mixer/cuda.h"
 #include "ops/mixer/mixer_case.h"
 #include "ops/random.h"
 
@@ -65,6 +66,21 @@ void expect_near(const MixerCase& c, const MixerRun& actual, const MixerRun& exp
 void expect_near(const MixerCase& c, const MixerRun& actual, const MixerRun& expected, DType dtype) {
   const bool bf16 = dtype == DType::bf16;
   expect_near(c, actual, expected, tolerance(dtype), (bf16 ? 3 : 2) * tolerance(dtype));
+}
+
+// What a call whose keys are all zero gives: dq is a sum of keys; where f(0) = 0, no value has a weight, and only the
+// slope of a linear score lets keys have a gradient. Everything is finite.
+void expect_zeros(const MixerSpec& spec, const MixerRun& run) {
+  const auto zeros = [](const char* what, const Tensor& x) {
+    for (const double value : to_doubles(x)) ASSERT_EQ(value, 0.0) << what;
+  };
+  for (const Tensor& x : {run.result.out, run.gradients.q, run.gradients.k, run.gradients.v})
+    ASSERT_TRUE(all_finite(x));
+  zeros("dq", run.gradients.q);
+  if (spec.score == Score::exponential) return;
+  zeros("out", run.result.out);
+  zeros("dv", run.gradients.v);
+  if (spec.score == Score::squared || spec.norm == Norm::sum) zeros("dk", run.gradients.k);
 }
 
 // Against the oracle: the parallel form without states, and the chunked form with chunks of any length.
@@ -154,6 +170,72 @@ TEST(MixerCuda, SignedDecayPastSaturation) {
       EXPECT_LE(worst_row(actual.gradients.log_decay.select(2, h), expected.gradients.log_decay.select(2, h), 1), 1e-4);
   }
 }
+
+#ifdef FURIOUS_CUDA  // the choice of kernels, which a build without CUDA does not have
+// Each set of kernels on the calls that all of them take, whatever this device would choose: those of older devices
+// too.
+TEST(MixerCuda, EverySetOfKernelsAgreesWithTheOracle) {
+  SKIP_WITHOUT_GPU();
+  Random random(14);
+  for (const MixerSpec& spec : all_specs()) {
+    if (spec.score == Score::exponential && spec.norm == Norm::none) continue;  // not on the fast kernels
+    for (const int64_t dim : {64, 128}) {
+      CaseLimits limits;
+      limits.dim = dim;
+      limits.shortest = 100;
+      limits.longest = 200;
+      limits.states = limits.final_gradient = false;
+      limits.strongest_decay = random.pick<double>({0.01, 1});
+      const MixerCase c = cast(random_case(random, spec, limits), DType::bf16);
+      const MixerRun expected = run_oracle(c);
+      for (const char* kernel : {"hopper", "tensor cores", "tiles", "simple"}) {
+        SCOPED_TRACE(fmt::format("{}; {}", describe(c), kernel));
+        const std::string_view automatic = mixer_forward(spec, on_gpu(c).inputs, {.form = Form::parallel}).kernel;
+        const cuda::KernelScope scope(kernel);
+        if (kernel == std::string_view("hopper") && automatic != "hopper") {
+          expect_error([&] { mixer_forward(spec, on_gpu(c).inputs); }, {"mixer_forward", "hopper"});
+          continue;
+        }
+        const MixerRun parallel = run_on_gpu(c, {.form = Form::parallel});
+        EXPECT_EQ(parallel.result.kernel, kernel);
+        expect_near(c, parallel, expected, DType::bf16);
+        if (!has_state(spec)) continue;
+        const MixerRun chunked = run_on_gpu(c, {.form = Form::chunked, .chunk = 64});
+        EXPECT_EQ(chunked.result.kernel, "chunked");
+        expect_near(c, chunked, expected, DType::bf16);
+      }
+    }
+  }
+}
+
+// Chunks of 256 tokens have kernels of their own on Hopper; elsewhere they are chunks like others.
+TEST(MixerCuda, LongChunksWithAndWithoutHopper) {
+  SKIP_WITHOUT_GPU();
+  Random random(15);
+  for (const MixerSpec& spec : all_specs()) {
+    if (!has_state(spec)) continue;
+    CaseLimits limits;
+    limits.dim = 64;
+    limits.shortest = 520;
+    limits.longest = 600;
+    limits.states = limits.final_gradient = limits.boundaries = false;
+    limits.strongest_decay = 0.02;
+    const MixerCase c = cast(random_case(random, spec, limits), DType::bf16);
+    const MixerRun expected = run_on_gpu(cast(c, DType::f32), {.form = Form::parallel});
+    const MixerOptions options{.form = Form::chunked, .chunk = 256};
+    SCOPED_TRACE(describe(c));
+    const MixerRun automatic = run_on_gpu(c, options);
+    const bool hopper = mixer_forward(spec, on_gpu(c).inputs, {.form = Form::parallel}).kernel == "hopper";
+    const bool linear_sum = spec.score == Score::linear && spec.norm == Norm::sum;
+    EXPECT_EQ(automatic.result.kernel, hopper && !linear_sum ? "states" : "chunked");
+    expect_near(c, automatic, expected, DType::bf16);
+    const cuda::KernelScope scope("tensor cores");
+    const MixerRun older = run_on_gpu(c, options);
+    EXPECT_EQ(older.result.kernel, "chunked");
+    expect_near(c, older, expected, DType::bf16);
+  }
+}
+#endif
 
 TEST(MixerCuda, OneToken) {
   SKIP_WITHOUT_GPU();
@@ -333,9 +415,8 @@ TEST(MixerCuda, LongChunksSameBitsAndZeroKeys) {
     MixerCase zero = c;
     zero.inputs.k = Tensor::empty(c.inputs.k.shape(), DType::bf16);
     fill(zero.inputs.k, 0);
-    const MixerRun run = run_on_gpu(zero, options);
-    for (const Tensor& x : {run.result.out, run.gradients.q, run.gradients.k, run.gradients.v})
-      EXPECT_TRUE(all_finite(x)) << describe(c);
+    SCOPED_TRACE(describe(c));
+    expect_zeros(spec, run_on_gpu(zero, options));
   }
 }
 
@@ -366,11 +447,15 @@ TEST(MixerCuda, ZeroKeysGiveZerosNotNaN) {
     limits.states = limits.final_gradient = false;
     MixerCase c = random_case(random, spec, limits);
     fill(c.inputs.k, 0);
+    c = cast(c, DType::bf16);
+    SCOPED_TRACE(describe(c));
+    const MixerRun expected = run_oracle(c);
     for (const Form form : {Form::parallel, Form::chunked}) {
       if (form == Form::chunked && !has_state(spec)) continue;
-      const MixerRun run = run_on_gpu(cast(c, DType::bf16), {.form = form, .chunk = 16});
-      for (const Tensor& x : {run.result.out, run.gradients.q, run.gradients.k, run.gradients.v})
-        EXPECT_TRUE(all_finite(x)) << describe(c);
+      const MixerRun run = run_on_gpu(c, {.form = form, .chunk = 16});
+      EXPECT_EQ(run.result.form, form);
+      expect_zeros(spec, run);
+      expect_near(c, run, expected, DType::bf16);
     }
   }
 }

@@ -78,27 +78,6 @@ MixerRun run_on_gpu(const MixerCase& c, const MixerOptions& options) {
   return run_there(on_gpu(c), options, options);
 }
 
-// The largest error of a row (the last dimension), relative to the size of the row, to that of rows in general, or to
-// `least`; infinite where something is not finite.
-double row_error(const Tensor& actual, const Tensor& expected, double least = 0) {
-  const std::vector<double> a = to_doubles(actual), e = to_doubles(expected);
-  const auto row = static_cast<size_t>(expected.size(-1));
-  double mean = 0;
-  for (const double x : e) mean += x * x;
-  mean = std::sqrt(mean / static_cast<double>(e.size() / row));
-  double worst = 0;
-  for (size_t at = 0; at < e.size(); at += row) {
-    double error = 0, size = 0;
-    for (size_t i = at; i < at + row; ++i) {
-      error += (a[i] - e[i]) * (a[i] - e[i]);
-      size += e[i] * e[i];
-    }
-    const double relative = std::sqrt(error) / std::max({std::sqrt(size), mean, least, 1e-30});
-    worst = std::isfinite(relative) ? std::max(worst, relative) : INFINITY;
-  }
-  return worst;
-}
-
 struct Errors {
   double out, q, k, v, log_decay = 0;
 };
@@ -108,12 +87,11 @@ Errors errors_of(const MixerCase& c, const MixerRun& actual, const MixerRun& exp
   // sets the scale.
   double least = 0;
   for (const double g : to_doubles(c.out_gradient)) least += g * g;
-  const auto rows = static_cast<double>(c.out_gradient.elements() / c.out_gradient.size(-1));
-  const double per_row = c.spec.norm == Norm::sum ? std::sqrt(least / rows) : 0.0;
-  Errors errors{row_error(actual.result.out, expected.result.out),
-                row_error(actual.gradients.q, expected.gradients.q, per_row),
-                row_error(actual.gradients.k, expected.gradients.k, per_row),
-                row_error(actual.gradients.v, expected.gradients.v, per_row)};
+  const double floor = c.spec.norm == Norm::sum ? std::sqrt(least) : 1e-30;
+  Errors errors{relative_error(actual.result.out, expected.result.out).worst,
+                relative_error(actual.gradients.q, expected.gradients.q, floor).worst,
+                relative_error(actual.gradients.k, expected.gradients.k, floor).worst,
+                relative_error(actual.gradients.v, expected.gradients.v, floor).worst};
   // A sum over all later tokens: their errors add up, their values may cancel.
   if (c.spec.decay)
     errors.log_decay = relative_error(actual.gradients.log_decay, expected.gradients.log_decay,
@@ -157,9 +135,9 @@ void compare(const MixerCase& c, DType dtype) {
     }
     expect_within(errors_of(c, actual, oracle), tolerance_of(precision, dtype));
     if (!oracle.result.normalizer) continue;
-    EXPECT_LE(row_error(actual.result.normalizer, oracle.result.normalizer), tolerance_of(precision, dtype));
+    EXPECT_LE(relative_error(actual.result.normalizer, oracle.result.normalizer).worst, tolerance_of(precision, dtype));
     if (!oracle.result.maximum) continue;
-    EXPECT_LE(row_error(actual.result.maximum, oracle.result.maximum), tolerance_of(precision, dtype));
+    EXPECT_LE(relative_error(actual.result.maximum, oracle.result.maximum).worst, tolerance_of(precision, dtype));
   }
 }
 
