@@ -135,7 +135,8 @@ __global__ void __launch_bounds__(kFoldThreads, kFoldBlocks)
 #pragma unroll 4
     for (int t = own_token; t < kPageTokens; t += kStep) {
       const float weight_of_token = __shfl_sync(0xFFFFFFFFu, weight, t);
-      phi[t][own] = own_row ? feature.of(k + t * cache.qk_dim) * weight_of_token : 0.0f;
+      // A series has a feature that is 1 where there is no token, too.
+      phi[t][own] = own_row && t < count ? feature.of(k + t * cache.qk_dim) * weight_of_token : 0.0f;
     }
     __syncthreads();
 #pragma unroll 4
