@@ -68,7 +68,7 @@ TEST(Utf8Streamer, AnyCutGivesTheWholeText) {
 }
 
 TEST(Utf8, BytesOfAnyKindAndBack) {
-  for (const std::string& text : {"", "/data/x", "/däta/日本", "50 %", "C:\\x", "percent"})
+  for (const std::string text : {"", "/data/x", "/däta/日本", "50 %", "C:\\x", "percent"})
     EXPECT_EQ(utf8_of_bytes(text), text);
   EXPECT_EQ(utf8_of_bytes("/a\xff%b\n"), "percent:/a%FF%25b%0A");
   for (const std::string& bytes : {std::string("/a\xff%b\n"), std::string("\xc3"), std::string("percent:x%41"),
