@@ -18,7 +18,7 @@ class JsonFile {
   template <class Json>
   void write(const Json& json) {
     if (!file_) return;
-    file_->write(json.dump(2, ' ', false, Json::error_handler_t::replace) + "\n");  // a path may be any bytes
+    file_->write(json.dump(2) + "\n");
     file_->commit();
   }
 
