@@ -72,6 +72,8 @@ struct TrainOptions {
   std::string out;
   bool resume = false;  // go on from the newest checkpoint in `out`, if there is one, with the bits of a run that never
                         // stopped
+  bool resume_previous = false;  // with `resume`: from the newest undamaged checkpoint before the newest, which is kept
+                                 // under another name
   int64_t eval_every = 100, eval_batches = 32;     // steps between test losses; batches of one, 0: all
   int64_t save_every = 500, keep = 2;              // steps between checkpoints; how many stay
   int64_t sample_every = 500, sample_tokens = 48;  // steps between samples of text; 0: none
@@ -115,8 +117,8 @@ struct TrainResult {
 // hears of steps and messages in the first of them only.
 FURIOUS_API TrainResult train(const TrainOptions& options, const TrainObserver& observer = {});
 
-// The options that go on with the run in a folder: those of its newest checkpoint, with `resume`. Nothing if it has
-// no checkpoint.
-FURIOUS_API std::optional<TrainOptions> options_of_run(const std::string& folder);
+// The options that go on with the run in a folder: those of its newest checkpoint, or of the one that `resume_previous`
+// takes, with `resume`. Nothing if it has no checkpoint. A damaged checkpoint is an Error that names an older good one.
+FURIOUS_API std::optional<TrainOptions> options_of_run(const std::string& folder, bool previous = false);
 
 }  // namespace furious

@@ -323,6 +323,18 @@ void AtomicFile::write(std::span<const std::byte> bytes) {
   }
 }
 
+void AtomicFile::overwrite(uint64_t offset, std::span<const std::byte> bytes) {
+  require(file_ >= 0 && offset <= written_ && bytes.size() <= written_ - offset,
+          "{}: {} bytes at {} overwritten, but {} were written", path_.string(), bytes.size(), offset, written_);
+  while (!bytes.empty()) {
+    const ssize_t count = ::pwrite(file_, bytes.data(), bytes.size(), static_cast<off_t>(offset));
+    if (count < 0 && errno == EINTR) continue;
+    if (count < 0) failed(errno, 0);
+    offset += static_cast<uint64_t>(count);
+    bytes = bytes.subspan(static_cast<size_t>(count));
+  }
+}
+
 void AtomicFile::commit() {
   require(file_ >= 0, "{}: finished twice", path_.string());
   if (::fsync(file_) != 0) failed(errno, 0);

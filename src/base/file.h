@@ -51,7 +51,8 @@ class AtomicFile {
 
   void write(std::span<const std::byte> bytes);
   void write(std::string_view text) { write(std::as_bytes(std::span(text))); }
-  void commit();  // on the disk and under its name when it returns
+  void overwrite(uint64_t offset, std::span<const std::byte> bytes);  // within what was written
+  void commit();                                                      // on the disk and under its name when it returns
 
  private:
   [[noreturn]] void failed(int error, uint64_t pending_bytes);

@@ -1,12 +1,15 @@
 // Hashes of bytes.
 #pragma once
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <span>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -22,9 +25,28 @@ inline uint64_t hash_of(std::string_view bytes) {
 }
 
 // For large data, at the speed of memory: words in four lanes, blocks in parallel. The same for any number of threads.
-inline uint64_t hash_of_large(std::span<const std::byte> bytes) {
-  constexpr size_t kBlock = 1 << 20, kLanes = 4, kStride = kLanes * sizeof(uint64_t);
-  const auto block_hash = [](std::span<const std::byte> block) {
+class LargeHash {
+ public:
+  static constexpr size_t kBlock = 1 << 20;
+
+  // Any number of whole blocks; only the last piece may end within one.
+  void add(std::span<const std::byte> bytes) {
+    const size_t before = hashes_.size();
+    hashes_.resize(before + (bytes.size() + kBlock - 1) / kBlock);
+    parallel_for(static_cast<int64_t>(hashes_.size() - before), [&](int64_t i) {
+      const size_t begin = static_cast<size_t>(i) * kBlock;
+      hashes_[before + static_cast<size_t>(i)] = of_block(bytes.subspan(begin, std::min(kBlock, bytes.size() - begin)));
+    });
+    size_ += bytes.size();
+  }
+  uint64_t finish() {
+    hashes_.push_back(size_);
+    return hash_of({reinterpret_cast<const char*>(hashes_.data()), hashes_.size() * sizeof(uint64_t)});
+  }
+
+ private:
+  static uint64_t of_block(std::span<const std::byte> block) {
+    constexpr size_t kLanes = 4, kStride = kLanes * sizeof(uint64_t);
     uint64_t lanes[kLanes] = {1, 2, 3, 4};
     const auto mix = [&](const std::byte* from, size_t count) {
       uint64_t words[kLanes] = {};
@@ -35,13 +57,21 @@ inline uint64_t hash_of_large(std::span<const std::byte> bytes) {
     for (; at + kStride <= block.size(); at += kStride) mix(block.data() + at, kStride);
     mix(block.data() + at, block.size() - at);
     return hash_of({reinterpret_cast<const char*>(lanes), sizeof(lanes)});
-  };
-  std::vector<uint64_t> hashes((bytes.size() + kBlock - 1) / kBlock + 1, bytes.size());
-  parallel_for(static_cast<int64_t>(hashes.size()) - 1, [&](int64_t i) {
-    const size_t begin = static_cast<size_t>(i) * kBlock;
-    hashes[i] = block_hash(bytes.subspan(begin, std::min(kBlock, bytes.size() - begin)));
-  });
-  return hash_of({reinterpret_cast<const char*>(hashes.data()), hashes.size() * sizeof(uint64_t)});
+  }
+
+  std::vector<uint64_t> hashes_;  // of the blocks
+  uint64_t size_ = 0;
+};
+
+inline uint64_t hash_of_large(std::span<const std::byte> bytes) {
+  LargeHash hash;
+  hash.add(bytes);
+  return hash.finish();
+}
+
+// As files have them.
+inline std::string hash_text(uint64_t hash) {
+  return fmt::format("{:016x}", hash);
 }
 
 }  // namespace furious

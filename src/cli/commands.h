@@ -20,6 +20,7 @@ void add_recall(CLI::App& app);
 void add_tokenize(CLI::App& app);
 void add_tokenizer(CLI::App& app);
 void add_train(CLI::App& app);
+void add_verify(CLI::App& app);
 
 // The lines of `furious --version`.
 std::string version_text();

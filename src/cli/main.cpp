@@ -78,6 +78,7 @@ int main(int argc, char** argv) {
   furious::cli::add_niah(app);
   furious::cli::add_recall(app);
   furious::cli::add_memory(app);
+  furious::cli::add_verify(app);
   furious::cli::add_bench(app);
   try {
     check_processes(argc, argv);

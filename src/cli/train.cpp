@@ -4,12 +4,15 @@
 #include <csignal>
 #include <memory>
 #include <sstream>
+#include <thread>
+#include <utility>
 
 #include "base/error.h"
 #include "base/file.h"
 #include "cli/commands.h"
 #include "cli/progress.h"
 #include "cli/train_flags.h"
+#include "data/utf8.h"
 #include "dist/communicator.h"
 
 namespace furious::cli {
@@ -34,7 +37,7 @@ void apply_config(TrainOptions& options, const std::string& path) {
       if (item.name == "++" || item.name == "--") continue;  // where a section begins and ends
       require(item.parents.empty() && item.inputs.size() == 1, "\"{}\" is not one value at the top of the file",
               item.fullname());
-      set_train_option(options, item.name, item.inputs.front());
+      set_train_option(options, item.name, bytes_of_utf8(item.inputs.front()));
     }
   } catch (const std::exception& error) {
     fail("train: {}: {}", path, error.what());
@@ -52,7 +55,7 @@ TrainOptions TrainCommand::resolve() const {
   };
   apply(asked);
   if (!asked.resume || asked.out.empty()) return asked;
-  std::optional<TrainOptions> saved = options_of_run(asked.out);
+  std::optional<TrainOptions> saved = options_of_run(asked.out, asked.resume_previous);
   if (!saved) return asked;
   apply(*saved);
   return *saved;
@@ -67,13 +70,17 @@ void TrainCommand::run() const {
   const TrainOptions options = resolve();
   if (options.data.empty()) throw CLI::RequiredError("--data");
   if (options.out.empty()) throw CLI::RequiredError("--out");
-  stop_on_signals();
   std::signal(SIGPIPE, SIG_IGN);  // Ctrl-C also ends the `tee` that reads along, before the checkpoint is saved
   ProgressLine line("train");
   int64_t first = 0;
   TrainObserver observer;
   observer.message = [&](const std::string& text) { line.print(text); };
-  observer.stop = stop_requested;
+  // Signals are caught from the first time that this thread asks, after a step: until then there is nothing to save,
+  // and they end the program at once, however large the model that is being built.
+  observer.stop = [thread = std::this_thread::get_id(), catching = false]() mutable {
+    if (std::this_thread::get_id() == thread && !std::exchange(catching, true)) stop_on_signals();
+    return stop_requested();
+  };
   observer.step = [&](const TrainStep& step) {
     if (first == 0) first = step.step;
     const double per_step = line.seconds() / static_cast<double>(step.step - first + 1);

@@ -36,8 +36,9 @@ TrainFlags::TrainFlags(CLI::App& command, const TrainOptions& defaults, const st
 void TrainFlags::apply(TrainOptions& options) const {
   for (const auto& [option, flag] : flags_) {
     if (flag->count() == 0) continue;
-    const bool is_flag = option->kind == TrainOption::Kind::flag;  // --recompute, but also --recompute=false
-    option->set(options, is_flag ? fmt::format("{}", flag->as<bool>()) : flag->as<std::string>());
+    const auto text = flag->as<std::string>();
+    const bool is_word = option->kind != TrainOption::Kind::flag || text == "previous";  // of --resume=previous
+    option->set(options, is_word ? text : fmt::format("{}", flag->as<bool>()));  // --recompute, --recompute=false
   }
 }
 

@@ -1,6 +1,7 @@
 #include "data/dataset.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <memory>
 
@@ -14,9 +15,8 @@ namespace {
 // One mapped file of a shard: the header, then items.
 class ShardFile {
  public:
-  ShardFile(std::string path, const std::array<char, 8>& magic, int item_bytes, int64_t items, const ShardInfo& info,
-            uint32_t crc)
-      : path_(std::move(path)), crc_(crc), file_(std::make_unique<MappedFile>(path_)) {
+  ShardFile(std::string path, const std::array<char, 8>& magic, int item_bytes, int64_t items, const ShardInfo& info)
+      : path_(std::move(path)), file_(std::make_unique<MappedFile>(path_)) {
     const size_t size = file_->size();
     require(items >= 0 && static_cast<uint64_t>(items) <= (uint64_t{1} << 60) / static_cast<uint64_t>(item_bytes),
             "shard \"{}\" is damaged: the manifest gives it {} items", path_, items);
@@ -25,8 +25,8 @@ class ShardFile {
     require(size == expected, "shard \"{}\" is damaged: {} bytes, expected {}", path_, size, expected);
     ShardHeader header = {};
     std::memcpy(&header, file_->bytes().data(), sizeof(header));
-    require(header.magic == magic && header.version == 1, "shard \"{}\" is damaged: its header is not one of ours",
-            path_);
+    require(header.magic == magic && header.version == 1 && header.zero == ShardHeader().zero,
+            "shard \"{}\" is damaged: its header is not one of ours", path_);
     require(header.item_bytes == static_cast<uint32_t>(item_bytes) &&
                 header.tokens == static_cast<uint64_t>(info.tokens) &&
                 header.documents == static_cast<uint64_t>(info.documents),
@@ -34,43 +34,112 @@ class ShardFile {
   }
 
   const std::byte* items() const { return file_->bytes().data() + sizeof(ShardHeader); }
+  std::span<const std::byte> item_bytes() const { return file_->bytes().subspan(sizeof(ShardHeader)); }
   const std::string& path() const { return path_; }
-  void verify() const {
-    const uint32_t found = crc32_of(file_->bytes().subspan(sizeof(ShardHeader)));
-    require(found == crc_, "shard \"{}\" is damaged: CRC-32 {:08x}, expected {:08x}", path_, found, crc_);
-  }
 
  private:
   std::string path_;
-  uint32_t crc_;
   std::unique_ptr<const MappedFile> file_;
+};
+
+// A file of a shard whose items are checked, block by block, when they are first touched.
+class CheckedFile {
+ public:
+  CheckedFile(ShardFile file, size_t block_bytes, std::vector<uint32_t> crcs)
+      : file_(std::move(file)),
+        block_bytes_(block_bytes),
+        crcs_(std::move(crcs)),
+        good_(std::make_unique<std::atomic<bool>[]>(crcs_.size())) {}
+
+  const std::string& path() const { return file_.path(); }
+  // `count` bytes of items.
+  const std::byte* read(int64_t begin, int64_t count) const {
+    const size_t end = static_cast<size_t>(begin + count);
+    for (size_t block = static_cast<size_t>(begin) / block_bytes_; block * block_bytes_ < end; ++block)
+      if (!good_[block].load(std::memory_order_relaxed)) check(block);  // by two threads at once: the same result
+    return file_.items() + begin;
+  }
+  std::vector<std::string> damage() const {
+    std::vector<std::string> lines;
+    for (size_t block = 0; block < crcs_.size(); ++block) {
+      const size_t first = block;
+      while (block < crcs_.size() && crc32_of(bytes_of(block)) != crcs_[block]) ++block;
+      if (block > first) lines.push_back(damage_of(first, block));
+    }
+    return lines;
+  }
+
+ private:
+  std::span<const std::byte> bytes_of(size_t block) const {
+    const std::span<const std::byte> all = file_.item_bytes();
+    return all.subspan(block * block_bytes_, std::min(block_bytes_, all.size() - block * block_bytes_));
+  }
+  std::string damage_of(size_t first, size_t end) const {
+    return fmt::format(
+        "shard \"{}\" is damaged: bytes {} to {} differ from their CRC-32", path(),
+        sizeof(ShardHeader) + first * block_bytes_,
+        std::min(sizeof(ShardHeader) + end * block_bytes_, sizeof(ShardHeader) + file_.item_bytes().size()));
+  }
+  void check(size_t block) const {
+    require(crc32_of(bytes_of(block)) == crcs_[block], "{}; copy it again, or tokenize the text again",
+            damage_of(block, block + 1));
+    good_[block].store(true, std::memory_order_relaxed);
+  }
+
+  ShardFile file_;
+  size_t block_bytes_;
+  std::vector<uint32_t> crcs_;                 // of the blocks
+  std::unique_ptr<std::atomic<bool>[]> good_;  // blocks
 };
 
 struct Shard {
   ShardInfo info;
   int64_t first_token = 0;  // in the split
   int64_t first_document = 0;
-  ShardFile tokens;
-  ShardFile ends;
+  CheckedFile tokens;
+  CheckedFile ends;
 
   // The index after the last token of document `index`, within the shard; −1 stands for the start.
   int64_t end_of(int64_t index) const {
     if (index < 0) return 0;
     uint64_t end = 0;
-    std::memcpy(&end, ends.items() + index * static_cast<int64_t>(sizeof(end)), sizeof(end));
+    std::memcpy(&end, ends.read(index * static_cast<int64_t>(sizeof(end)), sizeof(end)), sizeof(end));
     require(end <= static_cast<uint64_t>(info.tokens), "shard \"{}\" is damaged: document {} ends at token {} of {}",
             ends.path(), index, end, info.tokens);
     return static_cast<int64_t>(end);
   }
 };
 
+// The two files of a shard, with what they are checked by.
+std::pair<CheckedFile, CheckedFile> open_shard(const std::string& folder, Split split, int64_t index, int token_bytes,
+                                               const ShardInfo& info) {
+  ShardFile tokens(folder + "/" + tokens_file(split, index), kTokensMagic, token_bytes, info.tokens, info);
+  ShardFile ends(folder + "/" + documents_file(split, index), kDocumentsMagic, sizeof(uint64_t), info.documents, info);
+  const size_t token_size = tokens.item_bytes().size(), ends_size = ends.item_bytes().size();
+  if (info.checks_crc < 0)
+    return {CheckedFile(std::move(tokens), token_size, {info.tokens_crc}),
+            CheckedFile(std::move(ends), ends_size, {info.documents_crc})};
+  const auto blocks_in = [](size_t bytes) { return (bytes + kBlockBytes - 1) / kBlockBytes; };
+  const size_t in_tokens = blocks_in(token_size), in_ends = blocks_in(ends_size);
+  const ShardFile checks(folder + "/" + checks_file(split, index), kChecksMagic, sizeof(uint32_t),
+                         static_cast<int64_t>(in_tokens + in_ends), info);
+  require(crc32_of(checks.item_bytes()) == info.checks_crc, "shard \"{}\" is damaged: it differs from its CRC-32",
+          checks.path());
+  std::vector<uint32_t> crcs(in_tokens + in_ends);
+  std::memcpy(crcs.data(), checks.items(), crcs.size() * sizeof(uint32_t));
+  const auto second = crcs.begin() + static_cast<std::ptrdiff_t>(in_tokens);
+  return {CheckedFile(std::move(tokens), kBlockBytes, {crcs.begin(), second}),
+          CheckedFile(std::move(ends), kBlockBytes, {second, crcs.end()})};
+}
+
 template <class Id>
 void copy_ids(const Shard& shard, int64_t begin, int64_t count, int32_t vocabulary, int32_t* out) {
-  const std::byte* start = shard.tokens.items() + begin * static_cast<int64_t>(sizeof(Id));
+  constexpr auto kSize = static_cast<int64_t>(sizeof(Id));
+  const std::byte* start = shard.tokens.read(begin * kSize, count * kSize);
   uint32_t largest = 0;
   for (int64_t i = 0; i < count; ++i) {
     Id id = 0;
-    std::memcpy(&id, start + i * static_cast<int64_t>(sizeof(Id)), sizeof(Id));
+    std::memcpy(&id, start + i * kSize, sizeof(Id));
     out[i] = static_cast<int32_t>(id);
     largest = std::max<uint32_t>(largest, id);
   }
@@ -177,11 +246,9 @@ Dataset::Dataset(const std::string& folder) : folder_(folder), manifest_(read_ma
               "\"{}/manifest.json\" is damaged: a shard of {} tokens in {} documents", folder, shard.tokens,
               shard.documents);
       const auto index = static_cast<int64_t>(mapping->shards.size());
-      mapping->shards.push_back({shard, mapping->total.tokens, mapping->total.documents,
-                                 ShardFile(folder + "/" + tokens_file(split, index), kTokensMagic,
-                                           manifest_.token_bytes, shard.tokens, shard, shard.tokens_crc),
-                                 ShardFile(folder + "/" + documents_file(split, index), kDocumentsMagic,
-                                           sizeof(uint64_t), shard.documents, shard, shard.documents_crc)});
+      auto [tokens, ends] = open_shard(folder, split, index, manifest_.token_bytes, shard);
+      mapping->shards.push_back(
+          {shard, mapping->total.tokens, mapping->total.documents, std::move(tokens), std::move(ends)});
       mapping->total.tokens += shard.tokens;
       mapping->total.documents += shard.documents;
       mapping->total.bytes += shard.bytes;
@@ -206,12 +273,13 @@ void Dataset::check_tokenizer_of(const std::filesystem::path& model) const {
           folder_, tokenizer_->fingerprint(), model.string(), own);
 }
 
-void Dataset::verify() const {
+std::vector<std::string> Dataset::damage() const {
+  std::vector<std::string> lines;
   for (const TokenView& view : views_)
-    for (const Shard& shard : view.mapping_->shards) {
-      shard.tokens.verify();
-      shard.ends.verify();
-    }
+    for (const Shard& shard : view.mapping_->shards)
+      for (const CheckedFile* file : {&shard.tokens, &shard.ends})
+        for (const std::string& line : file->damage()) lines.push_back(line);
+  return lines;
 }
 
 }  // namespace furious

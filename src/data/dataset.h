@@ -28,8 +28,8 @@ class TokenView {
   int64_t documents() const;
   int64_t text_bytes() const;
 
-  // Tokens [begin, begin + count) to `out`. An id outside the vocabulary, which only a damaged shard can hold, is an
-  // error that names the shard.
+  // Tokens [begin, begin + count) to `out`. What is read for the first time is compared with its checksum (shards.h):
+  // damage is an error that names the shard and the bytes. From any number of threads.
   void copy(int64_t begin, int64_t count, int32_t* out) const;
   DocumentRange document(int64_t index) const;
   int64_t document_at(int64_t token) const;  // the index of the document that holds it
@@ -55,8 +55,8 @@ class Dataset {
   // That the text was tokenized as the model in this folder expects it, if a tokenizer lies beside its weights.
   void check_tokenizer_of(const std::filesystem::path& model) const;
 
-  // Reads everything and compares checksums; throws for the first shard that differs from what was written.
-  void verify() const;
+  // Reads everything and compares checksums: a line for each stretch of bytes that is not what was written.
+  std::vector<std::string> damage() const;
 
  private:
   std::string folder_;

@@ -109,4 +109,14 @@ uint32_t crc32_of(std::span<const std::byte> bytes) {
   return extend_crc(0, bytes.data(), bytes.size());
 }
 
+BlockCrcs crc32_of_blocks(std::span<const std::byte> bytes, size_t block_bytes) {
+  BlockCrcs crcs;
+  for (size_t begin = 0; begin < bytes.size(); begin += block_bytes) {
+    const auto block = bytes.subspan(begin, std::min(block_bytes, bytes.size() - begin));
+    crcs.blocks.push_back(crc32_of(block));
+    crcs.all = static_cast<uint32_t>(::crc32_combine(crcs.all, crcs.blocks.back(), static_cast<z_off_t>(block.size())));
+  }
+  return crcs;
+}
+
 }  // namespace furious

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <vector>
 
 namespace furious {
 
@@ -41,5 +42,12 @@ class AppendFile {
 };
 
 uint32_t crc32_of(std::span<const std::byte> bytes);
+
+// Of the blocks that data is cut into, the last perhaps shorter, and of all of it.
+struct BlockCrcs {
+  std::vector<uint32_t> blocks;
+  uint32_t all = 0;
+};
+BlockCrcs crc32_of_blocks(std::span<const std::byte> bytes, size_t block_bytes);
 
 }  // namespace furious

@@ -5,6 +5,7 @@
 
 #include "base/error.h"
 #include "base/file.h"
+#include "base/hash.h"
 #include "data/shards_json.h"
 
 namespace furious {
@@ -12,6 +13,7 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
+constexpr const char* kChecksumKey = "checksum";
 // Tokens are converted through a buffer of this many.
 constexpr size_t kConverted = 4096;
 
@@ -48,6 +50,10 @@ std::string tokens_file(Split split, int64_t shard) {
 
 std::string documents_file(Split split, int64_t shard) {
   return file_name(split, shard, "documents");
+}
+
+std::string checks_file(Split split, int64_t shard) {
+  return file_name(split, shard, "checks");
 }
 
 int token_bytes_for(int32_t vocabulary_size) {
@@ -133,8 +139,30 @@ void SplitWriter::close_shard() {
   header.item_bytes = sizeof(uint64_t);
   documents_.overwrite_start(&header, sizeof(header));
   documents_.close();
+  write_checks();
   info_.shards.push_back(shard);
   info_.has_current = false;
+}
+
+// Reads the shard once more, for the checksums of its blocks; and since most of it may have been written by a process
+// that was killed, sees that it holds what was written.
+void SplitWriter::write_checks() {
+  const auto index = static_cast<int64_t>(info_.shards.size());
+  ShardInfo& shard = info_.current;
+  AppendFile checks(folder_ + "/" + checks_file(split_, index), sizeof(ShardHeader));
+  const ShardHeader header = {kChecksMagic, 1, sizeof(uint32_t), static_cast<uint64_t>(shard.tokens),
+                              static_cast<uint64_t>(shard.documents)};
+  checks.append(&header, sizeof(header));
+  for (const auto& [name, crc] : {std::pair{tokens_file(split_, index), shard.tokens_crc},
+                                  {documents_file(split_, index), shard.documents_crc}}) {
+    const MappedFile file(folder_ + "/" + name);
+    const BlockCrcs found = crc32_of_blocks(file.bytes().subspan(sizeof(ShardHeader)), kBlockBytes);
+    require(found.all == crc, "shard \"{}\" does not hold what was written to it; delete the folder and begin anew",
+            file.path().string());
+    checks.append(found.blocks.data(), found.blocks.size() * sizeof(uint32_t));
+  }
+  shard.checks_crc = checks.crc();
+  checks.close();
 }
 
 void SplitWriter::finish() {
@@ -150,16 +178,18 @@ Json to_json(const TokenizerInfo& tokenizer) {
 }
 
 Json to_json(const ShardInfo& shard) {
-  return {{"tokens", shard.tokens},
-          {"documents", shard.documents},
-          {"bytes", shard.bytes},
-          {"tokens_crc32", shard.tokens_crc},
-          {"documents_crc32", shard.documents_crc}};
+  Json json = {{"tokens", shard.tokens},
+               {"documents", shard.documents},
+               {"bytes", shard.bytes},
+               {"tokens_crc32", shard.tokens_crc},
+               {"documents_crc32", shard.documents_crc}};
+  if (shard.checks_crc >= 0) json["checks_crc32"] = shard.checks_crc;
+  return json;
 }
 
 ShardInfo shard_from_json(const Json& json) {
-  return {json.at("tokens"), json.at("documents"), json.at("bytes"), json.at("tokens_crc32"),
-          json.at("documents_crc32")};
+  return {json.at("tokens"),       json.at("documents"),       json.at("bytes"),
+          json.at("tokens_crc32"), json.at("documents_crc32"), json.value("checks_crc32", int64_t{-1})};
 }
 
 Json to_json(const SplitInfo& info, Split split) {
@@ -173,6 +203,26 @@ Json to_json(const SplitInfo& info, Split split) {
     json["shards"].push_back(row);
   }
   return json;
+}
+
+namespace {
+
+std::string checksum_of(const Json& json) {
+  return hash_text(hash_of(json.dump()));
+}
+
+}  // namespace
+
+Json with_checksum(Json json) {
+  json[kChecksumKey] = checksum_of(json);
+  return json;
+}
+
+void check_checksum(Json json, const std::string& path) {
+  if (!json.is_object() || !json.contains(kChecksumKey)) return;
+  const Json found = json[kChecksumKey];
+  json.erase(kChecksumKey);
+  require(found == checksum_of(json), "\"{}\" is damaged: it differs from its checksum; copy it again", path);
 }
 
 Json read_json(const std::string& path) {
@@ -191,6 +241,7 @@ Manifest read_manifest(const std::string& folder) {
     fail("\"{}\" is no tokenized corpus: it has no manifest.json; make one with `furious tokenize`", folder);
   }
   const Json json = read_json(path);
+  check_checksum(json, path);
   try {
     require(json.at("format") == "furious-tokens" && json.at("version") == 1,
             "\"{}\" has another format or version than furious-tokens 1", path);

@@ -16,4 +16,8 @@ nlohmann::ordered_json to_json(const SplitInfo& info, Split split);
 
 nlohmann::ordered_json read_json(const std::string& path);
 
+// An object with a checksum of the rest of it as its last entry, and the check of that, where there is one.
+nlohmann::ordered_json with_checksum(nlohmann::ordered_json json);
+void check_checksum(nlohmann::ordered_json json, const std::string& path);
+
 }  // namespace furious

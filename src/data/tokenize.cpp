@@ -14,6 +14,7 @@
 #include "base/random.h"
 #include "data/shards_json.h"
 #include "data/tokenizer.h"
+#include "data/utf8.h"
 
 namespace furious {
 namespace {
@@ -259,7 +260,7 @@ TokenizerInfo describe(const Tokenizer& tokenizer) {
 Json plan_of(const TokenizeOptions& options, const Tokenizer& tokenizer, const std::vector<InputFile>& files) {
   Json inputs = Json::array();
   for (const InputFile& file : files)
-    inputs.push_back({{"path", file.path}, {"size", file.size}, {"modified", file.modified}});
+    inputs.push_back({{"path", utf8_of_bytes(file.path)}, {"size", file.size}, {"modified", file.modified}});
   return {{"tokenizer", to_json(describe(tokenizer))},
           {"options",
            {{"field", options.reader.field},
@@ -321,7 +322,7 @@ Json manifest_of(const Json& plan, const Corpus& corpus, int token_bytes) {
   for (const Split split : kSplits) json[name_of(split)] = to_json(corpus.info(split), split);
   json["options"] = plan.at("options");
   json["inputs"] = without_times(plan.at("inputs"));
-  return json;
+  return with_checksum(json);
 }
 
 void check(const TokenizeOptions& options, const Tokenizer& tokenizer) {
@@ -342,7 +343,8 @@ void forget_attempt(const std::string& folder) {
   fs::remove(folder + "/tokenizer.model");
   for (const Split split : kSplits)
     for (int64_t shard = 0; fs::remove(folder + "/" + tokens_file(split, shard)); ++shard)
-      fs::remove(folder + "/" + documents_file(split, shard));
+      for (const std::string& file : {documents_file(split, shard), checks_file(split, shard)})
+        fs::remove(folder + "/" + file);
 }
 
 void write_corpus(const TokenizeOptions& options, const Tokenizer& tokenizer, const std::vector<InputFile>& files,

@@ -1,6 +1,9 @@
 #include "data/utf8.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
+#include <charconv>
 #include <cstring>
 
 namespace furious {
@@ -69,6 +72,40 @@ std::string replace_invalid_utf8(std::string_view text, int64_t& replaced) {
     text.remove_prefix(sequence_at(text).bytes);
     ++replaced;
   }
+}
+
+namespace {
+constexpr std::string_view kPercent = "percent:";
+}
+
+std::string utf8_of_bytes(std::string_view bytes) {
+  const auto is_control = [](char c) { return static_cast<unsigned char>(c) < 0x20 || c == 0x7F; };
+  if (valid_utf8_prefix(bytes) == bytes.size() && std::ranges::none_of(bytes, is_control) &&
+      !bytes.starts_with(kPercent))
+    return std::string(bytes);
+  std::string text(kPercent);
+  for (const char c : bytes)
+    text += is_control(c) || c == '%' || static_cast<unsigned char>(c) >= 0x80
+                ? fmt::format("%{:02X}", static_cast<unsigned char>(c))
+                : std::string(1, c);
+  return text;
+}
+
+std::string bytes_of_utf8(std::string_view text) {
+  if (!text.starts_with(kPercent)) return std::string(text);
+  text.remove_prefix(kPercent.size());
+  std::string bytes;
+  for (size_t i = 0; i < text.size(); ++i) {
+    unsigned value = 0;
+    if (text[i] == '%' && i + 2 < text.size() &&
+        std::from_chars(text.data() + i + 1, text.data() + i + 3, value, 16).ptr == text.data() + i + 3) {
+      bytes += static_cast<char>(value);
+      i += 2;
+    } else {
+      bytes += text[i];
+    }
+  }
+  return bytes;
 }
 
 std::string Utf8Streamer::push(std::string_view bytes) {

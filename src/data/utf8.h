@@ -16,6 +16,11 @@ size_t utf8_length(std::string_view text);  // in characters, for valid text
 // `text` with every broken sequence replaced; adds their number to `replaced`.
 std::string replace_invalid_utf8(std::string_view text, int64_t& replaced);
 
+// Bytes that need not be UTF-8 (paths) as UTF-8 for JSON and TOML, and back. Text stays as it is; anything else, also a
+// control character, becomes "percent:" and the bytes, of which those that are no printable ASCII, and "%", are %XX.
+std::string utf8_of_bytes(std::string_view bytes);
+std::string bytes_of_utf8(std::string_view text);
+
 // Joins pieces of text that may end inside a character: what comes out is always whole characters.
 class Utf8Streamer {
  public:

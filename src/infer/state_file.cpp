@@ -19,10 +19,6 @@ std::string count_text(int64_t count) {
   return fmt::format("{:020}", count);
 }
 
-std::string hash_text(uint64_t hash) {
-  return fmt::format("{:016x}", hash);
-}
-
 uint64_t hash_of_numbers(const Tensor& tensor) {
   return hash_of_large({static_cast<const std::byte*>(tensor.raw()), tensor.bytes()});
 }
@@ -45,10 +41,7 @@ std::string checksum(const std::map<std::string, Tensor>& tensors, int64_t token
 class Metadata {
  public:
   explicit Metadata(const SafetensorsReader& reader) : reader_(reader) {
-    const auto& all = reader.metadata();
-    const auto format = all.find("format");
-    require(format != all.end() && format->second == kFormat, "{}: not a state file; --save-state writes one",
-            origin());
+    require(is_state_file(reader), "{}: not a state file; --save-state writes one", origin());
   }
   std::string origin() const { return reader_.path().string(); }
   const std::string& text(const std::string& key) const {
@@ -72,7 +65,32 @@ class Metadata {
   const SafetensorsReader& reader_;
 };
 
+// The checksum is of version 1 of the format; files written since then have those of every safetensors file, too.
+std::map<std::string, Tensor> checked_tensors(const SafetensorsReader& reader, const Metadata& metadata) {
+  std::map<std::string, Tensor> tensors;
+  for (const StoredTensor& stored : reader.tensors()) tensors[stored.name] = reader.load(stored.name);
+  if (checksum(tensors, metadata.count("tokens"), metadata.count("pending")) != metadata.text("checksum"))
+    metadata.damaged("its checksum is wrong");
+  return tensors;
+}
+
 }  // namespace
+
+bool is_state_file(const SafetensorsReader& reader) {
+  const auto format = reader.metadata().find("format");
+  return format != reader.metadata().end() && format->second == kFormat;
+}
+
+std::vector<std::string> state_damage(const SafetensorsReader& reader) {
+  std::vector<std::string> lines = reader.damage();
+  if (!lines.empty()) return lines;
+  try {
+    checked_tensors(reader, Metadata(reader));
+  } catch (const Error& error) {
+    lines.emplace_back(error.what());
+  }
+  return lines;
+}
 
 std::string fingerprint(const LanguageModel& model, const std::string& tokenizer_fingerprint) {
   std::string hashes = config_to_json(model.config()) + tokenizer_fingerprint;
@@ -116,9 +134,7 @@ SavedState load_state(const std::filesystem::path& file, const ModelConfig& conf
   SavedState state;
   state.cache.tokens = metadata.count("tokens");
   state.cache.pending = metadata.count("pending");
-  for (const StoredTensor& stored : reader.tensors()) state.cache.tensors[stored.name] = reader.load(stored.name);
-  if (checksum(state.cache.tensors, state.cache.tokens, state.cache.pending) != metadata.text("checksum"))
-    metadata.damaged("its checksum is wrong");
+  state.cache.tensors = checked_tensors(reader, metadata);
   const auto take = [&](const std::string& name) {
     const auto found = state.cache.tensors.find(name);
     if (found == state.cache.tensors.end()) metadata.damaged(fmt::format("tensor \"{}\" is missing", name));

@@ -15,6 +15,8 @@
 
 namespace furious {
 
+class SafetensorsReader;
+
 struct SavedState {
   ModelCache::Contents cache;
   Tensor logits;
@@ -29,5 +31,8 @@ void save_state(const std::filesystem::path& file, const SavedState& state, cons
 // Refuses a file that is damaged or belongs to another model.
 SavedState load_state(const std::filesystem::path& file, const ModelConfig& config,
                       const std::string& model_fingerprint);
+
+bool is_state_file(const SafetensorsReader& reader);
+std::vector<std::string> state_damage(const SafetensorsReader& reader);  // a line for each piece of it; reads all
 
 }  // namespace furious

@@ -9,6 +9,7 @@
 
 #include "base/error.h"
 #include "base/file.h"
+#include "base/hash.h"
 #include "base/names.h"
 #include "model/formats/release.h"
 #include "model/safetensors.h"
@@ -25,6 +26,8 @@ constexpr std::string_view kPickles[] = {".pt", ".pth", ".bin", ".pkl"};
 constexpr std::string_view kFused = "qkv_proj.weight";
 constexpr const char* kEmbedding = "model.embed_tokens.weight";
 constexpr const char* kHead = "lm_head.weight";
+constexpr const char* kFilesKey = "furious.files";  // in the metadata of the weights: "NAME HASH", a line each
+constexpr const char* kSmallFiles[] = {"config.json", "tokenizer.model", "tokenizer_config.json"};
 
 // The shape that a parameter has in the file: a convolution there has its one input channel per group.
 Shape stored_shape(const std::string& name, const Shape& shape) {
@@ -129,6 +132,11 @@ ModelConfig saved_config(const fs::path& file, const fs::path& weights, const st
   return config;
 }
 
+std::string file_hash(const fs::path& file) {
+  const std::string text = read_text(file);
+  return hash_text(hash_of_large(std::as_bytes(std::span(text))));
+}
+
 fs::path folder_of(const fs::path& path) {
   std::error_code ignored;
   return fs::is_directory(path, ignored) ? path : path.parent_path();
@@ -145,16 +153,22 @@ std::vector<std::string> load_notes(const fs::path& given) {
   const fs::path path = checkpoint_of(given);
   std::error_code ignored;
   if (!fs::exists(path, ignored)) return {};
+  std::vector<std::string> notes;
+  try {
+    notes = changed_files(SafetensorsReader(path));
+  } catch (const Error&) {  // loading will say it
+  }
   std::vector<std::string> pickles;
   for (const auto& entry : fs::directory_iterator(folder_of(path), ignored))
     if (std::ranges::count(kPickles, entry.path().extension().string()) > 0)
       pickles.push_back(printable(entry.path().filename().string()));
-  if (pickles.empty()) return {};
+  if (pickles.empty()) return notes;
   std::ranges::sort(pickles);
-  return {
+  notes.push_back(
       fmt::format("{}: {} {} pickled and not read: a pickle can run any code; config.json or --arch says the "
                   "architecture",
-                  folder_of(path).string(), fmt::join(pickles, ", "), pickles.size() == 1 ? "is" : "are")};
+                  folder_of(path).string(), fmt::join(pickles, ", "), pickles.size() == 1 ? "is" : "are"));
+  return notes;
 }
 
 ModelConfig load_config(const fs::path& given, const std::string& arch, int64_t heads) {
@@ -196,8 +210,32 @@ void save_model(const fs::path& directory, const LanguageModel& model) {
     const Tensor& value = parameter.value.value();
     tensors[parameter.name] = value.view(stored_shape(parameter.name, value.shape()));
   }
-  write_safetensors(directory / "model.safetensors", tensors, {{"format", "pt"}});  // as Hugging Face's library asks
   write_text(directory / "config.json", config_to_json(model.config()));
+  std::string files;
+  for (const char* name : kSmallFiles)
+    if (fs::exists(directory / name)) files += fmt::format("{} {}\n", name, file_hash(directory / name));
+  write_safetensors(directory / "model.safetensors", tensors,
+                    {{"format", "pt"}, {kFilesKey, files}});  // "pt": as Hugging Face's library asks
+}
+
+std::vector<std::string> changed_files(const SafetensorsReader& weights) {
+  const auto entry = weights.metadata().find(kFilesKey);
+  if (entry == weights.metadata().end()) return {};
+  std::vector<std::string> lines;
+  const std::string saved = "\n" + entry->second;
+  for (const char* name : kSmallFiles) {
+    const std::string key = fmt::format("\n{} ", name);
+    const size_t at = saved.find(key);
+    if (at == std::string::npos) continue;
+    const fs::path file = weights.path().parent_path() / name;
+    std::error_code ignored;
+    if (!fs::exists(file, ignored))
+      lines.push_back(fmt::format("{}: is missing; it was saved with the weights", file.string()));
+    else if (saved.compare(at + key.size(), 16, file_hash(file)) != 0)
+      lines.push_back(fmt::format("{}: is not the file that was saved with the weights; it was edited, or is damaged",
+                                  file.string()));
+  }
+  return lines;
 }
 
 }  // namespace furious

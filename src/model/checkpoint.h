@@ -25,10 +25,17 @@ LanguageModel load_model(const std::filesystem::path& path, const std::string& a
                          int64_t heads = 0);
 ModelConfig load_config(const std::filesystem::path& path, const std::string& arch = "", int64_t heads = 0);
 
-// What a user should know of the files there, for a program to print: pickles, which are never read.
+// What a user should know of the files there, for a program to print: pickles, which are never read, and files that
+// are not those saved with the weights.
 std::vector<std::string> load_notes(const std::filesystem::path& path);
 
-// Writes config.json and model.safetensors, with f32 weights, into an existing directory.
+// Writes config.json and model.safetensors, with f32 weights, into an existing directory. The metadata of the weights
+// holds checksums of config.json and of the tokenizer's files, where these are there already.
 void save_model(const std::filesystem::path& directory, const LanguageModel& model);
+
+// Of the small files that were saved with these weights: a line for each that has changed since. Nothing for a model
+// without checksums.
+class SafetensorsReader;
+std::vector<std::string> changed_files(const SafetensorsReader& weights);
 
 }  // namespace furious

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <charconv>
 #include <cstring>
 #include <functional>
 #include <limits>
@@ -12,6 +13,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/hash.h"
 #include "base/names.h"
 #include "ops/elementwise.h"
 
@@ -28,7 +30,9 @@ constexpr uint64_t kMaxHeaderBytes = 100'000'000;  // the limit of the format's 
 constexpr size_t kMaxRank = 32;
 constexpr size_t kMaxMetadata = 100'000;
 constexpr size_t kCopyBytes = size_t{4} << 20;
+static_assert(kCopyBytes % LargeHash::kBlock == 0);
 constexpr std::string_view kMetadataKey = "__metadata__";
+constexpr const char* kChecksumsKey = "furious.checksums";
 constexpr std::string_view kIndexEnding = ".index.json";
 
 struct StoredType {
@@ -380,10 +384,53 @@ std::string_view header_of(const MappedFile& file) {
   return header;
 }
 
+// What the checksum of a header is of; the tensors come in the order of their names. Not their places, which leave no
+// choice once sizes and bytes are known.
+class HeaderChecksum {
+ public:
+  explicit HeaderChecksum(const std::map<std::string, std::string>& metadata) {
+    for (const auto& [key, value] : metadata) text_ += fmt::format("{}\n{}\n", key, value);
+  }
+  void add(std::string_view name, std::string_view dtype, std::span<const int64_t> shape, uint64_t checksum) {
+    text_ += fmt::format("{}\n{} {} {:x}\n", name, dtype, fmt::join(shape, ","), checksum);
+  }
+  uint64_t finish() const { return hash_of_large(std::as_bytes(std::span(text_))); }
+
+ private:
+  std::string text_;
+};
+
 struct OpenedFile {
   std::vector<StoredTensor> tensors;  // sorted by name
   std::map<std::string, std::string> metadata;
+  std::optional<uint64_t> checksum;
 };
+
+// Moves the checksums from the metadata to where they belong.
+void take_checksums(const fs::path& path, OpenedFile& opened) {
+  const auto entry = opened.metadata.extract(kChecksumsKey);
+  if (entry.empty()) return;
+  const std::string& text = entry.mapped();
+  constexpr size_t kDigits = 16;
+  const auto number = [&](size_t index) {
+    const size_t begin = index * (kDigits + 1);
+    uint64_t value = 0;
+    const auto [end, error] = std::from_chars(text.data() + begin, text.data() + begin + kDigits, value, 16);
+    if (error != std::errc() || end != text.data() + begin + kDigits || (begin > 0 && text[begin - 1] != ' '))
+      damaged(path, "its checksums are no numbers");
+    return value;
+  };
+  if (text.size() != (opened.tensors.size() + 1) * (kDigits + 1) - 1)
+    damaged(path, fmt::format("its checksums are not those of {} tensors", opened.tensors.size()));
+  HeaderChecksum header(opened.metadata);
+  for (size_t i = 0; i < opened.tensors.size(); ++i) {
+    StoredTensor& tensor = opened.tensors[i];
+    tensor.checksum = number(i + 1);
+    header.add(tensor.name, tensor.dtype, tensor.shape, *tensor.checksum);
+  }
+  opened.checksum = number(0);
+  if (header.finish() != *opened.checksum) damaged(path, "its header or metadata differs from its checksum");
+}
 
 OpenedFile open_file(const fs::path& path) {
   const auto file = std::make_shared<const MappedFile>(path);
@@ -393,7 +440,7 @@ OpenedFile open_file(const fs::path& path) {
   events.parse(header);
   check_layout(file->path(), events.entries, data.size());
 
-  OpenedFile opened{.tensors = {}, .metadata = std::move(events.metadata)};
+  OpenedFile opened{.tensors = {}, .metadata = std::move(events.metadata), .checksum = {}};
   opened.tensors.reserve(events.entries.size());
   for (HeaderEntry& entry : events.entries) {
     const uint64_t begin = (*entry.offsets)[0];
@@ -404,6 +451,7 @@ OpenedFile open_file(const fs::path& path) {
   std::ranges::sort(opened.tensors, {}, &StoredTensor::name);
   const auto twice = std::ranges::adjacent_find(opened.tensors, {}, &StoredTensor::name);
   if (twice != opened.tensors.end()) damaged(path, fmt::format("tensor {} is there twice", shown(twice->name)));
+  take_checksums(path, opened);
   return opened;
 }
 
@@ -495,9 +543,22 @@ Tensor narrowed_to_i32(const StoredTensor& stored) {
   return out;
 }
 
+// What is wrong with the bytes of a tensor; empty if nothing is known to be.
+std::string difference(const StoredTensor& stored) {
+  if (!stored.checksum || hash_of_large(stored.bytes) == *stored.checksum) return {};
+  const auto begin = static_cast<size_t>(stored.bytes.data() - stored.file->bytes().data());
+  return fmt::format("tensor {} (bytes {} to {}) differs from its checksum", shown(stored.name), begin,
+                     begin + stored.bytes.size());
+}
+
+void check_bytes(const StoredTensor& stored) {
+  if (const std::string found = difference(stored); !found.empty()) damaged(stored.file->path(), found);
+}
+
 // On the CPU in the dtype it is stored in, aligned; a copy only where the file's bytes do not serve as they are.
 Tensor readable(const StoredTensor& stored) {
   const DType dtype = loadable_dtype(stored);
+  check_bytes(stored);
   if (stored.dtype == "I64") return narrowed_to_i32(stored);
   if (usable_in_place(stored, dtype)) return in_place(stored, dtype);
   Tensor out = Tensor::empty(loadable_shape(stored), dtype);
@@ -561,16 +622,40 @@ std::string header_for(const fs::path& path, const std::vector<const NamedTensor
   return json;
 }
 
-void write_data(AtomicFile& file, const Tensor& tensor) {
+// Returns the checksum of what it writes.
+uint64_t write_data(AtomicFile& file, const Tensor& tensor) {
   const auto* const data = static_cast<const std::byte*>(tensor.raw());
-  if (tensor.device().is_cpu()) return file.write(std::span(data, tensor.bytes()));
+  LargeHash hash;
+  const auto write = [&](std::span<const std::byte> bytes) {
+    hash.add(bytes);
+    file.write(bytes);
+  };
+  if (tensor.device().is_cpu()) {
+    write(std::span(data, tensor.bytes()));
+    return hash.finish();
+  }
   std::vector<std::byte> buffer(std::min(kCopyBytes, tensor.bytes()));
   for (size_t done = 0; done < tensor.bytes();) {
     const size_t count = std::min(buffer.size(), tensor.bytes() - done);
     memory::copy({}, buffer.data(), tensor.device(), data + done, count);
-    file.write(std::span(buffer.data(), count));
+    write(std::span(buffer.data(), count));
     done += count;
   }
+  return hash.finish();
+}
+
+std::string checksums_text(const std::map<std::string, Tensor>& tensors,
+                           const std::map<std::string, std::string>& metadata,
+                           const std::map<std::string, uint64_t>& checksums) {
+  HeaderChecksum header(metadata);
+  std::string text;
+  for (const auto& [name, tensor] : tensors) {
+    const Shape& shape = tensor.shape();
+    header.add(name, stored_name_of(tensor.dtype()), std::vector<int64_t>(shape.begin(), shape.end()),
+               checksums.at(name));
+    text += " " + hash_text(checksums.at(name));
+  }
+  return hash_text(header.finish()) + text;
 }
 
 }  // namespace
@@ -583,6 +668,15 @@ SafetensorsReader::SafetensorsReader(const fs::path& path) : path_(file_to_open(
   OpenedFile opened = open_file(path_);
   tensors_ = std::move(opened.tensors);
   metadata_ = std::move(opened.metadata);
+  checksum_ = opened.checksum;
+}
+
+std::vector<std::string> SafetensorsReader::damage() const {
+  std::vector<std::string> lines;
+  for (const StoredTensor& tensor : tensors_)
+    if (const std::string found = difference(tensor); !found.empty())
+      lines.push_back(fmt::format("{}: {}", tensor.file->path().string(), found));
+  return lines;
 }
 
 const StoredTensor* SafetensorsReader::find(std::string_view name) const {
@@ -625,22 +719,36 @@ void SafetensorsReader::load_into(std::string_view name, const Tensor& out) cons
 
 Tensor SafetensorsReader::view(std::string_view name, DType dtype) const {
   const StoredTensor& tensor = stored(name);
-  return usable_in_place(tensor, dtype) ? in_place(tensor, dtype) : load(name, dtype);
+  if (!usable_in_place(tensor, dtype)) return load(name, dtype);
+  check_bytes(tensor);
+  return in_place(tensor, dtype);
 }
 
 void write_safetensors(const fs::path& path, const std::map<std::string, Tensor>& tensors,
                        const std::map<std::string, std::string>& metadata) {
-  for (const NamedTensor& entry : tensors) check_writable(path, entry);
+  require(!metadata.contains(kChecksumsKey), "{}: metadata \"{}\" is written by itself", path.string(), kChecksumsKey);
+  std::map<std::string, uint64_t> checksums;
+  for (const NamedTensor& entry : tensors) {
+    check_writable(path, entry);
+    checksums[entry.first] = 0;
+  }
   const std::vector<const NamedTensor*> order = in_file_order(tensors);
-  const std::string header = header_for(path, order, metadata);
-  const uint64_t length = header.size();
+  const auto header = [&] {
+    std::map<std::string, std::string> all = metadata;
+    all[kChecksumsKey] = checksums_text(tensors, metadata, checksums);
+    return header_for(path, order, all);
+  };
+  const std::string first = header();  // of the length that it will have; the checksums are known when all is written
+  const uint64_t length = first.size();
   uint64_t bytes = kLengthBytes + length;
   for (const NamedTensor* entry : order) bytes += entry->second.bytes();
 
   AtomicFile file(path, bytes);
   file.write(std::as_bytes(std::span(&length, 1)));
-  file.write(header);
-  for (const NamedTensor* entry : order) write_data(file, entry->second);
+  file.write(first);
+  for (const NamedTensor* entry : order) checksums[entry->first] = write_data(file, entry->second);
+  const std::string last = header();
+  file.overwrite(kLengthBytes, std::as_bytes(std::span(last)));
   file.commit();
 }
 

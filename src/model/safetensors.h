@@ -3,6 +3,11 @@
 //
 // A file is not trusted: its header is checked completely when it is opened, before any number in it is used, and a
 // file that breaks the format in any way is refused with the name of the file and of the tensor.
+//
+// What write_safetensors writes can be checked: "furious.checksums" in the metadata is a list of 64-bit hashes
+// (base/hash.h) in hexadecimal, of the header (names, dtypes and shapes, tensor hashes, the rest of the metadata) and
+// of the bytes of each tensor in the order of names. The header is checked when the file is opened, a tensor when it is
+// loaded. Files of other programs have no checksums and load as they are.
 #pragma once
 
 #include <cstddef>
@@ -10,6 +15,7 @@
 #include <filesystem>
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -27,6 +33,7 @@ struct StoredTensor {
   std::vector<int64_t> shape;
   std::span<const std::byte> bytes;  // within the mapping of `file`
   std::shared_ptr<const MappedFile> file;
+  std::optional<uint64_t> checksum = {};  // of `bytes`, where the file has one
 };
 
 // The tensors of one file, or of the several files that an index names. Loads F32, BF16, F16, F64, I32, and I64 as i32.
@@ -39,6 +46,9 @@ class SafetensorsReader {
   const std::vector<StoredTensor>& tensors() const { return tensors_; }             // sorted by name
   const std::map<std::string, std::string>& metadata() const { return metadata_; }  // of a single file
   const StoredTensor* find(std::string_view name) const;                            // nullptr when there is none
+  // Of a single file's header, which holds those of the tensors: equal for equal contents. Nothing without checksums.
+  std::optional<uint64_t> checksum() const { return checksum_; }
+  std::vector<std::string> damage() const;  // a line for each tensor that differs from its checksum; reads all
 
   Tensor load(std::string_view name) const;                        // in the dtype it is stored in; I64 as i32
   Tensor load(std::string_view name, DType dtype) const;           // floats convert among each other
@@ -54,10 +64,11 @@ class SafetensorsReader {
   std::filesystem::path path_;
   std::vector<StoredTensor> tensors_;
   std::map<std::string, std::string> metadata_;
+  std::optional<uint64_t> checksum_;
 };
 
-// Writes contiguous tensors of any device, through AtomicFile. The same tensors give the same bytes: wider dtypes come
-// first, so that every tensor is aligned, and names are sorted within a width.
+// Writes contiguous tensors of any device with their checksums, through AtomicFile. The same tensors give the same
+// bytes: wider dtypes come first, so that every tensor is aligned, and names are sorted within a width.
 void write_safetensors(const std::filesystem::path& path, const std::map<std::string, Tensor>& tensors,
                        const std::map<std::string, std::string>& metadata = {});
 

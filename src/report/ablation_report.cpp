@@ -467,8 +467,9 @@ std::string ablation_to_json(const Ablation& ablation) {
   std::vector<std::string> rows;
   for (const RowResult& row : ablation.rows)
     rows.push_back(row_to_json(row).dump(-1, ' ', false, Json::error_handler_t::replace));
-  return fmt::format("{{\n\"words\": {},\n\"finished\": {},\n\"rows\": [\n{}\n]\n}}\n", Json(ablation.words).dump(),
-                     ablation.finished(), fmt::join(rows, ",\n"));
+  return fmt::format("{{\n\"words\": {},\n\"finished\": {},\n\"rows\": [\n{}\n]\n}}\n",
+                     Json(ablation.words).dump(-1, ' ', false, Json::error_handler_t::replace), ablation.finished(),
+                     fmt::join(rows, ",\n"));
 }
 
 Ablation ablation_from_json(const std::string& text, const std::string& origin) {

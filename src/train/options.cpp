@@ -6,6 +6,7 @@
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <set>
+#include <sstream>
 
 #include "base/build_info.h"
 #include "base/error.h"
@@ -14,6 +15,7 @@
 #include "base/names.h"
 #include "base/parallel.h"
 #include "data/batches.h"
+#include "data/utf8.h"
 #include "model/config_json.h"
 #include "model/language_model.h"
 #include "tensor/device.h"
@@ -71,7 +73,23 @@ class Table {
         });
   }
 
+  void resume(const std::string& name, const std::string& help) {
+    add(
+        name, help, TrainOption::Kind::flag,
+        [](const TrainOptions& o) {
+          return std::string(!o.resume ? "false" : o.resume_previous ? kPrevious : "true");
+        },
+        [name](TrainOptions& o, const std::string& value) {
+          require(value == "true" || value == "false" || value == kPrevious, "{}: \"{}\" is not true, false or {}",
+                  name, value, kPrevious);
+          o.resume = value != "false";
+          o.resume_previous = value == kPrevious;
+        });
+  }
+
  private:
+  static constexpr const char* kPrevious = "previous";
+
   void add(const std::string& name, const std::string& help, TrainOption::Kind kind,
            std::function<std::string(const TrainOptions&)> get,
            std::function<void(TrainOptions&, const std::string&)> set) {
@@ -129,7 +147,8 @@ std::vector<TrainOption> make_table() {
   t.text("reduce", &O::reduce, "With several processes, what gradients are sent in: f32, bf16", {"f32", "bf16"});
   t.number("timeout", &O::timeout, 1, 1e9, "Seconds after which a process that does not answer is lost");
   t.text("out", &O::out, "Folder of the run");
-  t.flag("resume", &O::resume, "Go on from the newest checkpoint, bit for bit");
+  t.resume("resume",
+           "Go on from the newest checkpoint, bit for bit; --resume=previous: from the newest undamaged one before it");
   t.number("eval-every", &O::eval_every, 0, kAny, "Steps between test losses; 0: never");
   t.number("eval-batches", &O::eval_batches, 0, kAny, "Batches of a test loss; 0: all");
   t.number("save-every", &O::save_every, 0, kAny, "Steps between checkpoints; 0: only at the end");
@@ -167,17 +186,35 @@ void set_train_option(TrainOptions& options, const std::string& name, const std:
 
 std::map<std::string, std::string> to_texts(const TrainOptions& options) {
   std::map<std::string, std::string> texts;
-  for (const TrainOption& option : train_options()) texts[option.name] = option.get(options);
+  for (const TrainOption& option : train_options()) texts[option.name] = utf8_of_bytes(option.get(options));
   return texts;
 }
 
 std::string to_toml(const TrainOptions& options) {
   std::string text;
   for (const TrainOption& option : train_options()) {
-    const std::string value = option.get(options);
+    const std::string value = utf8_of_bytes(option.get(options));
     text += fmt::format("{} = {}\n", option.name, option.kind == TrainOption::Kind::text ? toml_string(value) : value);
   }
   return text;
+}
+
+TrainOptions from_toml(const std::string& text) {
+  TrainOptions options;
+  std::istringstream lines(text);
+  for (std::string line; std::getline(lines, line);) {
+    if (line.empty() || line.starts_with('#')) continue;
+    const size_t equals = line.find(" = ");
+    require(equals != std::string::npos, "\"{}\" is no option with its value", printable(line));
+    std::string value = line.substr(equals + 3);
+    if (value.size() >= 2 && value.starts_with('"') && value.ends_with('"')) {
+      std::string plain;
+      for (size_t i = 1; i + 1 < value.size(); ++i) plain += value[value[i] == '\\' && i + 2 < value.size() ? ++i : i];
+      value = plain;
+    }
+    set_train_option(options, line.substr(0, equals), bytes_of_utf8(value));
+  }
+  return options;
 }
 
 void check_train_options(const TrainOptions& options) {

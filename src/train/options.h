@@ -35,7 +35,9 @@ struct KeyValue {
 std::vector<KeyValue> key_values(const std::string& text);
 
 std::string to_toml(const TrainOptions& options);
-std::map<std::string, std::string> to_texts(const TrainOptions& options);
+// The options in the text that to_toml wrote; an Error names a line that is not of that kind.
+TrainOptions from_toml(const std::string& text);
+std::map<std::string, std::string> to_texts(const TrainOptions& options);  // as UTF-8, whatever bytes paths have
 
 // What the options must fulfil, each and together. Throws with the reason.
 void check_train_options(const TrainOptions& options);

@@ -1,4 +1,6 @@
 // A training run: its folder, log and checkpoints around a Trainer.
+#include "train/run.h"
+
 #include <algorithm>
 #include <cstdlib>
 #include <fstream>
@@ -18,22 +20,42 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr const char* kLatest = "latest";
+constexpr const char* kOptionsFile = "run.toml";
 
-// Oldest first.
-std::vector<fs::path> checkpoints_in(const fs::path& folder) {
-  std::vector<fs::path> found;
-  std::error_code ignored;
-  for (const fs::directory_entry& entry : fs::directory_iterator(folder, ignored)) {
-    const std::string name = entry.path().filename().string();
-    const bool numbered = name.starts_with("step-") && name.size() >= 13 &&
-                          std::all_of(name.begin() + 5, name.end(), [](char c) { return c >= '0' && c <= '9'; });
-    if (numbered && entry.is_directory()) found.push_back(entry.path());
+// The newest checkpoint before the newest that is whole; empty if there is none.
+fs::path previous_checkpoint(const fs::path& folder) {
+  std::vector<fs::path> found = checkpoints_in(folder);
+  while (!found.empty()) {
+    found.pop_back();
+    if (!found.empty() && checkpoint_damage(found.back()).empty()) return found.back();
   }
-  std::ranges::sort(found, {}, [](const fs::path& path) {  // by number: names grow beyond eight digits
-    const std::string name = path.filename().string();
-    return std::pair(name.size(), name);
-  });
+  return {};
+}
+
+fs::path checkpoint_to_resume(const fs::path& folder, bool previous) {
+  if (!previous) {
+    const std::vector<fs::path> found = checkpoints_in(folder);
+    return found.empty() ? fs::path() : found.back();
+  }
+  fs::path found = previous_checkpoint(folder);
+  require(!found.empty(), "train: {} holds no undamaged checkpoint before the newest; resume from that, or begin anew",
+          folder.string());
   return found;
+}
+
+// For what reads a checkpoint: when it fails because of damage, the error names that, and what can be resumed from.
+template <class Read>
+auto reading(const fs::path& checkpoint, Read&& read) {
+  try {
+    return read();
+  } catch (const Error&) {
+    const std::vector<std::string> damage = checkpoint_damage(checkpoint);
+    if (damage.empty()) throw;
+    const fs::path good = previous_checkpoint(checkpoint.parent_path());
+    fail("train: the checkpoint {} is damaged: {}\n{}", checkpoint.string(), damage.front(),
+         good.empty() ? "no older checkpoint of the run is undamaged; begin anew with another --out"
+                      : fmt::format("{} is undamaged: --resume=previous goes on from it", good.string()));
+  }
 }
 
 class Run {
@@ -50,9 +72,10 @@ class Run {
   void begin();
   void resume();
   void tell_story() const;
-  fs::path checkpoint_path() const { return folder_ / fmt::format("step-{:08}", trainer_->steps_done()); }
+  fs::path checkpoint_path() const { return folder_ / checkpoint_name(trainer_->steps_done()); }
   std::string last_good() const;
   void check_unchanged(const TrainOptions& saved, const fs::path& checkpoint) const;
+  void set_newer_aside() const;
   void cut_log();
   void announce() const;
   void test(TrainStep& step) const;
@@ -107,11 +130,14 @@ void Run::resume() {
     say(fmt::format("{} holds no checkpoint yet: the run begins", folder_.string()));
     return begin();
   }
-  const TrainOptions saved = saved_options(newest_);
+  const TrainOptions saved = reading(newest_, [this] { return saved_options(newest_); });
   check_unchanged(saved, newest_);
-  trainer_ = std::make_unique<Trainer>(options_, newest_, team_);
+  const std::string unlike = run_toml_damage(folder_, saved);
+  require(unlike.empty(), "train: {}", unlike);
+  trainer_ = reading(newest_, [this] { return std::make_unique<Trainer>(options_, newest_, team_); });
   saved_step_ = trainer_->steps_done();
   if (leads()) {
+    set_newer_aside();
     point_to_newest();  // in case the run was killed before it could
     cut_log();
   }
@@ -119,6 +145,21 @@ void Run::resume() {
   if (was != is && saved_step_ < options_.steps)
     say(fmt::format("the learning rate goes on with {:.3g}; with the options the run had, it would with {:.3g}", is,
                     was));
+}
+
+// What is newer than the checkpoint that the run goes on from would be taken for its newest.
+void Run::set_newer_aside() const {
+  std::vector<fs::path> found = checkpoints_in(folder_);
+  for (; !found.empty() && found.back() != newest_; found.pop_back()) {
+    fs::path aside = found.back();
+    aside += ".set-aside";
+    std::error_code problem;
+    fs::remove_all(aside, problem);
+    fs::rename(found.back(), aside, problem);
+    require(!problem, "train: {} cannot be renamed to {}: {}", found.back().string(), aside.string(),
+            problem.message());
+    say(fmt::format("{} is not used; it is now {}", found.back().string(), aside.filename().string()));
+  }
 }
 
 void Run::announce() const {
@@ -242,8 +283,12 @@ void Run::open_folder() {
 }
 
 void Run::find_newest() {
-  const std::vector<fs::path> found = checkpoints_in(folder_);
-  newest_ = team_.ranks.from_first(found.empty() ? "" : found.back().string());
+  fs::path found;
+  team_.ranks.agree([&] {
+    if (leads()) found = checkpoint_to_resume(folder_, options_.resume && options_.resume_previous);
+  });
+  newest_ = team_.ranks.from_first(found.string());
+  options_.resume_previous = false;  // is done: it is no property of the run
 }
 
 TrainResult Run::train() {
@@ -255,7 +300,7 @@ TrainResult Run::train() {
   find_newest();
   team_.ranks.agree([this] {
     options_.resume ? resume() : begin();
-    if (leads()) write_text(folder_ / "run.toml", to_toml(options_));
+    if (leads()) write_text(folder_ / kOptionsFile, to_toml(options_));
   });
   announce();
   team_.ranks.set_stop(observer_.stop);
@@ -310,13 +355,43 @@ TrainResult train(const TrainOptions& given, const TrainObserver& observer) {
   return result;
 }
 
-std::optional<TrainOptions> options_of_run(const std::string& folder) {
-  const std::vector<fs::path> found = checkpoints_in(folder);
+std::optional<TrainOptions> options_of_run(const std::string& folder, bool previous) {
+  const fs::path found = checkpoint_to_resume(folder, previous && !checkpoints_in(folder).empty());
   if (found.empty()) return {};
-  TrainOptions options = saved_options(found.back());
+  TrainOptions options = reading(found, [&] { return saved_options(found); });
   options.out = folder;
   options.resume = true;
+  options.resume_previous = previous;
   return options;
+}
+
+std::vector<fs::path> checkpoints_in(const fs::path& run) {
+  std::vector<fs::path> found;
+  std::error_code ignored;
+  for (const fs::directory_entry& entry : fs::directory_iterator(run, ignored))
+    if (is_checkpoint_name(entry.path().filename().string()) && entry.is_directory()) found.push_back(entry.path());
+  std::ranges::sort(found, {}, [](const fs::path& path) {  // by number: names grow beyond eight digits
+    const std::string name = path.filename().string();
+    return std::pair(name.size(), name);
+  });
+  return found;
+}
+
+std::string run_toml_damage(const fs::path& run, const TrainOptions& saved) {
+  const fs::path file = run / kOptionsFile;
+  std::error_code ignored;
+  if (!fs::exists(file, ignored)) return {};
+  try {
+    const TrainOptions written = from_toml(read_text(file));
+    for (const TrainOption& option : train_options())
+      require(!option.fixed || option.get(written) == option.get(saved),
+              "{} is {}, but the checkpoints of the run were trained with {}", option.name, option.get(written),
+              option.get(saved));
+    return {};
+  } catch (const Error& error) {
+    return fmt::format("{}: {}; it was edited, or is damaged: remove it, --resume writes it anew", file.string(),
+                       error.what());
+  }
 }
 
 }  // namespace furious

@@ -12,6 +12,7 @@
 #include "base/error.h"
 #include "base/hash.h"
 #include "data/synthetic.h"
+#include "data/utf8.h"
 #include "eval/test_loss.h"
 #include "infer/model_parts.h"
 #include "model/checkpoint.h"
@@ -174,16 +175,21 @@ int64_t counted(const Tensor& targets) {
 // What training.safetensors says beside its tensors.
 struct SavedTraining {
   int64_t step = 0;
-  std::string data;  // its fingerprint
+  std::string data;   // its fingerprint
+  std::string model;  // checksum of model.safetensors; empty in checkpoints that have none
   std::map<std::string, std::string> options;
 };
+
+std::string checksum_text(const SafetensorsReader& file) {
+  return file.checksum() ? hash_text(*file.checksum()) : "";
+}
 
 SavedTraining saved_training(const SafetensorsReader& file) {
   const auto found = file.metadata().find("furious");
   require(found != file.metadata().end(), "{}: was not written by furious train", file.path().string());
   try {
     const Json saved = Json::parse(found->second);
-    return {saved.at("step"), saved.at("data"), saved.at("options")};
+    return {saved.at("step"), saved.at("data"), saved.value("model", ""), saved.at("options")};
   } catch (const Json::exception& error) {
     fail("{}: its metadata is damaged: {}", file.path().string(), error.what());
   }
@@ -250,6 +256,8 @@ Trainer::Trainer(const TrainOptions& options, const fs::path& checkpoint, const 
       data_(TrainData::open(options, team.ranks.size())) {
   const SafetensorsReader file(checkpoint / kTrainingFile);
   const SavedTraining saved = saved_training(file);
+  if (const std::vector<std::string> lines = checkpoint_disagreements(checkpoint); !lines.empty())
+    fail("train: {}", lines.front());
   require(saved.data == data_.fingerprint,
           "train: {} was trained on other data than {} holds; to go on with new data, "
           "begin a new run with --init",
@@ -642,8 +650,8 @@ void Trainer::save(const fs::path& directory) const {
   Shards::Moments moments;
   if (shards_) moments = shards_->moments();
   if (!team_.ranks.leads()) return;
-  save_model(directory, *model_);
   if (data_.dataset) save_tokenizer(directory, *data_.dataset->tokenizer(), model_->config().bos);
+  save_model(directory, *model_);
   std::map<std::string, Tensor> tensors;
   for (size_t i = 0; i < model_->parameters().size(); ++i) {
     const Parameter& parameter = model_->parameters()[i];
@@ -651,15 +659,55 @@ void Trainer::save(const fs::path& directory) const {
     tensors[second_moment_of(parameter)] = shards_ ? moments.second[i] : moments_[i].second;
   }
   // The place in the data is the step: batches are a pure function of it.
-  const Json saved{{"step", step_}, {"data", data_.fingerprint}, {"options", to_texts(options_)}};
+  const Json saved{{"step", step_},
+                   {"data", data_.fingerprint},
+                   {"model", checksum_text(SafetensorsReader(directory))},
+                   {"options", to_texts(options_)}};
   write_safetensors(directory / kTrainingFile, tensors, {{"furious", saved.dump()}});
 }
 
 TrainOptions saved_options(const fs::path& checkpoint) {
   const SafetensorsReader file(checkpoint / kTrainingFile);
   TrainOptions options;
-  for (const auto& [name, text] : saved_training(file).options) set_train_option(options, name, text);
+  for (const auto& [name, text] : saved_training(file).options) set_train_option(options, name, bytes_of_utf8(text));
   return options;
+}
+
+std::vector<std::string> checkpoint_disagreements(const fs::path& checkpoint) {
+  const SafetensorsReader file(checkpoint / kTrainingFile), weights(checkpoint);
+  const SavedTraining saved = saved_training(file);
+  std::vector<std::string> lines = changed_files(weights);
+  const std::string folder = checkpoint.filename().string();
+  if (is_checkpoint_name(folder) && folder != checkpoint_name(saved.step))
+    lines.push_back(fmt::format("{}: is of step {} by its name, but of step {} by its {}", checkpoint.string(),
+                                folder.substr(5), saved.step, kTrainingFile));
+  if (!saved.model.empty() && saved.model != checksum_text(weights))
+    lines.push_back(fmt::format("{}: was not saved together with {}", weights.path().string(), kTrainingFile));
+  return lines;
+}
+
+std::vector<std::string> checkpoint_damage(const fs::path& checkpoint) {
+  std::vector<std::string> lines;
+  const auto add = [&](const auto& find) {
+    try {
+      for (const std::string& line : find()) lines.push_back(line);
+    } catch (const Error& error) {
+      if (std::ranges::count(lines, error.what()) == 0) lines.emplace_back(error.what());
+    }
+  };
+  add([&] { return SafetensorsReader(checkpoint).damage(); });
+  add([&] { return SafetensorsReader(checkpoint / kTrainingFile).damage(); });
+  add([&] { return checkpoint_disagreements(checkpoint); });
+  return lines;
+}
+
+bool is_checkpoint_name(const std::string& name) {
+  return name.starts_with("step-") && name.size() >= 13 &&
+         std::all_of(name.begin() + 5, name.end(), [](char c) { return c >= '0' && c <= '9'; });
+}
+
+std::string checkpoint_name(int64_t step) {
+  return fmt::format("step-{:08}", step);
 }
 
 }  // namespace furious

@@ -141,4 +141,11 @@ class Trainer {
 // The options that a checkpoint was trained with.
 TrainOptions saved_options(const std::filesystem::path& checkpoint);
 
+std::string checkpoint_name(int64_t step);  // "step-00000500"
+bool is_checkpoint_name(const std::string& name);
+// Files of a checkpoint that do not belong together, a line each. Reads no tensors; what cannot be read at all throws.
+std::vector<std::string> checkpoint_disagreements(const std::filesystem::path& checkpoint);
+// Everything that is wrong with a checkpoint, a line each. Reads all of it.
+std::vector<std::string> checkpoint_damage(const std::filesystem::path& checkpoint);
+
 }  // namespace furious

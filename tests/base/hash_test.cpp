@@ -29,6 +29,19 @@ TEST(Hash, OfLargeDataSeesEveryByteAndTheLength) {
   EXPECT_NE(hash_of_text(""), hash_of_text(std::string(1, '\0')));
 }
 
+// Files hold them: they stay what they are.
+TEST(Hash, OfLargeDataInPiecesAndForever) {
+  std::string text(5 * LargeHash::kBlock + 77, ' ');
+  for (size_t i = 0; i < text.size(); ++i) text[i] = static_cast<char>(i * 7 + i / 1000);
+  const auto bytes = std::as_bytes(std::span(text));
+  LargeHash pieces;
+  pieces.add(bytes.first(2 * LargeHash::kBlock));
+  pieces.add({});
+  pieces.add(bytes.subspan(2 * LargeHash::kBlock));
+  EXPECT_EQ(pieces.finish(), hash_of_text(text));
+  EXPECT_EQ(hash_text(hash_of_text(text)), "d0d125bba80ce5fa");
+}
+
 TEST(Hash, OfLargeDataIsTheSameForAnyNumberOfThreads) {
   const std::string text(5 << 20, 'y');
   const int before = threads();

@@ -57,7 +57,7 @@ TEST_F(DataCommands, FromTextToShards) {
       fmt::format("tokenize {} --tokenizer {} --out {} --test-fraction 0.1", folder.path("in"), model, out);
   expect_run(command, 0, {"train", "test", "documents", "MB/s"});
   const Dataset data(out);
-  data.verify();
+  EXPECT_EQ(data.damage(), std::vector<std::string>());
   EXPECT_EQ(data.tokens(Split::train).documents() + data.tokens(Split::test).documents(), 300);
   EXPECT_GT(data.tokens(Split::test).documents(), 5);
   expect_run(command, 0, {"complete already"});

@@ -132,6 +132,47 @@ TEST_F(TrainCommandTest, KilledOrStoppedItGoesOnBitForBit) {
   }
 }
 
+TEST_F(TrainCommandTest, ASignalEndsTheBuildingOfAModel) {
+  for (const int signal : {SIGTERM, SIGINT}) {
+    const std::string out = fmt::format("large-{}", signal);
+    const int status = run_and_signal(words(command(out, "--steps 1000 --layers 4096")), signal,
+                                      [&] { return fs::exists(folder.path(out)); });
+    ASSERT_TRUE(WIFSIGNALED(status)) << "it went on until a step was done";
+    EXPECT_EQ(WTERMSIG(status), signal);
+  }
+}
+
+TEST_F(TrainCommandTest, SizesThatNobodyHasAreRefusedAtOnce) {
+  expect_run(command("run", "--size medium --hidden 0 --heads 0 --layers 65536"), 1,
+             {"needs about", "GiB", "are free"});
+  expect_run(command("run", "--hidden 1048576 --intermediate 1048576 --heads 65536 --layers 65536"), 1,
+             {"needs about", "GiB", "are free"});
+  expect_run(command("run", "--batch 16777216 --length 67108864 --data synthetic:recall"), 1, {"GiB", "are free"});
+}
+
+// Paths are bytes: names that are not UTF-8 are as good as others.
+TEST_F(TrainCommandTest, PathsOfAnyBytes) {
+  const std::string odd = "\xff\x01 %\xc3";
+  fs::rename(data, data + odd);
+  data += odd;
+  const std::string out = folder.path("run" + odd);
+  const auto quoted = [](const std::string& text) { return "'" + text + "'"; };
+  expect_run(fmt::format("train --data {} --out {} {} --steps 4 --save-every 2", quoted(data), quoted(out), small), 0,
+             {"done after 4 steps"});
+  // What is read back are the same paths: the data is found, and the run goes on.
+  expect_run(fmt::format("train --resume --steps 6 --out {}", quoted(out)), 0, {"resumed from", "done after 6 steps"});
+  expect_run(fmt::format("train --config {} --out {}", quoted(out + "/run.toml"), folder.path("again")), 0,
+             {"done after 6 steps"});
+  expect_run(fmt::format("eval {} --data {}", quoted(out), quoted(data)), 0, {"loss"});
+  expect_run(fmt::format("niah {} --lengths 300 --questions 1 --depths 0 --device cpu --svg {} --json {}", quoted(out),
+                         quoted(folder.path("svg" + odd)), quoted(folder.path("json" + odd))),
+             0, {});
+  expect_run(fmt::format("verify {} {}", quoted(out), quoted(data)), 0, {"ok"});
+  const std::string text = folder.write("in" + odd + ".txt", "some text");
+  expect_run(fmt::format("tokenize {} --tokenizer byte --out {}", quoted(text), quoted(folder.path("out" + odd))), 0,
+             {"documents"});
+}
+
 TEST_F(TrainCommandTest, GoesOnWhenNobodyReadsAlong) {
   for (const char* reader : {"| head -1", "2>&1 | head -1", ">/dev/full", ">/dev/full 2>/dev/full"}) {
     const std::string out = fmt::format("unread-{}", std::string(reader).size());

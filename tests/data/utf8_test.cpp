@@ -67,5 +67,18 @@ TEST(Utf8Streamer, AnyCutGivesTheWholeText) {
   }
 }
 
+TEST(Utf8, BytesOfAnyKindAndBack) {
+  for (const std::string text : {"", "/data/x", "/däta/日本", "50 %", "C:\\x", "percent"})
+    EXPECT_EQ(utf8_of_bytes(text), text);
+  EXPECT_EQ(utf8_of_bytes("/a\xff%b\n"), "percent:/a%FF%25b%0A");
+  for (const std::string& bytes : {std::string("/a\xff%b\n"), std::string("\xc3"), std::string("percent:x%41"),
+                                   std::string("ä\x80"), std::string("\0\x7f%", 3)}) {
+    EXPECT_EQ(bytes_of_utf8(utf8_of_bytes(bytes)), bytes);
+    EXPECT_EQ(valid_utf8_prefix(utf8_of_bytes(bytes)), utf8_of_bytes(bytes).size());
+  }
+  EXPECT_EQ(bytes_of_utf8("percent:a%4"), "a%4");
+  EXPECT_EQ(bytes_of_utf8("percent:%zz%"), "%zz%");
+}
+
 }  // namespace
 }  // namespace furious

@@ -254,6 +254,9 @@ TEST(Session, RefusesWhatIsNotItsState) {
   const auto replaced = [&](const std::string& from, const std::string& to) {
     std::string content = good;
     content.replace(content.find(from), from.size(), to);
+    std::ofstream(folder / "bad", std::ios::binary) << content;
+    expect_error([&] { session.load(folder / "bad"); }, {"header or metadata differs from its checksum"});
+    content.replace(content.find("furious.checksums"), 7, "another");  // so that the state's own are asked
     return content;
   };
   refused(replaced("furious state", "furious stale"), {"not a state file"});

@@ -103,7 +103,7 @@ TEST_F(Safetensors, RoundTrip) {
 
 TEST_F(Safetensors, NothingToWrite) {
   write_safetensors(path_, {});
-  EXPECT_EQ(read_text(path_), file_of("{}      ", ""));
+  EXPECT_EQ(read_text(path_), file_of(R"({"__metadata__":{"furious.checksums":"a8c7f832281a39c5"}}       )", ""));
   EXPECT_TRUE(SafetensorsReader(path_).tensors().empty());
 }
 
@@ -113,7 +113,9 @@ TEST_F(Safetensors, TheBytesOfAFile) {
                      {"a", to_dtype(tensor_of({1, 2, 3}, {3, 1}), DType::bf16)},
                      {"c", tensor_of({3}, {})}},
                     {{"k", "v"}});
-  const std::string header = R"({"__metadata__":{"k":"v"},"b":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},)"
+  const std::string header = R"({"__metadata__":{"furious.checksums":")"
+                             "5a97ffaac168e6a9 caf536f6c4f435d5 1891a08ac5ea083e 1e677cde47afde95"
+                             R"(","k":"v"},"b":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},)"
                              R"("c":{"dtype":"F32","shape":[],"data_offsets":[8,12]},)"
                              R"("a":{"dtype":"BF16","shape":[3,1],"data_offsets":[12,18]}})";
   const std::string padded = header + std::string((8 - header.size() % 8) % 8, ' ');
@@ -359,6 +361,60 @@ TEST_F(Safetensors, EveryTruncationIsRefused) {
   }
 }
 
+// Each bit of the file, but for those of the JSON's blanks: nothing is loaded that was not written.
+TEST_F(Safetensors, EveryFlippedBitIsNoticed) {
+  const std::map<std::string, Tensor> tensors = some_tensors();
+  const std::map<std::string, std::string> metadata = {{"format", "pt"}, {"steps", "1234"}};
+  write_safetensors(path_, tensors, metadata);
+  const std::string bytes = read_text(path_);
+  EXPECT_EQ(SafetensorsReader(path_).damage(), std::vector<std::string>());
+  uint64_t length = 0;
+  std::memcpy(&length, bytes.data(), sizeof length);
+  int in_header = 0;
+  for (size_t bit = 0; bit < bytes.size() * 8; ++bit) {
+    std::string flipped = bytes;
+    flipped[bit / 8] ^= static_cast<char>(1 << bit % 8);
+    SCOPED_TRACE(bit);
+    try {
+      const SafetensorsReader reader = open(flipped);
+      // The key of the checksums itself, or offsets of empty tensors: all that was written is there.
+      std::map<std::string, std::string> found = reader.metadata();
+      std::erase_if(found, [](const auto& entry) {
+        return entry.first.find("checksums") != std::string::npos || entry.first.starts_with("furious");
+      });
+      const std::vector<std::string> damage = reader.damage();
+      if (bit / 8 >= length + 8) {
+        ASSERT_EQ(damage.size(), 1u);
+        EXPECT_NE(damage[0].find("differs from its checksum"), std::string::npos);
+        for (const StoredTensor& tensor : reader.tensors())
+          if (damage[0].find("\"" + tensor.name + "\"") != std::string::npos)
+            expect_error([&] { reader.load(tensor.name); }, {path_.string(), tensor.name, "checksum", "damaged"});
+        continue;
+      }
+      ++in_header;
+      for (const auto& [key, value] : metadata) EXPECT_EQ(found[key], value);
+      for (const auto& [name, tensor] : tensors) {
+        ASSERT_NE(reader.find(name), nullptr) << name;
+        EXPECT_TRUE(same_bits(reader.load(name), tensor));
+      }
+    } catch (const Error&) {
+    }
+  }
+  EXPECT_LT(in_header, 17 * 8 + 100);
+}
+
+TEST_F(Safetensors, FilesWithoutChecksumsLoad) {
+  write_safetensors(path_, {{"x", tensor_of({1, 2, 3}, {3})}});
+  std::string bytes = read_text(path_);
+  EXPECT_TRUE(SafetensorsReader(path_).checksum().has_value());
+  bytes.replace(bytes.find("furious.checksums"), 17, "another.program's");
+  bytes.back() ^= 1;
+  const SafetensorsReader reader = open(bytes);
+  EXPECT_FALSE(reader.checksum().has_value());
+  EXPECT_EQ(reader.damage(), std::vector<std::string>());
+  EXPECT_EQ(reader.load("x").data<float>()[0], 1);
+}
+
 class SafetensorsIndex : public Safetensors {
  protected:
   void SetUp() override {
@@ -450,12 +506,12 @@ TEST_F(Safetensors, FullDiskKeepsThePreviousFile) {
   ::getrlimit(RLIMIT_FSIZE, &before);
   const rlimit limit{1000, before.rlim_max};
   ::setrlimit(RLIMIT_FSIZE, &limit);
-  // 8 bytes of length, 64 of header
+  // 8 bytes of length, 136 of header
   expect_error(
       [&] {
         write_safetensors(path_, {{"x", Tensor::zeros({500}, DType::f32)}});
       },
-      {path_.string(), "2072 bytes are needed", "the previous file is untouched"});
+      {path_.string(), "2144 bytes are needed", "the previous file is untouched"});
   ::setrlimit(RLIMIT_FSIZE, &before);
   std::signal(SIGXFSZ, handler);
   EXPECT_EQ(to_doubles(SafetensorsReader(path_).load("x")), std::vector<double>{1});
@@ -566,7 +622,10 @@ void mend_length(std::string& bytes, size_t data_bytes) {
 TEST_F(Safetensors, FuzzedFiles) {
   Random random(77);
   write_safetensors(path_, some_tensors(), {{"format", "pt"}});
-  const std::string valid = read_text(path_);
+  std::string valid = read_text(path_);
+  const size_t checksums = valid.find("furious.checksums");
+  ASSERT_NE(checksums, valid.npos);
+  valid[checksums] = 'F';  // of another program, it seems: what is behind the checksums is tried, too
   uint64_t length = 0;
   std::memcpy(&length, valid.data(), sizeof length);
   Outcomes outcomes;

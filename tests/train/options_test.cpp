@@ -142,5 +142,33 @@ TEST(TrainOptions, SlowPrecisionsOfAGpuAreNamed) {
   }
 }
 
+TEST(TrainOptions, FromTomlIsTheInverse) {
+  TrainOptions options;
+  options.data = "a \"quoted\\ path";
+  options.out = "not \xff UTF-8\n";
+  options.lr = 0.1;
+  options.recompute = true;
+  options.layers = 7;
+  options.resume = true;
+  const TrainOptions read = from_toml("# a run\n\n" + to_toml(options));
+  EXPECT_EQ(read.data, options.data);
+  EXPECT_EQ(read.out, options.out);
+  EXPECT_EQ(to_texts(read), to_texts(options));
+  testing::expect_error([] { from_toml("lr: 3\n"); }, {"\"lr: 3\" is no option"});
+  testing::expect_error([] { from_toml("lrr = 3\n"); }, {"lrr", "lr"});
+}
+
+TEST(TrainOptions, ResumeHasThreeValues) {
+  TrainOptions options;
+  for (const auto& [text, resume, previous] :
+       {std::tuple{"previous", true, true}, {"true", true, false}, {"false", false, false}}) {
+    set_train_option(options, "resume", text);
+    EXPECT_EQ(options.resume, resume);
+    EXPECT_EQ(options.resume_previous, previous);
+    EXPECT_EQ(to_texts(options)["resume"], text);
+  }
+  testing::expect_error([&] { set_train_option(options, "resume", "older"); }, {"older", "previous"});
+}
+
 }  // namespace
 }  // namespace furious

@@ -280,7 +280,76 @@ TEST_F(RunTest, DamagedMetadataIsNamed) {
     bad.replace(bad.find(from), std::string(from).size(), to);
     std::ofstream(file, std::ios::binary) << bad;
     options.resume = true;
+    expect_error([&] { train(options); }, {"training.safetensors", "header or metadata differs from its checksum"});
+    bad.replace(bad.find("furious.checksums"), 7, "another");  // a file without checksums
+    std::ofstream(file, std::ios::binary) << bad;
     expect_error([&] { train(options); }, {"training.safetensors", "metadata is damaged"});
+  }
+}
+
+TEST_F(RunTest, FilesOfACheckpointBelongTogether) {
+  TrainOptions options = options_for("run");
+  train(options);
+  options.resume = true;
+  options.steps = 14;
+  const std::string newest = options.out + "/step-00000012";
+  const auto refused = [&](const std::string& file, const std::string& content, std::vector<std::string> parts) {
+    const std::string good = read_file(file);
+    std::ofstream(file, std::ios::binary) << content;
+    expect_error([&] { train(options); }, parts);
+    std::ofstream(file, std::ios::binary) << good;
+  };
+  const std::string good_one = "step-00000009 is undamaged: --resume=previous";
+  const std::string config = newest + "/config.json", toml = options.out + "/run.toml";
+  refused(config, read_file(config) + " ", {config, "is not the file that was saved with the weights", good_one});
+  refused(newest + "/tokenizer_config.json", "{}", {"tokenizer_config.json", "is not the file"});
+  refused(newest + "/model.safetensors", read_file(options.out + "/step-00000009/model.safetensors"),
+          {"model.safetensors: was not saved together with training.safetensors", good_one});
+  std::string text = read_file(toml);
+  text.replace(text.find("batch = 4"), 9, "batch = 6");
+  refused(toml, text, {toml, "batch is 6", "trained with 4", "remove it"});
+  refused(toml, "batch\n", {toml, "\"batch\" is no option"});
+  // For inference an edited configuration is worth a note.
+  EXPECT_TRUE(load_notes(newest).empty());
+  std::ofstream(config, std::ios::app) << " ";
+  ASSERT_EQ(load_notes(newest).size(), 1u);
+  EXPECT_NE(load_notes(newest)[0].find("config.json: is not the file"), std::string::npos);
+  load_model(newest);
+  fs::remove(newest + "/tokenizer_config.json");
+  EXPECT_NE(load_notes(newest).back().find("tokenizer_config.json: is missing"), std::string::npos);
+}
+
+// Whatever bit of a checkpoint is flipped: it is refused, or what is loaded is what was saved.
+TEST_F(RunTest, EveryFlippedBitIsNoticed) {
+  Random random(7);
+  TrainOptions options = options_for("run");
+  train(options);
+  const fs::path checkpoint = options.out + "/step-00000012";
+  const auto loaded = [&] {
+    const std::string out = folder.path("loaded");
+    fs::remove_all(out);
+    fs::create_directory(out);
+    Trainer(options, checkpoint).save(out);
+    return read_folder(out);
+  };
+  const auto expected = loaded();
+  for (const auto& [name, content] : read_folder(checkpoint)) {
+    int accepted = 0;
+    for (int i = 0; i < 40; ++i) {
+      std::string bad = content;
+      // Half of them in the first bytes: of a header.
+      const size_t most = random.coin() ? std::min<size_t>(2000, bad.size()) : bad.size();
+      bad[static_cast<size_t>(random.integer(0, static_cast<int64_t>(most) - 1))] ^=
+          static_cast<char>(1 << random.integer(0, 7));
+      std::ofstream(checkpoint / name, std::ios::binary) << bad;
+      try {
+        EXPECT_TRUE(loaded() == expected) << name;
+        ++accepted;
+      } catch (const Error&) {
+      }
+    }
+    EXPECT_LT(accepted, 5) << name;
+    std::ofstream(checkpoint / name, std::ios::binary) << content;
   }
 }
 

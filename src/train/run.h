@@ -1,0 +1,18 @@
+// The folder of a training run (furious/train.h).
+#pragma once
+
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "furious/train.h"
+
+namespace furious {
+
+std::vector<std::filesystem::path> checkpoints_in(const std::filesystem::path& run);  // oldest first
+
+// What run.toml has otherwise than a checkpoint of the run, of the options that a run keeps; empty if nothing, or if
+// there is no run.toml.
+std::string run_toml_damage(const std::filesystem::path& run, const TrainOptions& saved);
+
+}  // namespace furious

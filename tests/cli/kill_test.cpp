@@ -1,0 +1,93 @@
+// Processes that are killed again and again at random moments, and in the end have written what one that was left alone
+// writes.
+#include <signal.h>
+#include <sys/wait.h>
+
+#include <chrono>
+#include <filesystem>
+#include <sstream>
+
+#include "cli/run.h"
+#include "model/safetensors.h"
+#include "train/run.h"
+#include "train/small_run.h"
+#include "train/trainer.h"
+
+namespace furious {
+namespace {
+
+namespace fs = std::filesystem;
+using namespace furious::testing;
+using Clock = std::chrono::steady_clock;
+
+std::vector<std::string> words(const std::string& text) {
+  std::istringstream stream(text);
+  return {std::istream_iterator<std::string>(stream), {}};
+}
+
+// Runs it until it ends or that many milliseconds have passed; whether it was killed.
+bool killed_after(const std::string& command, int64_t milliseconds) {
+  const auto end = Clock::now() + std::chrono::milliseconds(milliseconds);
+  const int status = run_and_signal(words(command), SIGKILL, [&] { return Clock::now() >= end; });
+  EXPECT_TRUE(WIFSIGNALED(status) || WEXITSTATUS(status) == 0) << command;
+  return WIFSIGNALED(status);
+}
+
+// Weights, moments and everything else that a checkpoint has, but for the options, which name the folder.
+std::map<std::string, std::string> contents(const std::string& run) {
+  std::map<std::string, std::string> files = read_folder(run + "/latest");
+  files.erase("training.safetensors");
+  const SafetensorsReader reader(run + "/latest/training.safetensors");
+  for (const StoredTensor& tensor : reader.tensors())
+    files[tensor.name] = std::string(reinterpret_cast<const char*>(tensor.bytes.data()), tensor.bytes.size());
+  return files;
+}
+
+TEST(KillTest, TrainingGoesOnBitForBit) {
+  Random random(20);
+  const TemporaryFolder folder;
+  const std::string data = small_data(folder);
+  const auto command = [&](const std::string& out) {
+    return fmt::format(
+        "train --data {} --out {} --hidden 32 --intermediate 32 --heads 2 --layers 2 --batch 4 --length 24 --threads 1 "
+        "--device cpu --eval-every 7 --eval-batches 1 --steps 300 --save-every 1 --resume",
+        data, folder.path(out));
+  };
+  const auto start = Clock::now();
+  ASSERT_EQ(run(command("whole")).code, 0);
+  const int64_t whole = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - start).count();
+  const std::string out = folder.path("killed");
+  int kills = 0;
+  for (int i = 0; i < 12; ++i) {
+    kills += killed_after(command("killed"), random.integer(1, whole / 6 + 60)) ? 1 : 0;
+    // What is there under its name is complete at every moment.
+    for (const fs::path& checkpoint : checkpoints_in(out))
+      ASSERT_EQ(checkpoint_damage(checkpoint), std::vector<std::string>()) << "after " << kills << " kills";
+  }
+  EXPECT_GE(kills, 3) << "too fast to be killed";
+  ASSERT_EQ(run(command("killed")).code, 0);
+  EXPECT_TRUE(contents(out) == contents(folder.path("whole")));
+}
+
+TEST(KillTest, TokenizingGoesOnByteForByte) {
+  Random random(21);
+  const TemporaryFolder folder;
+  std::string text;
+  for (int i = 0; i < 40'000; ++i) text += json_line(fmt::format("{} {}", i, random_sentence(random, 60)));
+  const std::string input = folder.write("in.jsonl", text);
+  const auto command = [&](const std::string& out) {
+    return fmt::format("tokenize {} --tokenizer byte --out {} --shard-tokens 300000 --test-fraction 0.01 --threads 2",
+                       input, folder.path(out));
+  };
+  const auto start = Clock::now();
+  ASSERT_EQ(run(command("whole")).code, 0);
+  const int64_t whole = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - start).count();
+  int kills = 0;
+  while (kills < 8 && killed_after(command("killed"), random.integer(1, whole / 2))) ++kills;
+  EXPECT_GE(kills, 2) << "too fast to be killed";
+  ASSERT_EQ(run(command("killed")).code, 0);
+  EXPECT_TRUE(read_folder(folder.path("killed")) == read_folder(folder.path("whole")));
+}
+
+}  // namespace
+}  // namespace furious
