@@ -5,6 +5,7 @@
 #include <memory>
 #include <sstream>
 
+#include "base/boundary.h"
 #include "base/error.h"
 #include "base/file.h"
 #include "cli/commands.h"
@@ -36,8 +37,8 @@ void apply_config(TrainOptions& options, const std::string& path) {
               item.fullname());
       set_train_option(options, item.name, item.inputs.front());
     }
-  } catch (const std::exception& error) {
-    fail("train: {}: {}", path, error.what());
+  } catch (const std::exception&) {
+    fail("train: {}: {}", path, words_of(std::current_exception()));
   }
 }
 

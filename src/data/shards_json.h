@@ -1,19 +1,19 @@
 // The JSON forms of what is in a folder of shards; only for the files that read and write it.
 #pragma once
 
-#include <nlohmann/json.hpp>
-
+#include "base/json.h"
 #include "data/shards.h"
 
 namespace furious {
 
 nlohmann::ordered_json to_json(const TokenizerInfo& tokenizer);
 nlohmann::ordered_json to_json(const ShardInfo& shard);
-ShardInfo shard_from_json(const nlohmann::ordered_json& json);
+ShardInfo shard_from_json(const JsonValue& json);
 
 // A split as the manifest has it: totals, then the shards with their file names.
 nlohmann::ordered_json to_json(const SplitInfo& info, Split split);
 
-nlohmann::ordered_json read_json(const std::string& path);
+// Over all that a progress.json holds beside its checksum.
+std::string progress_checksum(nlohmann::json progress);
 
 }  // namespace furious

@@ -3,6 +3,7 @@
 #include <cstdlib>
 #include <fstream>
 
+#include "base/boundary.h"
 #include "base/error.h"
 #include "base/file.h"
 #include "base/parallel.h"
@@ -291,7 +292,7 @@ TrainResult Run::train() {
 
 }  // namespace
 
-TrainResult train(const TrainOptions& given, const TrainObserver& observer) {
+TrainResult train(const TrainOptions& given, const TrainObserver& observer) try {
   check_train_options(given);
   require(!given.data.empty(), "train: no data; give --data with a folder of `furious tokenize`");
   require(!given.out.empty(), "train: no folder for the run; give --out");
@@ -307,15 +308,19 @@ TrainResult train(const TrainOptions& given, const TrainObserver& observer) {
     result = Run(options, observer, team).train();
   });
   return result;
+} catch (...) {
+  rethrow_as_error();
 }
 
-std::optional<TrainOptions> options_of_run(const std::string& folder) {
+std::optional<TrainOptions> options_of_run(const std::string& folder) try {
   const std::vector<fs::path> found = checkpoints_in(folder);
   if (found.empty()) return {};
   TrainOptions options = saved_options(found.back());
   options.out = folder;
   options.resume = true;
   return options;
+} catch (...) {
+  rethrow_as_error();
 }
 
 }  // namespace furious
