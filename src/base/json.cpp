@@ -90,9 +90,9 @@ Json parse_json(std::string_view text, const std::string& origin, const JsonLimi
   try {
     return Json::parse(text.begin(), text.end());
   } catch (const Json::parse_error& error) {
-    fail("{}: broken JSON at {}: {}", origin, place_of(text, error.byte), json_reason(error.what()));
+    fail("{}: not JSON, or damaged, at {}: {}", origin, place_of(text, error.byte), json_reason(error.what()));
   } catch (const Json::exception& error) {  // a number that is too large
-    fail("{}: broken JSON: {}", origin, json_reason(error.what()));
+    fail("{}: not JSON, or damaged: {}", origin, json_reason(error.what()));
   }
 }
 
