@@ -178,10 +178,11 @@ class ModelCheck {
 
   void piece(std::string_view data) {
     std::string_view text;
-    uint64_t type = 0;
+    bool user_defined = false;
     fields(data, "piece", [&](const Field& field) {
       if (field.number == 1) text = wanted(field, Wire::bytes, "piece's text").data;
-      if (field.number == 3) type = wanted(field, Wire::integer, "piece's type").value;
+      if (field.number == 3)  // the library takes 32 bits of it, and passes over a type that it does not know
+        user_defined |= static_cast<uint32_t>(wanted(field, Wire::integer, "piece's type").value) == kUserDefined;
       if (field.number == 2 &&
           !std::isfinite(std::bit_cast<float>(static_cast<uint32_t>(wanted(field, Wire::four_bytes, "score").value))))
         refuse("a piece's score is not finite");
@@ -189,7 +190,7 @@ class ModelCheck {
     if (text.empty()) refuse("a piece is empty");
     if (text.size() > kLongestPiece) refuse(fmt::format("a piece of {} bytes", text.size()));
     if (text.find('\0') != text.npos) refuse("a piece holds a zero byte");  // the library ends texts there
-    if (type == kUserDefined) user_defined_.push_back(text);
+    if (user_defined) user_defined_.push_back(text);
   }
 
   // How many user-defined pieces begin with one another: "a", "aa", "aaa". In order, those that a piece begins with
