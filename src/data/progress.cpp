@@ -85,7 +85,8 @@ SavedProgress progress_from_json(std::string_view text, const std::string& origi
                                  const std::vector<InputFile>& files) try {
   const nlohmann::json parsed = parse_json(text, origin);
   const JsonValue json(parsed, origin);
-  require(json.at(kChecksum).text() == progress_checksum(parsed), "{}: its checksum is wrong", origin);
+  const std::string checksum = json.at(kChecksum).text();
+  require(checksum == progress_checksum(parsed), "{}: its checksum is wrong", origin);
   SavedProgress progress;
   progress.position = position_from(json.at("position"), files);
   progress.open_split = json.at("open_split").integer(0, 1) == 0 ? Split::train : Split::test;
