@@ -1,7 +1,8 @@
 # For people; CMake does the work. `make test` on a fresh Debian machine installs what is missing, builds and tests.
-.PHONY: help setup build demo test install asan cuda bench findings format tidy clean
+.PHONY: help setup build demo test install asan fuzz cuda bench findings format tidy clean
 JOBS ?= $(shell nproc)
 PREFIX ?= /usr/local
+FUZZ_SECONDS ?= 20
 
 help:
 	@echo "make setup   install what the build needs (Debian, Ubuntu)"
@@ -10,6 +11,7 @@ help:
 	@echo "make test    set up, build, run all tests"
 	@echo "make install PREFIX=/usr/local   the binary, libfurious and its headers"
 	@echo "make asan    the fast tests under the address and undefined-behaviour sanitizers"
+	@echo "make fuzz    the fuzzers of tests/fuzz, FUZZ_SECONDS=20 each (needs clang)"
 	@echo "make cuda    build the CUDA preset (needs nvcc)"
 	@echo "make bench   mixer speed on this machine, beside its floor"
 	@echo "make findings   tables and figures of docs/findings.md, from the results beside it"
@@ -38,6 +40,13 @@ asan: setup
 	cmake --preset asan
 	cmake --build --preset asan -j $(JOBS)
 	ctest --preset asan -j $(JOBS)
+
+# Each begins with its part of the corpus and keeps what it finds in build/fuzz; an input that fails is named.
+fuzz:
+	@scripts/setup.sh clang libclang-rt-dev libomp-dev
+	cmake --preset fuzz
+	cmake --build --preset fuzz -j $(JOBS)
+	ls tests/fuzz/corpus | xargs -P $(JOBS) -I NAME scripts/fuzz.sh NAME $(FUZZ_SECONDS)
 
 cuda: setup
 	cmake --preset cuda

@@ -6,7 +6,7 @@
 //   session.write({}, [](std::string_view piece, int) { std::cout << piece << std::flush; return true; });
 //   session.save("story.state");
 //
-// Whatever goes wrong is thrown as furious::Error, with words for the user.
+// Whatever goes wrong is thrown as furious::Error, with words for the user. What a callback throws comes out as it is.
 #pragma once
 
 #include <cstdint>

@@ -10,6 +10,8 @@
 //   RUN/log.jsonl          one line per step
 //   RUN/step-00000500/     checkpoints: Hugging Face folders, with training.safetensors for going on
 //   RUN/latest             a link to the newest of them
+//
+// Whatever goes wrong is thrown as furious::Error, with words for the user. What a callback throws comes out as it is.
 #pragma once
 
 #include <cstdint>

@@ -413,7 +413,8 @@ void replace_directory(const fs::path& path, const std::function<void(const fs::
   } catch (const Error& error) {
     fail("{}; {}: {}", error.what(), target.string(), untouched(target, "directory"));
   } catch (const fs::filesystem_error& error) {
-    fail("{}: cannot be written: {}; {}", target.string(), error.what(), untouched(target, "directory"));
+    fail("{}: cannot be written: {}: {}; {}", target.string(), error.path1().string(), error.code().message(),
+         untouched(target, "directory"));
   }
   sync_name(target);
 }

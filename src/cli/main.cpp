@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include "base/boundary.h"
 #include "base/error.h"
 #include "base/names.h"
 #include "cli/commands.h"
@@ -86,8 +87,9 @@ int main(int argc, char** argv) {
     if (app.get_subcommands().empty()) std::fputs(app.help().c_str(), stdout);
   } catch (const CLI::ParseError& error) {
     return usage_error(app, error, argc, argv);
-  } catch (const std::exception& error) {
-    if (furious::Communicator::speaks()) std::fprintf(stderr, "furious: %s\n", error.what());
+  } catch (...) {
+    const std::string words = furious::words_of(std::current_exception());
+    if (furious::Communicator::speaks()) std::fprintf(stderr, "furious: %s\n", words.c_str());
     return 1;
   }
   if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) {

@@ -12,6 +12,7 @@
 
 #include "base/error.h"
 #include "base/file.h"
+#include "base/json.h"
 #include "base/names.h"
 #include "base/parallel.h"
 #include "cli/checks.h"
@@ -32,6 +33,8 @@ namespace {
 
 namespace fs = std::filesystem;
 using Json = nlohmann::ordered_json;
+
+constexpr size_t kMostCells = 1 << 20;  // of a grid
 
 struct NiahCommand {
   explicit NiahCommand(CLI::App& command);
@@ -269,25 +272,35 @@ void NiahCommand::report_again() const {
   std::string unit;
   bool with_paper = false;
   try {
-    const Json written = Json::parse(read_input(from));
-    unit = written.at("unit");
-    with_paper = written.contains("paper");
-    for (const Json& model : written.at("models")) {
+    constexpr int64_t kMost = int64_t{1} << 40;  // sums of them fit 64 bits
+    const nlohmann::json parsed = parse_json(read_input(from), from);
+    const JsonValue written(parsed, from);
+    unit = written.at("unit").text();
+    with_paper = written.has("paper");
+    for (const JsonValue& model : written.at("models").items()) {
       std::set<int64_t> of_lengths;
       std::set<double> of_depths;
-      for (const Json& cell : model.at("cells")) {
-        of_lengths.insert(cell.at("length").get<int64_t>());
-        of_depths.insert(cell.at("depth_percent").get<double>());
+      const std::vector<JsonValue> cells = model.at("cells").items();
+      for (const JsonValue& cell : cells) {
+        of_lengths.insert(cell.at("length").integer(0, kMost));
+        of_depths.insert(cell.at("depth_percent").number());
       }
+      if (of_lengths.size() * of_depths.size() > kMostCells)
+        model.at("cells").unexpected(fmt::format("at most {} lengths times depths", kMostCells));
       NeedleGrid grid({of_lengths.begin(), of_lengths.end()}, {of_depths.begin(), of_depths.end()});
-      for (const Json& cell : model.at("cells"))
-        grid.at(cell.at("depth_percent"), cell.at("length")) = {cell.at("right"), cell.at("asked")};
-      for (const Json& column : model.value("lengths", Json::array()))
-        grid.prompt_tokens.at(grid.column_of(column.at("length"))) = column.at("prompt_tokens");
-      results.push_back({model.at("model"), grid});
+      for (const JsonValue& cell : cells)
+        grid.at(cell.at("depth_percent").number(), cell.at("length").integer(0, kMost)) = {
+            cell.at("right").integer(0, kMost), cell.at("asked").integer(0, kMost)};
+      if (model.has("lengths"))
+        for (const JsonValue& column : model.at("lengths").items()) {
+          const int64_t length = column.at("length").integer(0, kMost);
+          if (!of_lengths.contains(length)) column.at("length").unexpected("a length of the cells");
+          grid.prompt_tokens.at(grid.column_of(length)) = column.at("prompt_tokens").integer(0, kMost);
+        }
+      results.push_back({model.at("model").text(), grid});
     }
-  } catch (const Json::exception& error) {
-    fail("niah: {} is not what --json writes: {}", from, error.what());
+  } catch (const Error& error) {
+    fail("niah: {}; --from takes what --json writes", error.what());
   }
   JsonFile file(json);
   report(results, unit, with_paper, file);

@@ -7,6 +7,7 @@
 #include <thread>
 #include <utility>
 
+#include "base/boundary.h"
 #include "base/error.h"
 #include "base/file.h"
 #include "cli/commands.h"
@@ -39,8 +40,8 @@ void apply_config(TrainOptions& options, const std::string& path) {
               item.fullname());
       set_train_option(options, item.name, bytes_of_utf8(item.inputs.front()));
     }
-  } catch (const std::exception& error) {
-    fail("train: {}: {}", path, error.what());
+  } catch (const std::exception&) {
+    fail("train: {}: {}", path, words_of(std::current_exception()));
   }
 }
 

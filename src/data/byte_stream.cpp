@@ -59,7 +59,13 @@ class CompressedStream : public ByteStream {
   int64_t consumed() const override { return file_.consumed(); }
 
  protected:
-  std::span<const char> refill() { return {input_.data(), file_.read(input_.data(), input_.size())}; }
+  std::span<const char> refill() {
+    const size_t bytes = file_.read(input_.data(), input_.size());
+    // Compressed nothing still has a header and an end: this file was not written completely.
+    require(bytes > 0 || file_.consumed() > 0,
+            "\"{}\" is empty, which {} data never is; write it again, or leave it out", path_, format_);
+    return {input_.data(), bytes};
+  }
   [[noreturn]] void truncated() const {
     fail("\"{}\" is truncated: it ends inside its {} data, at byte {} of the file (byte {} of the text)", path_,
          format_, file_.consumed(), produced_);

@@ -1,4 +1,5 @@
-// The bytes of a file from its start to its end, decompressed on the way: plain, .gz or .zst by the name.
+// The bytes of a file from its start to its end, decompressed on the way: plain, .gz or .zst by the name. A plain file
+// may be empty: it is a text without characters. A compressed file of 0 bytes is damaged, and an error.
 #pragma once
 
 #include <cstdint>

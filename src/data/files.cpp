@@ -37,6 +37,22 @@ uint32_t extend_crc(uint32_t crc, const void* data, size_t bytes) {
   return static_cast<uint32_t>(::crc32_z(crc, static_cast<const Bytef*>(data), bytes));
 }
 
+// Of the bytes from `begin` to `end`, which the file has.
+uint32_t crc_of_file(const std::string& path, int64_t begin, int64_t end) {
+  const int handle = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (handle < 0) fail_errno("read", path);
+  std::string buffer(kBufferBytes, '\0');
+  uint32_t crc = 0;
+  ssize_t got = 1;
+  for (; begin < end && got > 0; begin += got) {
+    got = ::pread(handle, buffer.data(), std::min<size_t>(buffer.size(), static_cast<size_t>(end - begin)), begin);
+    if (got > 0) crc = extend_crc(crc, buffer.data(), static_cast<size_t>(got));
+  }
+  ::close(handle);
+  if (got < 0) fail_errno("read", path);
+  return crc;
+}
+
 }  // namespace
 
 AppendFile::AppendFile(int flags, const std::string& path, size_t skip)
@@ -54,6 +70,10 @@ AppendFile::AppendFile(const std::string& path, size_t skip, int64_t length, uin
   require(found >= length,
           "cannot continue: \"{}\" has {} bytes, {} were written before; delete the folder and begin anew", path, found,
           length);
+  const uint32_t found_crc = crc_of_file(path, static_cast<int64_t>(skip), length);
+  require(found_crc == crc,
+          "cannot continue: \"{}\" is damaged: CRC-32 {:08x}, {:08x} was written; delete the folder and begin anew",
+          path, found_crc, crc);
   if (::ftruncate(handle_, length) != 0 || ::lseek(handle_, length, SEEK_SET) < 0) fail_errno("continue", path);
 }
 

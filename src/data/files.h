@@ -14,8 +14,9 @@ namespace furious {
 class AppendFile {
  public:
   AppendFile() = default;
-  AppendFile(const std::string& path, size_t skip);                                // a new file, or an emptied one
-  AppendFile(const std::string& path, size_t skip, int64_t length, uint32_t crc);  // cut back to `length`, continued
+  AppendFile(const std::string& path, size_t skip);  // a new file, or an emptied one
+  AppendFile(const std::string& path, size_t skip, int64_t length,
+             uint32_t crc);  // cut back to `length`, checked, continued
   ~AppendFile();
   AppendFile(AppendFile&& other) noexcept;
   AppendFile& operator=(AppendFile&& other) noexcept;

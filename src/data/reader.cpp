@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "base/error.h"
+#include "base/json.h"
 #include "base/names.h"
 #include "data/byte_stream.h"
 #include "data/parquet.h"
@@ -183,14 +184,6 @@ std::string replace_lone_surrogates(std::string_view line, int64_t& replaced) {
     }
   }
   return result;
-}
-
-// Shortens the library's "[json.exception.parse_error.101] parse error at line 1, column 5: syntax error while …; last
-// read: …", which ends with all of a document whose text is not closed.
-std::string json_reason(const std::string& message) {
-  const size_t colon = message.find(": ");
-  const size_t begin = colon == std::string::npos ? 0 : colon + 2;
-  return message.substr(begin, message.find("; last read", begin) - begin);
 }
 
 class LineParser {

@@ -1,9 +1,9 @@
 #include "data/records.h"
 
 #include <algorithm>
-#include <nlohmann/json.hpp>
 
 #include "base/error.h"
+#include "base/json.h"
 #include "base/names.h"
 #include "data/byte_stream.h"
 #include "data/parquet.h"
@@ -22,7 +22,7 @@ std::string text_of(const Json& value, const std::string& place, const std::stri
 
 std::vector<std::string> parse_line(const std::string& line, const std::string& place,
                                     const std::vector<std::string>& fields) {
-  const Json record = Json::parse(line, nullptr, false);
+  const Json record = parse_json(line, place);
   require(record.is_object(), "{}: is no JSON object: the file is damaged, or no .jsonl", place);
   std::vector<std::string> names, texts;
   for (const auto& [name, value] : record.items()) names.push_back(name);

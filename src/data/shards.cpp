@@ -1,6 +1,7 @@
 #include "data/shards.h"
 
 #include <filesystem>
+#include <limits>
 #include <utility>
 
 #include "base/error.h"
@@ -32,9 +33,9 @@ std::string file_name(Split split, int64_t shard, std::string_view ending) {
   return fmt::format("{}-{:05}.{}", name_of(split), shard, ending);
 }
 
-SplitInfo split_from_json(const Json& json) {
+SplitInfo split_from_json(const JsonValue& json) {
   SplitInfo info;
-  for (const Json& shard : json.at("shards")) info.shards.push_back(shard_from_json(shard));
+  for (const JsonValue& shard : json.at("shards").items()) info.shards.push_back(shard_from_json(shard));
   return info;
 }
 
@@ -187,9 +188,17 @@ Json to_json(const ShardInfo& shard) {
   return json;
 }
 
-ShardInfo shard_from_json(const Json& json) {
-  return {json.at("tokens"),       json.at("documents"),       json.at("bytes"),
-          json.at("tokens_crc32"), json.at("documents_crc32"), json.value("checks_crc32", int64_t{-1})};
+ShardInfo shard_from_json(const JsonValue& json) {
+  constexpr int64_t kMost = int64_t{1} << 50;  // the bytes of a file, and sums over shards, fit 64 bits
+  const auto crc = [&](const char* key) { return static_cast<uint32_t>(json.at(key).integer(0, 0xFFFFFFFF)); };
+  ShardInfo shard;
+  shard.tokens = json.at("tokens").integer(0, kMost);
+  shard.documents = json.at("documents").integer(0, shard.tokens);  // one without tokens leaves no trace
+  shard.bytes = json.at("bytes").integer(0, kMost);
+  shard.tokens_crc = crc("tokens_crc32");
+  shard.documents_crc = crc("documents_crc32");
+  if (json.has("checks_crc32")) shard.checks_crc = json.at("checks_crc32").integer(0, 0xFFFFFFFF);
+  return shard;
 }
 
 Json to_json(const SplitInfo& info, Split split) {
@@ -205,30 +214,20 @@ Json to_json(const SplitInfo& info, Split split) {
   return json;
 }
 
-namespace {
-
-std::string checksum_of(const Json& json) {
+std::string checksum_of(nlohmann::json json) {
+  json.erase(kChecksumKey);
   return hash_text(hash_of(json.dump()));
 }
-
-}  // namespace
 
 Json with_checksum(Json json) {
   json[kChecksumKey] = checksum_of(json);
   return json;
 }
 
-void check_checksum(Json json, const std::string& path) {
-  if (!json.is_object() || !json.contains(kChecksumKey)) return;
-  const Json found = json[kChecksumKey];
-  json.erase(kChecksumKey);
-  require(found == checksum_of(json), "\"{}\" is damaged: it differs from its checksum; copy it again", path);
-}
-
-Json read_json(const std::string& path) {
-  Json json = Json::parse(read_text(path), nullptr, false);
-  require(!json.is_discarded(), "\"{}\" is damaged: not JSON", path);
-  return json;
+void check_checksum(const JsonValue& json, const std::string& origin) {
+  if (json.has(kChecksumKey))
+    require(json.at(kChecksumKey).text() == checksum_of(json.json()),
+            "{}: is damaged: it differs from its checksum; copy it again", origin);
 }
 
 Manifest read_manifest(const std::string& folder) {
@@ -240,23 +239,30 @@ Manifest read_manifest(const std::string& folder) {
             folder);
     fail("\"{}\" is no tokenized corpus: it has no manifest.json; make one with `furious tokenize`", folder);
   }
-  const Json json = read_json(path);
-  check_checksum(json, path);
-  try {
-    require(json.at("format") == "furious-tokens" && json.at("version") == 1,
-            "\"{}\" has another format or version than furious-tokens 1", path);
-    const Json& tokenizer = json.at("tokenizer");
-    Manifest manifest;
-    manifest.tokenizer = {tokenizer.at("kind"), tokenizer.at("fingerprint"), tokenizer.at("vocabulary_size"),
-                          tokenizer.at("bos"), tokenizer.at("eos")};
-    manifest.token_bytes = json.at("token_bytes");
-    manifest.replaced = json.at("replaced_utf8");
-    for (const Split split : kSplits)
-      manifest.splits[static_cast<size_t>(split)] = split_from_json(json.at(name_of(split)));
-    return manifest;
-  } catch (const nlohmann::json::exception& error) {
-    fail("\"{}\" is damaged: {}", path, error.what());
-  }
+  return manifest_from_json(read_text(path), path);
+}
+
+Manifest manifest_from_json(std::string_view text, const std::string& origin) {
+  constexpr int64_t kMostIds = std::numeric_limits<int32_t>::max();
+  const nlohmann::json parsed = parse_json(text, origin);
+  const JsonValue json(parsed, origin);
+  check_checksum(json, origin);
+  require(json.at("format").text() == "furious-tokens" && json.at("version").integer(0, kMostIds) == 1,
+          "{}: another format or version than furious-tokens 1", origin);
+  const JsonValue tokenizer = json.at("tokenizer");
+  Manifest manifest;
+  manifest.tokenizer.kind = tokenizer.at("kind").text();
+  manifest.tokenizer.fingerprint = tokenizer.at("fingerprint").text();
+  const int64_t ids = tokenizer.at("vocabulary_size").integer(1, kMostIds);
+  manifest.tokenizer.vocabulary_size = static_cast<int32_t>(ids);
+  manifest.tokenizer.bos = static_cast<int32_t>(tokenizer.at("bos").integer(-1, ids - 1));
+  manifest.tokenizer.eos = static_cast<int32_t>(tokenizer.at("eos").integer(-1, ids - 1));
+  const int expected = token_bytes_for(manifest.tokenizer.vocabulary_size);
+  manifest.token_bytes = static_cast<int>(json.at("token_bytes").integer(expected, expected));
+  manifest.replaced = json.at("replaced_utf8").integer(0, std::numeric_limits<int64_t>::max());
+  for (const Split split : kSplits)
+    manifest.splits[static_cast<size_t>(split)] = split_from_json(json.at(name_of(split).c_str()));
+  return manifest;
 }
 
 }  // namespace furious

@@ -118,5 +118,6 @@ struct Manifest {
 
 // Throws if DIR has no manifest (unfinished, or no tokenized corpus), or one that makes no sense.
 Manifest read_manifest(const std::string& folder);
+Manifest manifest_from_json(std::string_view text, const std::string& origin);  // its manifest.json
 
 }  // namespace furious

@@ -1,23 +1,22 @@
 // The JSON forms of what is in a folder of shards; only for the files that read and write it.
 #pragma once
 
-#include <nlohmann/json.hpp>
-
+#include "base/json.h"
 #include "data/shards.h"
 
 namespace furious {
 
 nlohmann::ordered_json to_json(const TokenizerInfo& tokenizer);
 nlohmann::ordered_json to_json(const ShardInfo& shard);
-ShardInfo shard_from_json(const nlohmann::ordered_json& json);
+ShardInfo shard_from_json(const JsonValue& json);
 
 // A split as the manifest has it: totals, then the shards with their file names.
 nlohmann::ordered_json to_json(const SplitInfo& info, Split split);
 
-nlohmann::ordered_json read_json(const std::string& path);
-
-// An object with a checksum of the rest of it as its last entry, and the check of that, where there is one.
+// An object with a checksum of the rest of it as its last entry, and the check of that, where there is one. The order
+// of entries does not count.
+std::string checksum_of(nlohmann::json json);  // without its own
 nlohmann::ordered_json with_checksum(nlohmann::ordered_json json);
-void check_checksum(nlohmann::ordered_json json, const std::string& path);
+void check_checksum(const JsonValue& json, const std::string& origin);
 
 }  // namespace furious

@@ -5,13 +5,16 @@
 #include <filesystem>
 #include <map>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <utility>
 
 #include "base/file.h"
 #include "base/hash.h"
+#include "base/names.h"
 #include "base/parallel.h"
 #include "base/random.h"
+#include "data/progress.h"
 #include "data/shards_json.h"
 #include "data/tokenizer.h"
 #include "data/utf8.h"
@@ -78,8 +81,17 @@ class BlockEncoder {
 class EncodingPool {
  public:
   EncodingPool(BlockReader& reader, const BlockEncoder& encoder, int threads)
-      : reader_(reader), encoder_(encoder), most_in_flight_(2 * threads + 2) {
-    for (int i = 0; i < threads; ++i) threads_.emplace_back([this] { work(); });
+      : reader_(reader), encoder_(encoder), most_in_flight_(2 * int64_t{threads} + 2) {
+    threads_.reserve(static_cast<size_t>(threads));
+    // Where the system gives fewer threads than asked for, they do; without any, next() works by itself.
+    try {
+      for (int i = 0; i < threads; ++i)
+        threads_.emplace_back([this] {
+          while (work()) {
+          }
+        });
+    } catch (const std::system_error&) {
+    }
   }
   ~EncodingPool() {
     {
@@ -94,6 +106,7 @@ class EncodingPool {
 
   // False at the end of the corpus.
   bool next(EncodedBlock& block) {
+    if (threads_.empty()) work();
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return ready_.contains(given_) || given_ == end_; });
     if (given_ == end_) return false;
@@ -105,18 +118,19 @@ class EncodingPool {
   }
 
  private:
-  void work() {
+  // One block; false at the end of the corpus.
+  bool work() {
     Block block;
     int64_t number = 0;
-    while (take(block, number)) {
-      EncodedBlock result;
-      try {
-        result = encoder_.encode(block);
-      } catch (...) {
-        result.error = std::current_exception();
-      }
-      put(number, std::move(result));
+    if (!take(block, number)) return false;
+    EncodedBlock result;
+    try {
+      result = encoder_.encode(block);
+    } catch (...) {
+      result.error = std::current_exception();
     }
+    put(number, std::move(result));
+    return true;
   }
 
   bool take(Block& block, int64_t& number) {
@@ -166,15 +180,16 @@ class EncodingPool {
 // What is being written: the shards of both splits, and how far the corpus has been read for them.
 class Corpus {
  public:
-  Corpus(const TokenizeOptions& options, int token_bytes) : folder_(options.out) {
-    const Json saved = fs::exists(progress_path()) ? read_json(progress_path()) : Json();
-    try {
-      if (!saved.is_null()) restore(saved);
-    } catch (const nlohmann::json::exception& error) {
-      fail("\"{}\" is damaged ({}); delete the folder and begin anew", progress_path(), error.what());
-    }
+  Corpus(const TokenizeOptions& options, const std::vector<InputFile>& files, int token_bytes) : folder_(options.out) {
+    SavedProgress saved;
+    if (fs::exists(progress_path())) saved = progress_from_json(read_text(progress_path()), progress_path(), files);
+    check_finished_shards(folder_, saved, token_bytes);
+    position_ = saved.position;
+    split_ = saved.open_split;
+    replaced_ = saved.replaced;
     for (const Split split : kSplits)
-      writers_.emplace_back(folder_, split, token_bytes, options.shard_tokens, infos_[static_cast<size_t>(split)]);
+      writers_.emplace_back(folder_, split, token_bytes, options.shard_tokens,
+                            std::move(saved.splits[static_cast<size_t>(split)]));
     last_checkpoint_ = Clock::now();
   }
 
@@ -193,24 +208,8 @@ class Corpus {
   }
 
   void checkpoint() {
-    Json json = {{"position",
-                  {{"file", position_.file},
-                   {"offset", position_.offset},
-                   {"line", position_.line},
-                   {"inside", position_.inside}}},
-                 {"open_split", static_cast<int>(split_)},
-                 {"replaced_utf8", replaced_}};
-    for (const Split split : kSplits) {
-      SplitWriter& writer = writers_[static_cast<size_t>(split)];
-      writer.checkpoint();
-      Json shards = Json::array();
-      for (const ShardInfo& shard : writer.info().shards) shards.push_back(to_json(shard));
-      json[name_of(split)] = {{"shards", shards},
-                              {"has_current", writer.info().has_current},
-                              {"current", to_json(writer.info().current)},
-                              {"document_tokens", writer.info().document_tokens}};
-    }
-    write_text(progress_path(), json.dump(1) + "\n");
+    for (SplitWriter& writer : writers_) writer.checkpoint();
+    write_text(progress_path(), to_json_text({position_, split_, replaced_, {info(Split::train), info(Split::test)}}));
     last_checkpoint_ = Clock::now();
     checkpointed_shards_ = finished_shards();
   }
@@ -227,26 +226,10 @@ class Corpus {
   std::string progress_path() const { return folder_ + "/progress.json"; }
   size_t finished_shards() const { return info(Split::train).shards.size() + info(Split::test).shards.size(); }
 
-  void restore(const Json& saved) {
-    const Json& position = saved.at("position");
-    position_ = {position.at("file"), position.at("offset"), position.at("line"), position.at("inside")};
-    split_ = saved.at("open_split") == 0 ? Split::train : Split::test;
-    replaced_ = saved.at("replaced_utf8");
-    for (const Split split : kSplits) {
-      const Json& json = saved.at(name_of(split));
-      SplitInfo& info = infos_[static_cast<size_t>(split)];
-      for (const Json& shard : json.at("shards")) info.shards.push_back(shard_from_json(shard));
-      info.has_current = json.at("has_current");
-      info.current = shard_from_json(json.at("current"));
-      info.document_tokens = json.at("document_tokens");
-    }
-  }
-
   std::string folder_;
   CorpusPosition position_;
   Split split_ = Split::train;  // of the document that is open
   int64_t replaced_ = 0;
-  std::array<SplitInfo, 2> infos_;
   std::vector<SplitWriter> writers_;
   size_t checkpointed_shards_ = 0;
   Clock::time_point last_checkpoint_;
@@ -263,7 +246,7 @@ Json plan_of(const TokenizeOptions& options, const Tokenizer& tokenizer, const s
     inputs.push_back({{"path", utf8_of_bytes(file.path)}, {"size", file.size}, {"modified", file.modified}});
   return {{"tokenizer", to_json(describe(tokenizer))},
           {"options",
-           {{"field", options.reader.field},
+           {{"field", utf8_of_bytes(options.reader.field)},
             {"split-on-blank-line", options.reader.split_on_blank_line},
             {"test-fraction", options.test_fraction},
             {"seed", options.seed},
@@ -272,42 +255,46 @@ Json plan_of(const TokenizeOptions& options, const Tokenizer& tokenizer, const s
           {"inputs", inputs}};
 }
 
-Json without_times(Json inputs) {
-  for (Json& input : inputs) input.erase("modified");
+template <class Inputs>
+Inputs without_times(Inputs inputs) {
+  for (auto& input : inputs) input.erase("modified");
   return inputs;
 }
 
-std::string input_difference(const Json& before, const Json& now) {
+std::string input_difference(const std::vector<JsonValue>& before, const nlohmann::json& now) {
   if (before.size() != now.size()) return fmt::format("{} input files were given, now {}", before.size(), now.size());
   for (size_t i = 0; i < now.size(); ++i) {
-    if (before[i] == now[i]) continue;
-    if (before[i].at("path") == now[i].at("path")) return fmt::format("input {} has changed", now[i].at("path").dump());
-    return fmt::format("input {} was {}, now {}", i + 1, before[i].at("path").dump(), now[i].at("path").dump());
+    if (before[i].json() == now[i]) continue;
+    const std::string path = now[i].at("path"), old_path = before[i].at("path").text();
+    if (path == old_path) return fmt::format("input \"{}\" has changed", path);
+    return fmt::format("input {} was \"{}\", now \"{}\"", i + 1, printable(old_path), path);
   }
   return {};
 }
 
 // Why `now` is another piece of work than `before`; empty if it is the same.
-std::string difference(const Json& before, const Json& now) {
-  const std::string old_tokenizer = before.at("tokenizer").at("fingerprint");
+std::string difference(const JsonValue& before, const nlohmann::json& now) {
+  const std::string old_tokenizer = before.at("tokenizer").at("fingerprint").text();
   const std::string new_tokenizer = now.at("tokenizer").at("fingerprint");
-  if (old_tokenizer != new_tokenizer) return fmt::format("--tokenizer was {}, now {}", old_tokenizer, new_tokenizer);
+  if (old_tokenizer != new_tokenizer)
+    return fmt::format("--tokenizer was {}, now {}", printable(old_tokenizer), new_tokenizer);
   for (const auto& [name, value] : now.at("options").items()) {
-    const Json& old = before.at("options").at(name);
-    if (old != value) return fmt::format("--{} was {}, now {}", name, old.dump(), value.dump());
+    const JsonValue old = before.at("options").at(name.c_str());
+    if (old.json() != value)
+      return fmt::format("--{} was {}, now {}", name, printable(old.json().dump()), value.dump());
   }
-  const Json& old_inputs = before.at("inputs");
-  const bool timed = !old_inputs.empty() && old_inputs[0].contains("modified");
+  const std::vector<JsonValue> old_inputs = before.at("inputs").items();
+  const bool timed = !old_inputs.empty() && old_inputs[0].has("modified");
   return input_difference(old_inputs, timed ? now.at("inputs") : without_times(now.at("inputs")));
 }
 
 void require_same(const std::string& path, const Json& now, const std::string& folder, std::string_view state) {
-  const Json before = read_json(path);
   std::string reason;
   try {
-    reason = difference(before, now);
-  } catch (const nlohmann::json::exception& error) {
-    fail("\"{}\" is damaged ({}); delete the folder and begin anew", path, error.what());
+    const nlohmann::json before = read_json(path);
+    reason = difference(JsonValue(before, path), nlohmann::json(now));
+  } catch (const Error& error) {
+    fail("{}; delete the folder and begin anew", error.what());
   }
   require(reason.empty(), "\"{}\" holds {} of another command: {}; use the same options, another --out, or delete it",
           folder, state, reason);
@@ -403,7 +390,7 @@ TokenizeResult tokenize_corpus(const TokenizeOptions& options, const TokenizeHoo
   try {
     if (!tokenizer->model().empty()) write_text(folder + "/tokenizer.model", tokenizer->model());
     const int token_bytes = token_bytes_for(tokenizer->vocabulary_size());
-    Corpus corpus(options, token_bytes);
+    Corpus corpus(options, files, token_bytes);
     write_corpus(options, *tokenizer, files, corpus, hooks, result.progress);
     corpus.finish();
     require(!corpus.info(Split::train).shards.empty() || !corpus.info(Split::test).shards.empty(),

@@ -5,14 +5,16 @@
 
 #include <atomic>
 #include <filesystem>
+#include <system_error>
 #include <unordered_map>
 
 #include "base/error.h"
 #include "base/file.h"
 #include "base/hash.h"
+#include "base/json.h"
 #include "base/names.h"
+#include "base/number.h"
 #include "data/sentencepiece_model.h"
-#include "data/shards_json.h"
 
 namespace furious {
 namespace {
@@ -21,6 +23,7 @@ namespace fs = std::filesystem;
 
 constexpr const char* kModelFile = "tokenizer.model";
 constexpr const char* kConfigFile = "tokenizer_config.json";
+constexpr uint64_t kMostModelBytes = 64 << 20;
 constexpr const char* kKindKey = "tokenizer_class";
 constexpr std::string_view kSpaceMark = "\xE2\x96\x81";  // ▁, SentencePiece's space
 
@@ -67,8 +70,16 @@ class SentencePieceTokenizer final : public Tokenizer {
  public:
   SentencePieceTokenizer(std::string model, const std::string& origin) : model_(std::move(model)) {
     require(!model_.empty(), "tokenizer \"{}\" is an empty file, expected a SentencePiece model", origin);
-    const auto status = processor_.LoadFromSerializedProto(model_);
-    require(status.ok() && processor_.GetPieceSize() > 0, "tokenizer \"{}\" is not a SentencePiece model", origin);
+    check_sentencepiece_model(model_, origin);
+    try {
+      const auto status = processor_.LoadFromSerializedProto(model_);
+      require(status.ok(), "tokenizer \"{}\" is not a SentencePiece model: {}", origin, reason_of(status));
+    } catch (const Error&) {
+      throw;
+    } catch (const std::exception& error) {  // of the tries that the library builds
+      fail("tokenizer \"{}\" is not a SentencePiece model: {}", origin, error.what());
+    }
+    require(processor_.GetPieceSize() > 0, "tokenizer \"{}\" is not a SentencePiece model: it has no pieces", origin);
     const std::vector<std::string> probe = processor_.EncodeAsPieces("a");
     adds_space_ = !probe.empty() && probe[0].starts_with(kSpaceMark);
     const std::vector<std::string> line_break = processor_.EncodeAsPieces("\n");
@@ -114,7 +125,8 @@ class SentencePieceTokenizer final : public Tokenizer {
     if (processor_.IsControl(id)) return {};
     if (processor_.IsUnknown(id)) return decode(std::span(&id, 1));
     const std::string& piece = processor_.IdToPiece(id);
-    if (processor_.IsByte(id)) return std::string(1, static_cast<char>(std::stoi(piece.substr(3, 2), nullptr, 16)));
+    if (processor_.IsByte(id))
+      return std::string(1, static_cast<char>(*parse_number<int>(std::string_view(piece).substr(3, 2), 16)));
     std::string text;
     for (size_t at = 0; at < piece.size();) {
       const bool space = piece.compare(at, kSpaceMark.size(), kSpaceMark) == 0;
@@ -190,9 +202,9 @@ class SentencePieceTokenizer final : public Tokenizer {
 std::string saved_kind(const fs::path& folder) {
   const fs::path path = folder / kConfigFile;
   if (!fs::exists(path)) return {};
-  const nlohmann::ordered_json json = read_json(path.string());
-  const auto kind = json.find(kKindKey);
-  return kind != json.end() && kind->is_string() ? kind->get<std::string>() : std::string();
+  const nlohmann::json parsed = read_json(path);
+  const JsonValue json(parsed, path.string());
+  return json.has(kKindKey) ? json.at(kKindKey).text() : std::string();
 }
 
 // Hands our lines to the trainer; an exception waits until the trainer, which knows none, has returned.
@@ -248,7 +260,7 @@ std::shared_ptr<const Tokenizer> load_tokenizer(const std::string& name_or_path)
     fail("tokenizer \"{}\" does not exist{}; give a SentencePiece model file, or \"byte\"", path.string(),
          near.empty() ? "" : fmt::format(" (did you mean \"{}\"?)", near));
   }
-  return make_sentencepiece(read_text(path), path.string());
+  return make_sentencepiece(read_text(path, kMostModelBytes), path.string());
 }
 
 bool has_tokenizer(const fs::path& folder) {
@@ -288,7 +300,13 @@ std::string train_sentencepiece(LineSource& lines, const TokenizerTraining& trai
   iterator.rethrow();
   require(!iterator.done(), "tokenizer train: the input has no text");
   std::string model;
-  const auto status = sentencepiece::SentencePieceTrainer::Train(options, &iterator, &model);
+  sentencepiece::util::Status status;
+  try {
+    status = sentencepiece::SentencePieceTrainer::Train(options, &iterator, &model);
+  } catch (const std::system_error& error) {
+    fail("tokenizer train: {} threads cannot be started: {}; give fewer by --threads", training.threads,
+         error.code().message());
+  }
   iterator.rethrow();
   require(status.ok(), "tokenizer train: {} ids from {} lines: {}", training.vocabulary_size, iterator.count(),
           reason_of(status));

@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <utility>
 
+#include "base/boundary.h"
 #include "base/error.h"
 #include "base/parallel.h"
 #include "dist/talk.h"
@@ -124,8 +125,8 @@ void Communicator::agree(const std::function<void()>& work) {
   try {
     const Alone alone(*this);
     work();
-  } catch (const std::exception& error) {
-    problem = error.what();
+  } catch (const std::exception&) {
+    problem = words_of(std::current_exception());
     if (problem.empty()) problem = "it failed";
   }
   const std::vector<std::string> problems = all_gather(problem);

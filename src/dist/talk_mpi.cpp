@@ -14,6 +14,7 @@
 #include <fstream>
 #include <limits>
 #include <sstream>
+#include <system_error>
 
 namespace furious {
 namespace {
@@ -86,8 +87,14 @@ Communicator::Talk::Talk() {
   sigset_t all, before;
   ::sigfillset(&all);
   ::pthread_sigmask(SIG_SETMASK, &all, &before);
-  thread = std::thread([this] { run(); });
+  std::string problem;
+  try {
+    thread = std::thread([this] { run(); });
+  } catch (const std::system_error& error) {
+    problem = error.code().message();
+  }
   ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  require(problem.empty(), "MPI: its thread cannot be started: {}; raise the limit of threads (ulimit -u)", problem);
   std::unique_lock lock(mutex);
   changed.wait(lock, [this] { return !busy; });
   if (!failed) return;

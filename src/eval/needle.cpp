@@ -3,13 +3,13 @@
 #include <algorithm>
 #include <array>
 #include <cctype>
-#include <charconv>
 #include <cmath>
 #include <span>
 #include <unordered_map>
 
 #include "base/error.h"
 #include "base/file.h"
+#include "base/number.h"
 #include "base/numpy_shuffle.h"
 #include "base/random.h"
 #include "data/records.h"
@@ -124,16 +124,8 @@ Needle make_needle(const NeedleGridOptions& options, int64_t length, double dept
 }
 
 template <class Number>
-std::optional<Number> number_in(std::string_view text) {
-  Number value{};
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc() || end != text.data() + text.size()) return std::nullopt;
-  return value;
-}
-
-template <class Number>
 Number number_of(const std::string& text, const std::string& field, const std::string& path, int64_t row) {
-  const auto value = number_in<Number>(text);
+  const auto value = parse_number<Number>(text);
   require(value.has_value(), "\"{}\", record {}: {} is \"{}\", expected a number", path, row + 1, field, text);
   return *value;
 }
@@ -248,7 +240,7 @@ std::vector<int64_t> read_row_numbers(const std::string& path) {
     begin = end + 1;
     ++line;
     if (word.empty()) continue;
-    const auto row = number_in<int64_t>(word);
+    const auto row = parse_number<int64_t>(word);
     require(row.has_value() && *row >= 0,
             "\"{}\", line {}: \"{}\" is no row number; expected one on each line, from 0 on", path, line,
             word.substr(0, 40));

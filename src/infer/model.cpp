@@ -1,5 +1,6 @@
 #include "furious/model.h"
 
+#include "base/boundary.h"
 #include "base/error.h"
 #include "infer/model_parts.h"
 #include "model/checkpoint.h"
@@ -20,7 +21,7 @@ Model::Parts::Parts(LanguageModel model, std::shared_ptr<const Tokenizer> its_to
 
 Model::Model(std::shared_ptr<const Parts> parts) : parts_(std::move(parts)) {}
 
-Model Model::load(const std::filesystem::path& given, const LoadOptions& options) {
+Model Model::load(const std::filesystem::path& given, const LoadOptions& options) try {
   const Device device = usable_device(options.device);
   const std::string dtype = !options.dtype.empty() ? options.dtype : device.is_cpu() ? "f32" : "bf16";
   require(dtype == "f32" || dtype == "bf16", "dtype {}: models run in f32 or bf16", dtype);
@@ -31,6 +32,8 @@ Model Model::load(const std::filesystem::path& given, const LoadOptions& options
   const auto folder = std::filesystem::is_directory(path) ? path : path.parent_path();
   auto tokenizer = load_tokenizer(options.tokenizer.empty() ? folder.string() : options.tokenizer);
   return Model(std::make_shared<const Parts>(std::move(model), std::move(tokenizer), options.bos));
+} catch (...) {
+  rethrow_as_error();
 }
 
 std::string Model::arch() const {
@@ -45,12 +48,16 @@ int64_t Model::vocabulary() const {
   return parts_->language_model.config().vocabulary;
 }
 
-std::vector<int32_t> Model::encode(std::string_view text) const {
+std::vector<int32_t> Model::encode(std::string_view text) const try {
   return parts_->tokenizer->encode(text);
+} catch (...) {
+  rethrow_as_error();
 }
 
-std::string Model::decode(const std::vector<int32_t>& ids) const {
+std::string Model::decode(const std::vector<int32_t>& ids) const try {
   return parts_->tokenizer->decode(ids);
+} catch (...) {
+  rethrow_as_error();
 }
 
 }  // namespace furious

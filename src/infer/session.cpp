@@ -3,6 +3,7 @@
 #include <iterator>
 #include <span>
 
+#include "base/boundary.h"
 #include "base/error.h"
 #include "infer/model_parts.h"
 #include "infer/sampling.h"
@@ -116,11 +117,13 @@ void Session::Memory::spread() {
   history.resize(sequences, history[0]);
 }
 
-Session::Session(const Model& model, int sequences) {
+Session::Session(const Model& model, int sequences) try {
   require(sequences >= 1, "session: {} sequences, expected 1 or more", sequences);
   const LanguageModel& language_model = model.parts().language_model;
   ModelCache cache(language_model.config(), 1, language_model.device());
   memory_ = std::make_unique<Memory>(Memory{model, sequences, std::move(cache), {}, {{}}});
+} catch (...) {
+  rethrow_as_error();
 }
 
 Session::~Session() = default;
@@ -132,7 +135,7 @@ Session::Memory& Session::own() const {
   return *memory_;
 }
 
-void Session::read(std::string_view text) {
+void Session::read(std::string_view text) try {
   Memory& memory = own();
   memory.start();
   if (text.empty()) return;
@@ -140,9 +143,11 @@ void Session::read(std::string_view text) {
   for (size_t row = 0; row < memory.history.size(); ++row) first = first && memory.at_start_of_text(row);
   const Tokenizer& tokenizer = memory.tokenizer();
   memory.read(std::vector(memory.history.size(), first ? tokenizer.encode(text) : tokenizer.encode_continuation(text)));
+} catch (...) {
+  rethrow_as_error();
 }
 
-std::vector<Text> Session::write(const WriteOptions& options, const Show& show) {
+std::vector<Text> Session::write(const WriteOptions& options, const Show& show) try {
   require(options.tokens >= 0, "generate: {} tokens, expected 0 or more", options.tokens);
   check_sampling(options.sampling);
   Memory& memory = own();
@@ -200,9 +205,11 @@ std::vector<Text> Session::write(const WriteOptions& options, const Show& show) 
     texts.push_back(std::move(sequences[i].out));
   }
   return texts;
+} catch (...) {
+  rethrow_as_error();
 }
 
-void Session::save(const std::filesystem::path& file) const {
+void Session::save(const std::filesystem::path& file) const try {
   const Memory& memory = own();
   require(memory.logits.defined(), "save state: nothing has been read yet");
   SavedState state{memory.cache.contents(), to_device(memory.logits, {}),
@@ -213,9 +220,11 @@ void Session::save(const std::filesystem::path& file) const {
     out = std::copy(recent.begin(), recent.end(), out);
   }
   save_state(file, state, memory.language_model().config(), memory.own_fingerprint());
+} catch (...) {
+  rethrow_as_error();
 }
 
-void Session::load(const std::filesystem::path& file) {
+void Session::load(const std::filesystem::path& file) try {
   Memory& memory = own();
   const ModelConfig& config = memory.language_model().config();
   const SavedState state = load_state(file, config, memory.own_fingerprint());
@@ -235,6 +244,8 @@ void Session::load(const std::filesystem::path& file) {
   }
   memory.logits = state.logits;
   memory.history = std::move(history);
+} catch (...) {
+  rethrow_as_error();
 }
 
 int64_t Session::tokens() const {

@@ -2,11 +2,11 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
-#include <nlohmann/json.hpp>
 
 #include "base/error.h"
+#include "base/json.h"
 #include "base/names.h"
+#include "base/number.h"
 #include "model/formats/release.h"
 
 namespace furious {
@@ -19,7 +19,7 @@ constexpr int64_t kMostWidth = 1 << 22;
 constexpr int64_t kMostHeads = 1 << 14;
 constexpr int64_t kMostLayers = 1 << 14;
 
-constexpr int kMostDepth = 32;  // some of what the library does with a value calls itself
+constexpr JsonLimits kLimits{.bytes = 1 << 20, .depth = 32, .python_words = true};
 
 constexpr std::string_view kOwnType = "furious";
 constexpr std::string_view kLlamaType = "llama";
@@ -55,7 +55,7 @@ class Writer {
   }
   // As short as a float needs: 1e-05, not the digits of the double next to it.
   void operator()(const char* key, float value, Range<float>) {
-    json[key] = std::strtod(fmt::format("{}", value).c_str(), nullptr);
+    json[key] = *parse_number<double>(fmt::format("{}", value));
   }
   void operator()(const char* key, bool value) { json[key] = value; }
   // A key that came later: it is written where it says something, so that older readers know the rest.
@@ -80,33 +80,6 @@ class Reader {
  public:
   using Json = nlohmann::json;  // finds a key fast, however many there are
 
-  // Python writes infinity and NaN as words that JSON does not have. They become null: a value that is not given.
-  static std::string without_words(std::string_view text) {
-    std::string out;
-    for (bool quoted = false; !text.empty();) {
-      const auto word = [&](std::string_view name) { return !quoted && text.starts_with(name); };
-      const size_t length = word("Infinity") ? 8 : word("-Infinity") ? 9 : word("NaN") ? 3 : 0;
-      if (length > 0) {
-        out += "null";
-        text.remove_prefix(length);
-        continue;
-      }
-      if (text.front() == '"') quoted = !quoted;
-      const size_t count = quoted && text.front() == '\\' && text.size() > 1 ? 2 : 1;  // an escaped quote is none
-      out += text.substr(0, count);
-      text.remove_prefix(count);
-    }
-    return out;
-  }
-  static Json parse(std::string_view words, const std::string& origin) {
-    const std::string text = without_words(words);
-    const auto check = [&](int depth, Json::parse_event_t, Json&) {
-      require(depth <= kMostDepth, "{}: values within values more than {} deep; no model's configuration is", origin,
-              kMostDepth);
-      return true;
-    };
-    return Json::parse(text.begin(), text.end(), check, false);
-  }
   Reader(Json json, std::string origin) : origin_(std::move(origin)), json_(std::move(json)) {
     require(json_.is_object(), "{}: not a JSON object; expected the configuration of a model", origin_);
   }
@@ -355,7 +328,7 @@ void set_switch(BlockConfig& block, const std::string& key, const std::string& t
 }
 
 ModelConfig config_from_json(std::string_view text, const std::string& origin) {
-  const Reader reader(Reader::parse(text, origin), origin);
+  const Reader reader(parse_json(text, origin, kLimits), origin);
   std::string type;
   reader("model_type", type);
   if (type != kOwnType && type != kLlamaType)

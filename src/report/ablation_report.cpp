@@ -6,11 +6,12 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <nlohmann/json.hpp>
 #include <set>
 
 #include "base/error.h"
 #include "base/file.h"
+#include "base/json.h"
+#include "base/number.h"
 #include "report/markup.h"
 
 namespace furious {
@@ -19,6 +20,7 @@ namespace {
 using Json = nlohmann::ordered_json;
 
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
 
 // Over the runs of a row that have ended and not diverged.
 struct Statistic {
@@ -119,6 +121,11 @@ std::string option(const RowResult& row, const std::string& name) {
   return found == row.options.end() ? "" : found->second;
 }
 
+// 0 where it was not given. In rows of this program and of a checked file it is a number.
+int64_t whole_option(const RowResult& row, const std::string& name) {
+  return parse_number<uint32_t>(option(row, name)).value_or(0);
+}
+
 // Test loss over length, a line for each architecture; without series where all rows have one length.
 Chart length_chart(const Ablation& ablation) {
   Chart chart;
@@ -134,7 +141,7 @@ Chart length_chart(const Ablation& ablation) {
     if (series == chart.series.end()) series = chart.series.insert(series, Series{arch, {}, {}});
     const Statistic loss = test_loss(row);
     if (loss.count == 0) continue;
-    series->x.push_back(std::stod(option(row, "length")));
+    series->x.push_back(static_cast<double>(whole_option(row, "length")));
     series->y.push_back(loss.mean);
   }
   if (lengths.size() < 2) chart.series.clear();
@@ -171,20 +178,15 @@ Json number_or_null(double value) {
   return std::isfinite(value) ? Json(value) : Json();
 }
 
-double number_from(const Json& value) {
-  return value.is_null() ? kNaN : value.get<double>();
-}
-
 Json curve_to_json(const Curve& curve) {
   Json y = Json::array();
   for (const double value : curve.y) y.push_back(number_or_null(value));
   return {{"step", curve.x}, {"value", y}};
 }
 
-Curve curve_from_json(const Json& json) {
-  Curve curve{json.at("step"), {}};
-  for (const Json& value : json.at("value")) curve.y.push_back(number_from(value));
-  require(curve.x.size() == curve.y.size(), "a curve has {} steps and {} values", curve.x.size(), curve.y.size());
+Curve curve_from_json(const JsonValue& json) {
+  Curve curve{json.at("step").numbers(), json.at("value").numbers()};
+  if (curve.x.size() != curve.y.size()) json.unexpected(fmt::format("as many values as the {} steps", curve.x.size()));
   return curve;
 }
 
@@ -206,18 +208,18 @@ Json run_to_json(const RowRun& run) {
   return json;
 }
 
-RowRun run_from_json(const Json& json) {
+RowRun run_from_json(const JsonValue& json) {
   RowRun run;
-  run.seed = json.at("seed");
-  run.steps = json.at("steps");
-  run.finished = json.at("finished");
-  run.train_loss = number_from(json.at("train_loss"));
-  run.test_loss = number_from(json.at("test_loss"));
-  run.tokens_per_second = number_from(json.at("tokens_per_second"));
-  run.diverged = json.value("diverged", "");
+  run.seed = json.at("seed").whole();
+  run.steps = json.at("steps").integer(0, kMost);
+  run.finished = json.at("finished").flag();
+  run.train_loss = json.at("train_loss").number_or_nan();
+  run.test_loss = json.at("test_loss").number_or_nan();
+  run.tokens_per_second = json.at("tokens_per_second").number_or_nan();
+  if (json.has("diverged")) run.diverged = json.at("diverged").text();
   run.training = curve_from_json(json.at("training"));
   run.test = curve_from_json(json.at("test"));
-  if (json.contains("value_rms")) run.values = curve_from_json(json.at("value_rms"));
+  if (json.has("value_rms")) run.values = curve_from_json(json.at("value_rms"));
   return run;
 }
 
@@ -237,24 +239,27 @@ Json row_to_json(const RowResult& row) {
   return json;
 }
 
-RowResult row_from_json(const Json& json) {
+RowResult row_from_json(const JsonValue& json) {
   RowResult row;
-  row.name = json.at("name");
-  row.label = json.at("label");
-  if (json.contains("paper")) {
-    const Json& paper = json.at("paper");
-    row.paper = {paper.at("table"),
-                 paper.at("label"),
+  row.name = json.at("name").text();
+  row.label = json.at("label").text();
+  if (json.has("paper")) {
+    const JsonValue paper = json.at("paper");
+    row.paper = {paper.at("table").text(),
+                 paper.at("label").text(),
                  row.name.substr(0, row.name.find(':')),
-                 paper.at("train_loss"),
-                 paper.at("test_loss"),
-                 paper.value("size", "small"),
-                 paper.value("length", int64_t{2048})};
+                 paper.at("train_loss").number(),
+                 paper.at("test_loss").number(),
+                 paper.has("size") ? paper.at("size").text() : "small",
+                 paper.has("length") ? paper.at("length").integer(0, kMost) : int64_t{2048}};
   }
-  row.parameters = json.at("parameters");
-  row.state_bytes = json.at("state_bytes");
-  row.options = json.at("options");
-  for (const Json& run : json.at("runs")) row.runs.push_back(run_from_json(run));
+  row.parameters = json.at("parameters").integer(0, kMost);
+  row.state_bytes = json.at("state_bytes").integer(0, kMost);
+  row.options = json.at("options").texts();
+  for (const char* name : {"length", "batch", "hidden", "intermediate", "heads", "layers"})
+    if (row.options.contains(name) && !parse_number<uint32_t>(row.options[name]))
+      json.at("options").at(name).unexpected("a whole number");
+  for (const JsonValue& run : json.at("runs").items()) row.runs.push_back(run_from_json(run));
   return row;
 }
 
@@ -410,10 +415,8 @@ std::string ablation_notes(const Ablation& ablation) {
   for (const RowResult& one : ablation.rows) seeds = std::max(seeds, one.runs.size());
   const auto shared = [&](const std::string& name) { return shared_option(ablation, name); };
   const RowResult& row = ablation.rows.front();
-  const auto number = [&](const char* name) { return std::strtoll(option(row, name).c_str(), nullptr, 10); };
-  const auto tokens = [](const RowResult& one) {
-    return std::stoll("0" + option(one, "batch")) * std::stoll("0" + option(one, "length"));
-  };
+  const auto number = [&](const char* name) { return whole_option(row, name); };
+  const auto tokens = [](const RowResult& one) { return whole_option(one, "batch") * whole_option(one, "length"); };
   std::string text = fmt::format("{} steps of ", shared("steps"));
   if (any(ablation, [&](const RowResult& one) { return tokens(one) != tokens(row); }))
     text += fmt::format("{} sequences", shared("batch"));
@@ -475,13 +478,14 @@ std::string ablation_to_json(const Ablation& ablation) {
 Ablation ablation_from_json(const std::string& text, const std::string& origin) {
   Ablation ablation;
   try {
-    const Json json = Json::parse(text);
-    ablation.words = json.at("words");
-    ablation.stopped = !json.at("finished").get<bool>();
-    for (const Json& row : json.at("rows")) ablation.rows.push_back(row_from_json(row));
-    require(!ablation.rows.empty(), "there are no rows");
-  } catch (const std::exception& error) {
-    fail("{}: not the results.json of an ablation: {}", origin, error.what());
+    const nlohmann::json parsed = parse_json(text, origin);
+    const JsonValue json(parsed, origin);
+    for (const JsonValue& word : json.at("words").items()) ablation.words.push_back(word.text());
+    ablation.stopped = !json.at("finished").flag();
+    for (const JsonValue& row : json.at("rows").items()) ablation.rows.push_back(row_from_json(row));
+    require(!ablation.rows.empty(), "{}: there are no rows", origin);
+  } catch (const Error& error) {
+    fail("{}; it is not the results.json of an ablation", error.what());
   }
   return ablation;
 }

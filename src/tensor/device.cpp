@@ -1,12 +1,12 @@
 #include "tensor/device.h"
 
-#include <charconv>
 #include <cstdlib>
 #include <cstring>
 #include <new>
 
 #include "base/error.h"
 #include "base/memory.h"
+#include "base/number.h"
 #include "tensor/device_cuda.h"
 
 namespace furious {
@@ -19,10 +19,8 @@ Device device_from_name(std::string_view name) {
   if (name == "cpu") return {};
   if (name == "cuda") return {DeviceKind::cuda, 0};
   if (name.starts_with("cuda:")) {
-    Device device{DeviceKind::cuda, 0};
-    const char* end = name.data() + name.size();
-    const auto [stopped, error] = std::from_chars(name.data() + 5, end, device.index);
-    if (error == std::errc{} && stopped == end && device.index >= 0) return device;
+    const auto index = parse_number<int>(name.substr(5));
+    if (index && *index >= 0) return {DeviceKind::cuda, *index};
   }
   fail("unknown device \"{}\"; expected \"cpu\", \"cuda\" or \"cuda:N\"", name);
 }

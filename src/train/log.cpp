@@ -1,27 +1,29 @@
 #include "train/log.h"
 
 #include <cmath>
-#include <nlohmann/json.hpp>
 #include <sstream>
 
+#include "base/error.h"
 #include "base/file.h"
+#include "base/json.h"
 
 namespace furious {
 namespace {
 
 using Json = nlohmann::ordered_json;
+using Parsed = nlohmann::json;
 
 std::string dumped(const Json& line) {
   return line.dump(-1, ' ', false, Json::error_handler_t::replace);
 }
 
 // JSON has no way to write a number that is not finite: it is null.
-double number(const Json& line, const char* key) {
+double number(const Parsed& line, const char* key) {
   const auto found = line.find(key);
   return found != line.end() && found->is_number() ? found->get<double>() : std::nan("");
 }
 
-TrainStep step_of(const Json& line) {
+TrainStep step_of(const Parsed& line) {
   TrainStep step;
   step.step = line["step"];
   step.loss = number(line, "loss");
@@ -31,7 +33,8 @@ TrainStep step_of(const Json& line) {
   step.mfu = number(line, "mfu");
   if (line.contains("test_loss")) step.test_loss = number(line, "test_loss");
   if (const auto values = line.find("value_rms"); values != line.end() && values->is_array())
-    for (const Json& value : *values) step.value_rms.push_back(value.is_number() ? value.get<double>() : std::nan(""));
+    for (const Parsed& value : *values)
+      step.value_rms.push_back(value.is_number() ? value.get<double>() : std::nan(""));
   if (const auto sample = line.find("sample"); sample != line.end() && sample->is_string()) step.sample = *sample;
   if (const auto ranks = line.find("ranks"); ranks != line.end() && ranks->is_object()) {
     const auto whole = [&](const char* key) {
@@ -79,7 +82,12 @@ RunLog read_log(const std::filesystem::path& run) {
   if (!std::filesystem::exists(run / kLogFile)) return log;
   std::istringstream text(read_text(run / kLogFile));
   for (std::string line; std::getline(text, line);) {
-    const Json parsed = Json::parse(line, nullptr, false);
+    Parsed parsed;
+    try {
+      parsed = parse_json(line, kLogFile);
+    } catch (const Error&) {  // the run was killed while it wrote this line
+      continue;
+    }
     if (!parsed.is_object() || !parsed.contains("step") || !parsed["step"].is_number_integer()) continue;
     if (const auto why = parsed.find("diverged"); why != parsed.end() && why->is_string())
       log.diverged = *why;

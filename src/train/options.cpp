@@ -1,7 +1,6 @@
 #include "train/options.h"
 
 #include <algorithm>
-#include <charconv>
 #include <cmath>
 #include <limits>
 #include <nlohmann/json.hpp>
@@ -13,6 +12,7 @@
 #include "base/file.h"
 #include "base/hash.h"
 #include "base/names.h"
+#include "base/number.h"
 #include "base/parallel.h"
 #include "data/batches.h"
 #include "data/utf8.h"
@@ -27,11 +27,9 @@ constexpr int64_t kAny = int64_t{1} << 60;  // and one more, or twice as many, i
 
 template <class Number>
 Number parsed(const std::string& name, const std::string& text) {
-  Number value{};
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  require(error == std::errc() && end == text.data() + text.size(), "{}: \"{}\" is no {}number", name, text,
-          std::is_floating_point_v<Number> ? "" : "whole ");
-  return value;
+  const auto value = parse_number<Number>(text);
+  require(value.has_value(), "{}: \"{}\" is no {}number", name, text, std::is_floating_point_v<Number> ? "" : "whole ");
+  return *value;
 }
 
 class Table {

@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <fstream>
 
+#include "base/boundary.h"
 #include "base/error.h"
 #include "base/file.h"
 #include "base/parallel.h"
@@ -337,7 +338,7 @@ TrainResult Run::train() {
 
 }  // namespace
 
-TrainResult train(const TrainOptions& given, const TrainObserver& observer) {
+TrainResult train(const TrainOptions& given, const TrainObserver& observer) try {
   check_train_options(given);
   require(!given.data.empty(), "train: no data; give --data with a folder of `furious tokenize`");
   require(!given.out.empty(), "train: no folder for the run; give --out");
@@ -353,9 +354,11 @@ TrainResult train(const TrainOptions& given, const TrainObserver& observer) {
     result = Run(options, observer, team).train();
   });
   return result;
+} catch (...) {
+  rethrow_as_error();
 }
 
-std::optional<TrainOptions> options_of_run(const std::string& folder, bool previous) {
+std::optional<TrainOptions> options_of_run(const std::string& folder, bool previous) try {
   const fs::path found = checkpoint_to_resume(folder, previous && !checkpoints_in(folder).empty());
   if (found.empty()) return {};
   TrainOptions options = reading(found, [&] { return saved_options(found); });
@@ -363,6 +366,8 @@ std::optional<TrainOptions> options_of_run(const std::string& folder, bool previ
   options.resume = true;
   options.resume_previous = previous;
   return options;
+} catch (...) {
+  rethrow_as_error();
 }
 
 std::vector<fs::path> checkpoints_in(const fs::path& run) {

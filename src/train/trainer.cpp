@@ -4,13 +4,15 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <map>
 #include <mutex>
-#include <nlohmann/json.hpp>
 #include <numeric>
 
+#include "base/boundary.h"
 #include "base/error.h"
 #include "base/hash.h"
+#include "base/json.h"
 #include "data/synthetic.h"
 #include "data/utf8.h"
 #include "eval/test_loss.h"
@@ -187,12 +189,11 @@ std::string checksum_text(const SafetensorsReader& file) {
 SavedTraining saved_training(const SafetensorsReader& file) {
   const auto found = file.metadata().find("furious");
   require(found != file.metadata().end(), "{}: was not written by furious train", file.path().string());
-  try {
-    const Json saved = Json::parse(found->second);
-    return {saved.at("step"), saved.at("data"), saved.value("model", ""), saved.at("options")};
-  } catch (const Json::exception& error) {
-    fail("{}: its metadata is damaged: {}", file.path().string(), error.what());
-  }
+  const std::string origin = fmt::format("{}: its metadata is damaged", file.path().string());
+  const nlohmann::json parsed = parse_json(found->second, origin);
+  const JsonValue saved(parsed, origin);
+  return {saved.at("step").integer(0, std::numeric_limits<int64_t>::max()), saved.at("data").text(),
+          saved.has("model") ? saved.at("model").text() : "", saved.at("options").texts()};
 }
 
 }  // namespace
@@ -204,9 +205,9 @@ void together(Communicator& ranks, const std::function<void()>& work) {
     throw;
   } catch (const Diverged&) {  // a trainer throws it on all ranks
     throw;
-  } catch (const std::exception& error) {
+  } catch (const std::exception&) {
     if (ranks.size() == 1) throw;
-    ranks.abort(error.what());  // the others would wait for this one
+    ranks.abort(words_of(std::current_exception()));  // the others would wait for this one
   }
 }
 

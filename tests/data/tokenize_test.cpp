@@ -1,8 +1,12 @@
 #include "data/tokenize.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <filesystem>
 #include <set>
+#include <system_error>
+#include <thread>
 
 #include "data/corpus.h"
 #include "data/dataset.h"
@@ -248,6 +252,68 @@ TEST_F(TokenizeTest, InvalidUtf8IsCountedInTheManifest) {
   const TokenizeOptions options = options_for({folder.write("bad.txt", "a\xFF\xFE z")}, folder.path("out"));
   EXPECT_EQ(tokenize_corpus(options).manifest.replaced, 2);
   EXPECT_EQ(read_manifest(options.out).replaced, 2);
+}
+
+// Compressed nothing has a header: a file of 0 bytes was not written completely.
+TEST_F(TokenizeTest, AnEmptyCompressedFileIsAnErrorAndAnEmptyTextIsNot) {
+  for (const char* name : {"empty.jsonl.gz", "empty.txt.zst"}) {
+    const TokenizeOptions options = options_for({input, folder.write(name, "")}, folder.path("out"));
+    expect_error([&] { tokenize_corpus(options); }, {name, "is empty"});
+    std::filesystem::remove_all(folder.path("out"));
+  }
+  TokenizeOptions options = options_for({input}, folder.path("alone"));
+  tokenize_corpus(options);
+  options = options_for({input, folder.write("none.txt", ""), folder.write("none.txt.gz", testing::gzip_of(""))},
+                        folder.path("with"));
+  tokenize_corpus(options);
+  EXPECT_EQ(documents_of(Dataset(folder.path("with")), Split::train),
+            documents_of(Dataset(folder.path("alone")), Split::train));
+}
+
+// Threads that the system does not give: their stacks are larger than the address space.
+class NoThreads {
+ public:
+  NoThreads() {
+    pthread_getattr_default_np(&before_);
+    pthread_attr_t huge;
+    pthread_attr_init(&huge);
+    pthread_attr_setstacksize(&huge, size_t{1} << 50);
+    pthread_setattr_default_np(&huge);
+    pthread_attr_destroy(&huge);
+  }
+  ~NoThreads() {
+    pthread_setattr_default_np(&before_);
+    pthread_attr_destroy(&before_);
+  }
+
+ private:
+  pthread_attr_t before_;
+};
+
+TEST_F(TokenizeTest, WithoutThreadsItWorksByItself) {
+  TokenizeOptions options = options_for({input}, folder.path("with"));
+  tokenize_corpus(options);
+  options.out = folder.path("without");
+  {
+    const NoThreads none;
+    EXPECT_THROW(std::thread([] {}), std::system_error);
+    tokenize_corpus(options);
+  }
+  EXPECT_EQ(read_folder(folder.path("with")), read_folder(folder.path("without")));
+  options.inputs = {folder.write("bad.jsonl", json_lines(documents) + "broken")};
+  options.out = folder.path("bad");
+  const NoThreads none;
+  expect_error([&] { tokenize_corpus(options); }, {"bad.jsonl", "line 121"});
+}
+
+TEST_F(TokenizeTest, PathsNeedNotBeUtf8) {
+  const TokenizeOptions options =
+      options_for({folder.write("na\xEFve.jsonl", json_lines(documents))}, folder.path("o"));
+  TokenizeHooks hooks;
+  hooks.stop = [] { return true; };
+  EXPECT_THROW(tokenize_corpus(options, hooks), Stopped);
+  EXPECT_FALSE(tokenize_corpus(options).was_complete);
+  EXPECT_TRUE(tokenize_corpus(options).was_complete);
 }
 
 TEST(SplitWriter, LargeVocabulariesTakeFourBytes) {

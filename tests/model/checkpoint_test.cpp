@@ -428,7 +428,7 @@ TEST_F(LlamaCheckpoint, ReadsInfinityAndNaNAsNothing) {
   const ModelConfig expected = load_config(directory_.path());
   EXPECT_EQ(with(R"(, "time_step_limit": [0.0, Infinity], "low": -Infinity, "no": NaN)"), expected);
   EXPECT_EQ(with(R"(, "text": "Infinity \\\" NaN", "\\\\": Infinity)"), expected);
-  expect_error([&] { with(R"(, "a": Infinit)"); }, {"not a JSON object"});
+  expect_error([&] { with(R"(, "a": Infinit)"); }, {"not JSON"});
 }
 
 TEST_F(LlamaCheckpoint, RefusesWhatWouldBeComputedWrongly) {
@@ -577,7 +577,7 @@ TEST_F(Checkpoint, NamesTheKeyThatIsWrong) {
     expect_error([&] { load_config(directory_.path()); }, {config_.string(), "\"" + item.key() + "\" is missing"});
   }
   write_text(config_, "{");
-  expect_error([&] { load_config(directory_.path()); }, {config_.string(), "not a JSON object"});
+  expect_error([&] { load_config(directory_.path()); }, {config_.string(), "not JSON"});
   const std::string deep = std::string(100000, '[') + std::string(100000, ']');
   expect_error([&] { config_from_json(R"({"model_type":)" + deep + "}", "here"); }, {"here", "deep"});
   Json impossible = valid;

@@ -1,0 +1,21 @@
+// What libFuzzer calls; FUZZ_TARGET is the name of a function of targets.h.
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+
+#include "fuzz/targets.h"
+#include "ops/mixer/mixer.h"
+
+// The size of a cache is in the same source as the configuration, and needs these of the mixer, which takes minutes to
+// compile. No fuzzer asks for it.
+int64_t furious::state_rows(const MixerSpec&, int64_t) {
+  std::abort();
+}
+int64_t furious::state_columns(const MixerSpec&, int64_t) {
+  std::abort();
+}
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  furious::fuzz::FUZZ_TARGET({reinterpret_cast<const char*>(data), size});
+  return 0;
+}
