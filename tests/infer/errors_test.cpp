@@ -129,7 +129,7 @@ TEST_F(PublicErrors, OfTraining) {
   EXPECT_FALSE(options_of_run(folder.path("none")));
   fs::create_directories(folder.path("damaged/step-00000001"));
   folder.write("damaged/step-00000001/training.safetensors", "x");
-  expect_error([&] { options_of_run(folder.path("damaged")); }, {"training.safetensors"});
+  expect_error([&] { options_of_run(folder.path("damaged")); }, {"step-00000001", "is damaged"});
 }
 
 }  // namespace
