@@ -1,5 +1,5 @@
 # For people; CMake does the work. `make test` on a fresh Debian machine installs what is missing, builds and tests.
-.PHONY: help setup build demo test install asan cuda bench findings format tidy clean
+.PHONY: help setup build demo test install asan tsan cuda bench findings format tidy clean
 JOBS ?= $(shell nproc)
 PREFIX ?= /usr/local
 
@@ -10,6 +10,7 @@ help:
 	@echo "make test    set up, build, run all tests"
 	@echo "make install PREFIX=/usr/local   the binary, libfurious and its headers"
 	@echo "make asan    the fast tests under the address and undefined-behaviour sanitizers"
+	@echo "make tsan    the tests with threads under the thread sanitizer"
 	@echo "make cuda    build the CUDA preset (needs nvcc)"
 	@echo "make bench   mixer speed on this machine, beside its floor"
 	@echo "make findings   tables and figures of docs/findings.md, from the results beside it"
@@ -38,6 +39,11 @@ asan: setup
 	cmake --preset asan
 	cmake --build --preset asan -j $(JOBS)
 	ctest --preset asan -j $(JOBS)
+
+tsan: setup
+	cmake --preset tsan
+	cmake --build --preset tsan -j $(JOBS)
+	ctest --preset tsan
 
 cuda: setup
 	cmake --preset cuda

@@ -1,9 +1,12 @@
 #include "ops/matmul.h"
 
-#include <omp.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
+#include <csignal>
+#include <cstdint>
 #include <cstdlib>
 #include <limits>
 #include <string_view>
@@ -15,6 +18,8 @@
 #include "tensor/dispatch.h"
 
 #ifdef FURIOUS_ONEDNN
+#include <omp.h>
+
 #include <dnnl.hpp>
 #else
 #include <cblas.h>
@@ -32,9 +37,50 @@ struct Product {
   int64_t rows = out.size(0);
   int64_t columns = out.size(1);
   int64_t inner = a.size(options.transpose_a ? 0 : 1);
+
+  // Rows and columns of the result by themselves.
+  Product part(int64_t row, int64_t row_count, int64_t column, int64_t column_count) const {
+    return {out.slice(0, row, row_count).slice(1, column, column_count),
+            a.slice(options.transpose_a ? 1 : 0, row, row_count),
+            b.slice(options.transpose_b ? 0 : 1, column, column_count), options};
+  }
+};
+
+// While it lives, this thread handles no signal that others send: kernels of oneDNN 2 keep data below the stack
+// pointer, where the handler's frame would lie. A fault of the program itself (SIGSEGV) is still one. The system call
+// rather than pthread_sigmask, which leaves out the signals that the C library sends itself, as setuid does to all
+// threads.
+class SignalsBlocked {
+ public:
+  SignalsBlocked() {
+    const uint64_t kOwnFaults = bit(SIGSEGV) | bit(SIGBUS) | bit(SIGFPE) | bit(SIGILL) | bit(SIGTRAP) | bit(SIGSYS);
+    set(~kOwnFaults, &before_);
+  }
+  ~SignalsBlocked() { set(before_, nullptr); }
+  SignalsBlocked(const SignalsBlocked&) = delete;
+  SignalsBlocked& operator=(const SignalsBlocked&) = delete;
+
+ private:
+  static constexpr uint64_t bit(int signal) { return uint64_t{1} << (signal - 1); }
+  static void set(uint64_t mask, uint64_t* before) {
+    ::syscall(SYS_rt_sigprocmask, SIG_SETMASK, &mask, before, sizeof(mask));
+  }
+  uint64_t before_ = 0;
 };
 
 #ifdef FURIOUS_ONEDNN
+
+// While it lives, OpenMP has one thread for this one: oneDNN computes here, and makes none.
+class OneThread {
+ public:
+  OneThread() : before_(omp_get_max_threads()) { omp_set_num_threads(1); }
+  ~OneThread() { omp_set_num_threads(before_); }
+  OneThread(const OneThread&) = delete;
+  OneThread& operator=(const OneThread&) = delete;
+
+ private:
+  int before_;
+};
 
 // Before oneDNN is used for the first time. The AMX kernels of oneDNN 2 end in an illegal instruction under Linux:
 // AVX-512 is the most that it may use.
@@ -71,15 +117,6 @@ dnnl::memory::desc describe(const Tensor& matrix, bool transpose) {
                    : dnnl::memory::desc({matrix.size(0), matrix.size(1)}, type, dnnl::memory::dims{stride, 1});
 }
 
-Tensor rounded_to_bf16(const Tensor& matrix, dnnl::stream& stream) {
-  if (matrix.dtype() == DType::bf16) return matrix;
-  Tensor rounded = Tensor::empty(matrix.shape(), DType::bf16);
-  dnnl::memory from(describe(matrix, false), cpu_engine(), matrix.raw());
-  dnnl::memory to(describe(rounded, false), cpu_engine(), rounded.raw());
-  dnnl::reorder(from, to).execute(stream, from, to);
-  return rounded;
-}
-
 // oneDNN keeps the code it has generated for a shape, so making the primitive again costs microseconds.
 dnnl::matmul::primitive_desc bf16_product(const dnnl::memory::desc& a, const dnnl::memory::desc& b,
                                           const dnnl::memory::desc& out, bool accumulate) {
@@ -94,13 +131,11 @@ dnnl::matmul::primitive_desc bf16_product(const dnnl::memory::desc& a, const dnn
 
 void multiply_bf16(const Product& p) {
   dnnl::stream stream(cpu_engine());
-  const Tensor a = rounded_to_bf16(p.a, stream);
-  const Tensor b = rounded_to_bf16(p.b, stream);
-  const auto description = bf16_product(describe(a, p.options.transpose_a), describe(b, p.options.transpose_b),
+  const auto description = bf16_product(describe(p.a, p.options.transpose_a), describe(p.b, p.options.transpose_b),
                                         describe(p.out, false), p.options.accumulate);
   dnnl::matmul(description)
-      .execute(stream, {{DNNL_ARG_SRC, dnnl::memory(description.src_desc(), cpu_engine(), a.raw())},
-                        {DNNL_ARG_WEIGHTS, dnnl::memory(description.weights_desc(), cpu_engine(), b.raw())},
+      .execute(stream, {{DNNL_ARG_SRC, dnnl::memory(description.src_desc(), cpu_engine(), p.a.raw())},
+                        {DNNL_ARG_WEIGHTS, dnnl::memory(description.weights_desc(), cpu_engine(), p.b.raw())},
                         {DNNL_ARG_DST, dnnl::memory(description.dst_desc(), cpu_engine(), p.out.raw())}});
   stream.wait();
 }
@@ -121,9 +156,12 @@ bool has_bf16() {
 
 #else
 
+// OpenBLAS may come with threads of its own; products are divided among ours.
+struct OneThread {
+  OneThread() { [[maybe_unused]] static const bool done = (openblas_set_num_threads(1), true); }
+};
+
 void multiply_f32(const Product& p) {
-  // OpenBLAS may come with threads of its own, which do not know how many were asked for.
-  if (openblas_get_num_threads() != threads()) openblas_set_num_threads(threads());
   cblas_sgemm(CblasRowMajor, p.options.transpose_a ? CblasTrans : CblasNoTrans,
               p.options.transpose_b ? CblasTrans : CblasNoTrans, static_cast<blasint>(p.rows),
               static_cast<blasint>(p.columns), static_cast<blasint>(p.inner), 1.0f, p.a.data<float>(),
@@ -138,6 +176,56 @@ bool has_bf16() {
 }
 
 #endif
+
+// How the result is cut into tiles, by the sizes alone: so its bits do not depend on the number of threads.
+struct Tiling {
+  int64_t rows, columns;  // of a tile
+
+  explicit Tiling(const Product& p) : rows(p.rows), columns(p.columns) {
+    constexpr double kWorthThread = 32e6;    // flops: some hundred microseconds
+    constexpr double kBytesWorth = 1 << 19;  // of a weight that is read for a few rows
+    constexpr double kLargeTile = 5e8;       // flops: more tiles than kTiles only from there on
+    constexpr int64_t kFewRows = 16, kTiles = 8, kMostTiles = 32;
+    constexpr int64_t kLeastRows = 64, kLeastColumns = 128;  // smaller ones take longer for an element
+    const double flops = 2.0 * static_cast<double>(p.rows) * static_cast<double>(p.columns * p.inner);
+    const double bytes = p.rows < kFewRows ? 4.0 * static_cast<double>(p.columns * p.inner) : 0;
+    const double worth = std::max(flops / kWorthThread, bytes / kBytesWorth);
+    const double wanted =
+        std::min(worth, bytes > 0 ? kMostTiles : std::clamp<double>(flops / kLargeTile, kTiles, kMostTiles));
+    while (static_cast<double>(count(p)) < wanted) {
+      const bool by_rows = rows >= 2 * kLeastRows && (rows >= columns || columns < 2 * kLeastColumns);
+      if (!by_rows && columns < 2 * kLeastColumns) return;
+      halve(by_rows ? rows : columns);
+    }
+  }
+  int64_t row_tiles(const Product& p) const { return (p.rows + rows - 1) / rows; }
+  int64_t count(const Product& p) const { return row_tiles(p) * ((p.columns + columns - 1) / columns); }
+
+ private:
+  static void halve(int64_t& size) {
+    constexpr int64_t kMultiple = 64;
+    size = std::max(kMultiple, (size / 2 + kMultiple - 1) / kMultiple * kMultiple);
+  }
+};
+
+void multiply_here(const Product& p, bool bf16) {
+  const OneThread one;
+  const SignalsBlocked blocked;
+  if (bf16)
+    multiply_bf16(p);
+  else
+    multiply_f32(p);
+}
+
+void multiply(const Product& p, bool bf16) {
+  const Tiling tiling(p);
+  if (tiling.count(p) == 1) return multiply_here(p, bf16);
+  parallel_for(tiling.count(p), [&](int64_t i) {
+    const int64_t row = i % tiling.row_tiles(p) * tiling.rows, column = i / tiling.row_tiles(p) * tiling.columns;
+    multiply_here(
+        p.part(row, std::min(tiling.rows, p.rows - row), column, std::min(tiling.columns, p.columns - column)), bf16);
+  });
+}
 
 void check_matrix(const ArgumentCheck& check, std::string_view argument, const Tensor& matrix, const Tensor& out) {
   check.rank(argument, matrix, out.rank() == 3 ? 3 : 2);
@@ -197,7 +285,6 @@ void matmul(const Tensor& out, const Tensor& a, const Tensor& b, const MatmulOpt
   require(matmul_supports(options.precision),
           "matmul: bf16 products were asked for, but {} has none on this CPU; use precision f32",
           cpu::matmul_library({}));
-  require(!omp_in_parallel(), "matmul: called inside a parallel loop");
   if (out.rank() == 3) {
     for (int64_t i = 0; i < out.size(0); ++i) cpu::matmul(out.select(0, i), a.select(0, i), b.select(0, i), options);
     return;
@@ -208,11 +295,10 @@ void matmul(const Tensor& out, const Tensor& a, const Tensor& b, const MatmulOpt
     cpu::copy(out, options.addend);
     product.options.accumulate = true;
   }
-  if (b.dtype() == DType::f16 || (b.dtype() == DType::bf16 && !bf16)) product.b = to_dtype(b, DType::f32);
-  if (bf16)
-    multiply_bf16(product);
-  else
-    multiply_f32(product);
+  const DType factors = bf16 ? DType::bf16 : DType::f32;
+  if (a.dtype() != factors) product.a = to_dtype(a, factors);
+  if (b.dtype() != factors) product.b = to_dtype(b, factors);
+  multiply(product, bf16);
 }
 
 double matmul_rate(MatmulPrecision precision, Device) {
