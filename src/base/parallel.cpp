@@ -4,17 +4,19 @@
 #include <sched.h>
 #include <signal.h>
 
+#include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstdlib>
 #include <deque>
 #include <exception>
 #include <fstream>
+#include <limits>
 #include <mutex>
-#include <sstream>
 #include <string>
 #include <thread>
-#include <utility>
 
 #ifdef __SSE2__
 #include <xmmintrin.h>
@@ -25,9 +27,12 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// A thread that waits looks this often before it sleeps: some microseconds, less than it takes to wake one up. Longer
-// would take the core from those that work.
-constexpr int kLooks = 400;
+// How long a thread that waits looks for what it waits for before it sleeps: about what it costs to be woken up again.
+constexpr auto kLook = std::chrono::microseconds(100);
+// One that the system has interrupted for so long in the meantime shares its core with another program, and sleeps at
+// once for some time to come.
+constexpr auto kInterruption = std::chrono::microseconds(50);
+constexpr auto kCrowded = std::chrono::milliseconds(20);
 
 thread_local int chosen_threads = 0;  // 0: all available cores
 thread_local bool in_loop = false;
@@ -51,29 +56,53 @@ struct FloatMode {
 };
 
 struct Loop {
-  int64_t count;
+  // Each thread begins with a part of the indices of its own, the same in every loop of one size: what it has in its
+  // cache from one loop serves the next. Then it helps with the others' parts.
+  struct alignas(64) Lane {
+    std::atomic<int64_t> next = 0;  // that nobody has begun
+    int64_t end = 0;
+  };
+  static constexpr int kMostLanes = 16;
+
   void (*body)(void* context, int64_t i);
   void* context;
   FloatMode mode = {};
-  std::atomic<int64_t> next = 0;    // that nobody has begun
+  int lanes_used;
+  std::array<Lane, kMostLanes> lanes = {};
   std::atomic<int> helpers = 0;     // workers that are in it
   int wanted = 0;                   // workers that may still join; guarded by the pool
   std::mutex mutex = {};            // of what follows
   std::exception_ptr problem = {};  // of the first index that failed, as in a serial loop
-  int64_t failed = count;
+  int64_t failed = std::numeric_limits<int64_t>::max();
 
-  bool has_more() const { return next.load(std::memory_order_relaxed) < count; }
+  Loop(int64_t count, int workers, void (*function)(void*, int64_t), void* argument)
+      : body(function), context(argument), lanes_used(std::min(workers + 1, kMostLanes)) {
+    for (int i = 0; i < lanes_used; ++i) {
+      lanes[i].next.store(count * i / lanes_used, std::memory_order_relaxed);
+      lanes[i].end = count * (i + 1) / lanes_used;
+    }
+  }
 
-  void take_part() {
-    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) {
-      try {
-        body(context, i);
-      } catch (...) {
-        const std::lock_guard lock(mutex);
-        if (i >= failed) continue;
-        problem = std::current_exception();
-        failed = i;
-      }
+  bool has_more() const {
+    return std::any_of(lanes.begin(), lanes.begin() + lanes_used,
+                       [](const Lane& lane) { return lane.next.load(std::memory_order_relaxed) < lane.end; });
+  }
+
+  void take_part(int place) {
+    for (int i = 0; i < lanes_used; ++i) {
+      Lane& lane = lanes[(place + i) % lanes_used];
+      for (int64_t at; (at = lane.next.fetch_add(1, std::memory_order_relaxed)) < lane.end;) run(at);
+    }
+  }
+
+  void run(int64_t i) {
+    try {
+      body(context, i);
+    } catch (...) {
+      const std::lock_guard lock(mutex);
+      if (i >= failed) return;
+      problem = std::current_exception();
+      failed = i;
     }
   }
 };
@@ -92,7 +121,7 @@ class Pool {
 
   void run(Loop& loop, int workers) {
     post(loop, workers);
-    loop.take_part();
+    loop.take_part(0);
     finish(loop);
   }
 
@@ -135,20 +164,21 @@ class Pool {
     ::sigfillset(&all);
     ::pthread_sigmask(SIG_SETMASK, &all, &before);
     try {
-      for (; workers_ < count; ++workers_) std::thread([this] { work(); }).detach();
+      for (; workers_ < count; ++workers_) std::thread([this, place = workers_ + 1] { work(place); }).detach();
     } catch (const std::exception&) {  // no more threads or memory: with those that there are
       next_try_ = Clock::now() + std::chrono::seconds(1);
     }
-    crowded_.store(workers_ >= available_cores(), std::memory_order_relaxed);
+    if (workers_ >= available_cores())  // whoever looks takes the core from the one that it looks for
+      crowded_until_.store(std::numeric_limits<Clock::rep>::max(), std::memory_order_relaxed);
     ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
 
-  [[noreturn]] void work() {
+  [[noreturn]] void work(int place) {
     in_loop = true;
     for (;;) {
       Loop& loop = join();
       loop.mode.use();
-      loop.take_part();
+      loop.take_part(place);
       // After this the loop may be gone.
       if (loop.helpers.fetch_sub(1, std::memory_order_acq_rel) > 1) continue;
       { const std::lock_guard lock(mutex_); }
@@ -174,17 +204,26 @@ class Pool {
     }
   }
 
-  // A short while. With more threads than cores, whoever looks takes the core from the one that it looks for.
   template <class Condition>
-  void look_for(const Condition& condition) const {
-    if (crowded_.load(std::memory_order_relaxed)) return;
-    for (int i = 0; i < kLooks && !condition(); ++i) pause_briefly();
+  void look_for(const Condition& condition) {
+    const Clock::rep begin = ticks();
+    if (begin < crowded_until_.load(std::memory_order_relaxed)) return;
+    const Clock::rep end = begin + ticks_of(kLook);
+    for (Clock::rep before = begin, now = begin; now < end && !condition(); before = now) {
+      for (int i = 0; i < 8; ++i) pause_briefly();
+      now = ticks();
+      if (now - before > ticks_of(kInterruption))
+        return crowded_until_.store(now + ticks_of(kCrowded), std::memory_order_relaxed);
+    }
   }
+  static Clock::rep ticks() { return Clock::now().time_since_epoch().count(); }
+  static constexpr Clock::rep ticks_of(auto time) { return std::chrono::duration_cast<Clock::duration>(time).count(); }
 
   std::mutex mutex_;
   std::condition_variable posted_, left_;
   std::deque<Loop*> open_;  // loops that workers may join
-  std::atomic<bool> has_open_ = false, crowded_ = false;
+  std::atomic<bool> has_open_ = false;
+  std::atomic<Clock::rep> crowded_until_ = 0;
   int workers_ = 0, sleeping_ = 0;
   Clock::time_point next_try_ = {};
 };
@@ -253,8 +292,8 @@ ThreadLimit::~ThreadLimit() {
 }
 
 void detail::run_parallel(int64_t count, void (*body)(void* context, int64_t i), void* context) {
-  Loop loop{count, body, context};
   const auto workers = static_cast<int>(std::min<int64_t>(threads(), count)) - 1;
+  Loop loop(count, workers, body, context);
   in_loop = true;
   Pool::current()->run(loop, workers);
   in_loop = false;

@@ -28,21 +28,44 @@
 namespace furious {
 namespace {
 
-// out[rows, columns] = or += op(a)[rows, inner] · op(b)[inner, columns], with everything checked.
+// A matrix as the libraries see it. No Tensor: tiles are made by several threads, which would count views of one.
+struct Matrix {
+  std::byte* data;
+  int64_t rows, columns, stride;
+  DType dtype;
+
+  Matrix(const Tensor& tensor)
+      : data(static_cast<std::byte*>(tensor.raw())),
+        rows(tensor.size(0)),
+        columns(tensor.size(1)),
+        stride(row_stride(tensor)),
+        dtype(tensor.dtype()) {}
+  Matrix part(int64_t row, int64_t row_count, int64_t column, int64_t column_count) const {
+    Matrix matrix = *this;
+    matrix.data += (row * stride + column) * static_cast<int64_t>(size_of(dtype));
+    matrix.rows = row_count;
+    matrix.columns = column_count;
+    return matrix;
+  }
+  float* floats() const { return reinterpret_cast<float*>(data); }
+};
+
+// out = or += op(a) · op(b), with everything checked.
 struct Product {
-  Tensor out;
-  Tensor a;
-  Tensor b;
-  MatmulOptions options;
-  int64_t rows = out.size(0);
-  int64_t columns = out.size(1);
-  int64_t inner = a.size(options.transpose_a ? 0 : 1);
+  Matrix out, a, b;
+  bool transpose_a, transpose_b, accumulate;
+
+  int64_t rows() const { return out.rows; }
+  int64_t columns() const { return out.columns; }
+  int64_t inner() const { return transpose_a ? a.rows : a.columns; }
 
   // Rows and columns of the result by themselves.
   Product part(int64_t row, int64_t row_count, int64_t column, int64_t column_count) const {
-    return {out.slice(0, row, row_count).slice(1, column, column_count),
-            a.slice(options.transpose_a ? 1 : 0, row, row_count),
-            b.slice(options.transpose_b ? 0 : 1, column, column_count), options};
+    Product tile = *this;
+    tile.out = out.part(row, row_count, column, column_count);
+    tile.a = transpose_a ? a.part(0, a.rows, row, row_count) : a.part(row, row_count, 0, a.columns);
+    tile.b = transpose_b ? b.part(column, column_count, 0, b.columns) : b.part(0, b.rows, column, column_count);
+    return tile;
   }
 };
 
@@ -95,12 +118,11 @@ void prepare_onednn() {
 // dnnl_sgemm rather than the matmul primitive: as fast on large shapes and 3 to 4 times faster on a single row.
 void multiply_f32(const Product& p) {
   prepare_onednn();
-  const dnnl_status_t status =
-      dnnl_sgemm(p.options.transpose_a ? 'T' : 'N', p.options.transpose_b ? 'T' : 'N', p.rows, p.columns, p.inner, 1.0f,
-                 p.a.data<float>(), row_stride(p.a), p.b.data<float>(), row_stride(p.b),
-                 p.options.accumulate ? 1.0f : 0.0f, p.out.data<float>(), row_stride(p.out));
-  require(status == dnnl_success, "matmul: oneDNN refused a product of [{}, {}] and [{}, {}]", p.rows, p.inner, p.inner,
-          p.columns);
+  const dnnl_status_t status = dnnl_sgemm(p.transpose_a ? 'T' : 'N', p.transpose_b ? 'T' : 'N', p.rows(), p.columns(),
+                                          p.inner(), 1.0f, p.a.floats(), p.a.stride, p.b.floats(), p.b.stride,
+                                          p.accumulate ? 1.0f : 0.0f, p.out.floats(), p.out.stride);
+  require(status == dnnl_success, "matmul: oneDNN refused a product of [{}, {}] and [{}, {}]", p.rows(), p.inner(),
+          p.inner(), p.columns());
 }
 
 dnnl::engine& cpu_engine() {
@@ -110,11 +132,10 @@ dnnl::engine& cpu_engine() {
 }
 
 // How oneDNN sees a matrix, or its transpose: without copying.
-dnnl::memory::desc describe(const Tensor& matrix, bool transpose) {
-  const auto type = matrix.dtype() == DType::bf16 ? dnnl::memory::data_type::bf16 : dnnl::memory::data_type::f32;
-  const int64_t stride = row_stride(matrix);
-  return transpose ? dnnl::memory::desc({matrix.size(1), matrix.size(0)}, type, dnnl::memory::dims{1, stride})
-                   : dnnl::memory::desc({matrix.size(0), matrix.size(1)}, type, dnnl::memory::dims{stride, 1});
+dnnl::memory::desc describe(const Matrix& matrix, bool transpose) {
+  const auto type = matrix.dtype == DType::bf16 ? dnnl::memory::data_type::bf16 : dnnl::memory::data_type::f32;
+  return transpose ? dnnl::memory::desc({matrix.columns, matrix.rows}, type, dnnl::memory::dims{1, matrix.stride})
+                   : dnnl::memory::desc({matrix.rows, matrix.columns}, type, dnnl::memory::dims{matrix.stride, 1});
 }
 
 // oneDNN keeps the code it has generated for a shape, so making the primitive again costs microseconds.
@@ -131,12 +152,12 @@ dnnl::matmul::primitive_desc bf16_product(const dnnl::memory::desc& a, const dnn
 
 void multiply_bf16(const Product& p) {
   dnnl::stream stream(cpu_engine());
-  const auto description = bf16_product(describe(p.a, p.options.transpose_a), describe(p.b, p.options.transpose_b),
-                                        describe(p.out, false), p.options.accumulate);
+  const auto description =
+      bf16_product(describe(p.a, p.transpose_a), describe(p.b, p.transpose_b), describe(p.out, false), p.accumulate);
   dnnl::matmul(description)
-      .execute(stream, {{DNNL_ARG_SRC, dnnl::memory(description.src_desc(), cpu_engine(), p.a.raw())},
-                        {DNNL_ARG_WEIGHTS, dnnl::memory(description.weights_desc(), cpu_engine(), p.b.raw())},
-                        {DNNL_ARG_DST, dnnl::memory(description.dst_desc(), cpu_engine(), p.out.raw())}});
+      .execute(stream, {{DNNL_ARG_SRC, dnnl::memory(description.src_desc(), cpu_engine(), p.a.data)},
+                        {DNNL_ARG_WEIGHTS, dnnl::memory(description.weights_desc(), cpu_engine(), p.b.data)},
+                        {DNNL_ARG_DST, dnnl::memory(description.dst_desc(), cpu_engine(), p.out.data)}});
   stream.wait();
 }
 
@@ -162,11 +183,10 @@ struct OneThread {
 };
 
 void multiply_f32(const Product& p) {
-  cblas_sgemm(CblasRowMajor, p.options.transpose_a ? CblasTrans : CblasNoTrans,
-              p.options.transpose_b ? CblasTrans : CblasNoTrans, static_cast<blasint>(p.rows),
-              static_cast<blasint>(p.columns), static_cast<blasint>(p.inner), 1.0f, p.a.data<float>(),
-              static_cast<blasint>(row_stride(p.a)), p.b.data<float>(), static_cast<blasint>(row_stride(p.b)),
-              p.options.accumulate ? 1.0f : 0.0f, p.out.data<float>(), static_cast<blasint>(row_stride(p.out)));
+  cblas_sgemm(CblasRowMajor, p.transpose_a ? CblasTrans : CblasNoTrans, p.transpose_b ? CblasTrans : CblasNoTrans,
+              static_cast<blasint>(p.rows()), static_cast<blasint>(p.columns()), static_cast<blasint>(p.inner()), 1.0f,
+              p.a.floats(), static_cast<blasint>(p.a.stride), p.b.floats(), static_cast<blasint>(p.b.stride),
+              p.accumulate ? 1.0f : 0.0f, p.out.floats(), static_cast<blasint>(p.out.stride));
 }
 
 void multiply_bf16(const Product&) {}
@@ -181,25 +201,26 @@ bool has_bf16() {
 struct Tiling {
   int64_t rows, columns;  // of a tile
 
-  explicit Tiling(const Product& p) : rows(p.rows), columns(p.columns) {
-    constexpr double kWorthThread = 32e6;    // flops: some hundred microseconds
-    constexpr double kBytesWorth = 1 << 19;  // of a weight that is read for a few rows
-    constexpr double kLargeTile = 5e8;       // flops: more tiles than kTiles only from there on
+  explicit Tiling(const Product& p) : rows(p.rows()), columns(p.columns()) {
+    // Flops of a tile that is worth a thread, of two tiles that are, and of one that may be divided further.
+    constexpr int64_t kTileFlops = 32'000'000, kPairFlops = 8'000'000, kLargeTileFlops = 1'000'000'000;
+    constexpr int64_t kTileBytes = 1 << 18;  // of the right factor, where it is read for a few rows only
     constexpr int64_t kFewRows = 16, kTiles = 8, kMostTiles = 32;
     constexpr int64_t kLeastRows = 64, kLeastColumns = 128;  // smaller ones take longer for an element
-    const double flops = 2.0 * static_cast<double>(p.rows) * static_cast<double>(p.columns * p.inner);
-    const double bytes = p.rows < kFewRows ? 4.0 * static_cast<double>(p.columns * p.inner) : 0;
-    const double worth = std::max(flops / kWorthThread, bytes / kBytesWorth);
-    const double wanted =
-        std::min(worth, bytes > 0 ? kMostTiles : std::clamp<double>(flops / kLargeTile, kTiles, kMostTiles));
-    while (static_cast<double>(count(p)) < wanted) {
+    const int64_t flops = 2 * p.rows() * p.columns() * p.inner();
+    int64_t wanted = std::max<int64_t>(flops / kTileFlops, flops >= kPairFlops ? 2 : 1);
+    if (p.rows() < kFewRows)
+      wanted = std::min(kMostTiles, 4 * p.columns() * p.inner() / kTileBytes);
+    else
+      wanted = std::min(wanted, std::clamp(flops / kLargeTileFlops, kTiles, kMostTiles));
+    while (count(p) < wanted) {
       const bool by_rows = rows >= 2 * kLeastRows && (rows >= columns || columns < 2 * kLeastColumns);
       if (!by_rows && columns < 2 * kLeastColumns) return;
       halve(by_rows ? rows : columns);
     }
   }
-  int64_t row_tiles(const Product& p) const { return (p.rows + rows - 1) / rows; }
-  int64_t count(const Product& p) const { return row_tiles(p) * ((p.columns + columns - 1) / columns); }
+  int64_t row_tiles(const Product& p) const { return (p.rows() + rows - 1) / rows; }
+  int64_t count(const Product& p) const { return row_tiles(p) * ((p.columns() + columns - 1) / columns); }
 
  private:
   static void halve(int64_t& size) {
@@ -223,7 +244,8 @@ void multiply(const Product& p, bool bf16) {
   parallel_for(tiling.count(p), [&](int64_t i) {
     const int64_t row = i % tiling.row_tiles(p) * tiling.rows, column = i / tiling.row_tiles(p) * tiling.columns;
     multiply_here(
-        p.part(row, std::min(tiling.rows, p.rows - row), column, std::min(tiling.columns, p.columns - column)), bf16);
+        p.part(row, std::min(tiling.rows, p.rows() - row), column, std::min(tiling.columns, p.columns() - column)),
+        bf16);
   });
 }
 
@@ -289,16 +311,12 @@ void matmul(const Tensor& out, const Tensor& a, const Tensor& b, const MatmulOpt
     for (int64_t i = 0; i < out.size(0); ++i) cpu::matmul(out.select(0, i), a.select(0, i), b.select(0, i), options);
     return;
   }
-  Product product{out, a, b, options};
   const bool bf16 = options.precision == MatmulPrecision::bf16;
-  if (options.addend) {
-    cpu::copy(out, options.addend);
-    product.options.accumulate = true;
-  }
+  if (options.addend) cpu::copy(out, options.addend);
   const DType factors = bf16 ? DType::bf16 : DType::f32;
-  if (a.dtype() != factors) product.a = to_dtype(a, factors);
-  if (b.dtype() != factors) product.b = to_dtype(b, factors);
-  multiply(product, bf16);
+  const Tensor left = a.dtype() == factors ? a : to_dtype(a, factors);
+  const Tensor right = b.dtype() == factors ? b : to_dtype(b, factors);
+  multiply({out, left, right, options.transpose_a, options.transpose_b, options.accumulate || options.addend}, bf16);
 }
 
 double matmul_rate(MatmulPrecision precision, Device) {
