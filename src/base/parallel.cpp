@@ -294,9 +294,13 @@ ThreadLimit::~ThreadLimit() {
 void detail::run_parallel(int64_t count, void (*body)(void* context, int64_t i), void* context) {
   const auto workers = static_cast<int>(std::min<int64_t>(threads(), count)) - 1;
   Loop loop(count, workers, body, context);
-  in_loop = true;
-  Pool::current()->run(loop, workers);
-  in_loop = false;
+  {
+    const struct InLoop {
+      InLoop() { in_loop = true; }
+      ~InLoop() { in_loop = false; }
+    } here;
+    Pool::current()->run(loop, workers);
+  }
   if (loop.problem) std::rethrow_exception(loop.problem);
 }
 
