@@ -1,5 +1,7 @@
 #include "ops/matmul.h"
 
+#include <filesystem>
+
 #include "base/parallel.h"
 #include "signals.h"
 #include "support.h"
@@ -218,6 +220,19 @@ TEST(Matmul, SameBitsForAnyNumberOfThreads) {
         set_threads(0);
       }
   }
+}
+
+// The library has threads of its own, which would be as many for each thread that multiplies.
+TEST(Matmul, MakesNoThreadsButThoseOfThePool) {
+  const auto tasks = [] {
+    return std::distance(std::filesystem::directory_iterator("/proc/self/task"), std::filesystem::directory_iterator());
+  };
+  const ThreadLimit limit(1);
+  const Tensor x = Tensor::zeros({600, 600}, DType::f32);
+  const auto before = tasks();
+  for (const auto precision : {MatmulPrecision::f32, MatmulPrecision::bf16})
+    if (matmul_supports(precision)) matmul(Tensor::empty({600, 600}, DType::f32), x, x, {.precision = precision});
+  EXPECT_EQ(tasks(), before);
 }
 
 // A handler's frame would lie where kernels of oneDNN 2 keep data.
