@@ -1,5 +1,5 @@
 # For people; CMake does the work. `make test` on a fresh Debian machine installs what is missing, builds and tests.
-.PHONY: help setup build demo test install asan fuzz cuda bench findings format tidy clean
+.PHONY: help setup build demo test install asan tsan fuzz cuda bench findings format tidy clean
 JOBS ?= $(shell nproc)
 PREFIX ?= /usr/local
 FUZZ_SECONDS ?= 20
@@ -11,6 +11,7 @@ help:
 	@echo "make test    set up, build, run all tests"
 	@echo "make install PREFIX=/usr/local   the binary, libfurious and its headers"
 	@echo "make asan    the fast tests under the address and undefined-behaviour sanitizers"
+	@echo "make tsan    the tests with threads under the thread sanitizer"
 	@echo "make fuzz    the fuzzers of tests/fuzz, FUZZ_SECONDS=20 each (needs clang)"
 	@echo "make cuda    build the CUDA preset (needs nvcc)"
 	@echo "make bench   mixer speed on this machine, beside its floor"
@@ -41,9 +42,14 @@ asan: setup
 	cmake --build --preset asan -j $(JOBS)
 	ctest --preset asan -j $(JOBS)
 
+tsan: setup
+	cmake --preset tsan
+	cmake --build --preset tsan -j $(JOBS)
+	ctest --preset tsan
+
 # Each begins with its part of the corpus and keeps what it finds in build/fuzz; an input that fails is named.
 fuzz:
-	@scripts/setup.sh clang libclang-rt-dev libomp-dev
+	@scripts/setup.sh clang libclang-rt-dev
 	cmake --preset fuzz
 	cmake --build --preset fuzz -j $(JOBS)
 	ls tests/fuzz/corpus | xargs -P $(JOBS) -I NAME scripts/fuzz.sh NAME $(FUZZ_SECONDS)

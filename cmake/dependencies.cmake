@@ -1,6 +1,7 @@
 # Everything the build needs from outside; scripts/setup.sh installs it on Debian and Ubuntu.
 
-find_package(OpenMP REQUIRED)
+set(THREADS_PREFER_PTHREAD_FLAG ON)
+find_package(Threads REQUIRED)
 find_package(fmt REQUIRED)
 find_package(CLI11 REQUIRED)
 find_package(nlohmann_json REQUIRED)
@@ -14,7 +15,8 @@ if(FURIOUS_ONEDNN)
 endif()
 if(FURIOUS_ONEDNN AND dnnl_FOUND)
   message(STATUS "matrix products: oneDNN ${dnnl_VERSION}")
-  target_link_libraries(furious_matmul INTERFACE DNNL::dnnl)
+  find_package(OpenMP REQUIRED)  # only to tell oneDNN that it has one thread
+  target_link_libraries(furious_matmul INTERFACE DNNL::dnnl OpenMP::OpenMP_CXX)
   target_compile_definitions(furious_matmul INTERFACE FURIOUS_ONEDNN)
 else()
   set(BLA_VENDOR OpenBLAS)

@@ -7,7 +7,8 @@ file(GLOB public_headers CONFIGURE_DEPENDS include/furious/*.h)
 add_library(libfurious SHARED)
 target_sources(libfurious PUBLIC FILE_SET HEADERS BASE_DIRS include FILES ${public_headers})
 target_link_libraries(libfurious PRIVATE furious_objects furious_options)
-target_link_options(libfurious PRIVATE -Wl,--exclude-libs,ALL)  # static libraries inside it stay inside
+# Static libraries inside it stay inside; it stays loaded, since the threads of its pool do.
+target_link_options(libfurious PRIVATE -Wl,--exclude-libs,ALL -Wl,-z,nodelete)
 target_compile_features(libfurious INTERFACE cxx_std_20)
 # Before 1.0 a minor version may change the interface.
 set_target_properties(libfurious PROPERTIES OUTPUT_NAME furious EXPORT_NAME furious VERSION ${PROJECT_VERSION}

@@ -7,6 +7,11 @@
 //   session.save("story.state");
 //
 // Whatever goes wrong is thrown as furious::Error, with words for the user. What a callback throws comes out as it is.
+//
+// Threads: the work decides how many of a session's threads help. They sleep when there is none, belong to the library
+// and have all signals blocked. Signals: any handler may be installed and any signal may come at any time. A thread
+// that calls the library handles those that come during a matrix product after it, some milliseconds later at most; all
+// others at once. After fork() the child may go on using what the parent had loaded on the CPU.
 #pragma once
 
 #include <cstdint>
@@ -28,10 +33,12 @@ struct LoadOptions {
   std::string device = "auto";  // where it runs: "cpu", "cuda", "cuda:1", or "auto": a GPU if there is one
   std::string dtype;            // "f32" or "bf16", in which products are computed; empty: bf16 on a GPU, f32 on the CPU
   int64_t heads = 0;            // for weights without a config.json whose tensors do not tell it; 0: not known
+  int threads = 0;              // of the CPU, for each session that runs on it; 0: all cores that the program may use
   bool bos = false;  // texts begin with bos; otherwise only where the model was trained so, as far as is known
 };
 
-// A loaded checkpoint and its tokenizer. Copies share the weights; any number of sessions may use them at once.
+// A loaded checkpoint and its tokenizer. Copies share the weights; any number of sessions may use them at once, each in
+// a thread of its own: they compute what they would one after another.
 class FURIOUS_API Model {
  public:
   // A checkpoint directory, a training run (its newest checkpoint), or a .safetensors file.

@@ -63,7 +63,7 @@ struct TrainOptions {
   std::string dtype = "auto";
   // Of the products inside the mixer, on a GPU: bf16, tf32, tf32x3 or f32; auto: as the activations.
   std::string mixer_precision = "auto";
-  int64_t threads = 0;     // 0: all cores, or a rank's share of them
+  int64_t threads = 0;     // of a CPU; 0: all cores that the program may use, or a rank's share of them
   bool recompute = false;  // keep only the inputs of layers: less memory, a third more work
 
   // With several processes, started by mpirun or srun: a batch is shared by all of them.
@@ -115,6 +115,8 @@ struct TrainResult {
   std::string checkpoint;  // the newest
 };
 
+// Several threads may each train a model of their own. Threads and signals: as furious/model.h says.
+//
 // In each of the processes that mpirun or srun has started together; they must be given the same options. The observer
 // hears of steps and messages in the first of them only.
 FURIOUS_API TrainResult train(const TrainOptions& options, const TrainObserver& observer = {});

@@ -170,7 +170,7 @@ void MixerBench::run() const {
     require(wanted.back() != Form::chunked || state_rows(mixer, qk) > 0,
             "bench mixer: there is no chunked form for {} and heads of {}; use --form parallel", to_string(mixer), qk);
   }
-  if (threads > 0) set_threads(threads);
+  const ThreadLimit limit(threads);
   const Device where = usable_device(device);
   // On a GPU products have the rate of their precision; mixers on the CPU compute in f32 whatever the dtype.
   const MixerPrecision asked = mixer_precision_from_name(precision);

@@ -43,7 +43,7 @@ Tensor some_tokens(int64_t batch, int64_t length, int64_t vocabulary) {
 
 void DecodeBench::run() const {
   JsonFile file(json);
-  if (threads > 0) set_threads(threads);
+  const ThreadLimit limit(threads);
   const Device where = usable_device(device);
   const DType type = !dtype.empty() ? dtype_from_name(dtype) : where.is_cpu() ? DType::f32 : DType::bf16;
   const ModelConfig config = model_config(preset, size, vocabulary);

@@ -161,7 +161,7 @@ void StepBench::run(const Team& team) const {
                         team.ranks);
   team.ranks.set_timeout(options.timeout);
   const Device device = usable_device(options.device);
-  use_threads(options, team.ranks);
+  const ThreadLimit limit(threads_for(options, team.ranks));
   Scaling scaling;
   if (ranks > 1) {
     TrainOptions own = options;

@@ -53,7 +53,7 @@ void EvalCommand::run() const {
   const Device where = usable_device(device);
   const bool bf16 = dtype == "bf16" || (dtype == "auto" && !where.is_cpu());
   JsonFile file(json);
-  if (threads > 0) set_threads(threads);
+  const ThreadLimit limit(threads);
   const Dataset dataset(data);
   dataset.check_tokenizer_of(model);
   show_notes(model);

@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "base/file.h"
-#include "base/parallel.h"
 #include "cli/checks.h"
 #include "cli/commands.h"
 #include "cli/json_file.h"
@@ -29,7 +28,6 @@ struct GenerateCommand {
   WriteOptions write;
   int sequences = 1;
   std::string save_state, load_state, json;
-  int threads = 0;
 
   std::string prompt_text() const;
   void run() const;
@@ -77,7 +75,6 @@ void GenerateCommand::run() const {
   JsonFile file(json);
   if (!save_state.empty()) AtomicFile(save_state, 0);  // a place that cannot be written is said first
   const std::string text = prompt_text();
-  if (threads > 0) set_threads(threads);
   show_notes(model);
   Session session(Model::load(model, load), sequences);
   if (!load_state.empty()) session.load(load_state);
@@ -165,7 +162,7 @@ void add_generate(CLI::App& app) {
   command->add_option("--load-state", options->load_state, "Go on from there; a prompt is read after it");
   add_load_flags(*command, options->load);
   command->add_option("--tokenizer", options->load.tokenizer, "Instead of the one in the checkpoint");
-  add_threads(*command, options->threads);
+  add_threads(*command, options->load.threads);
   command->add_option("--device", options->load.device, "Where the model runs: cpu, cuda")->capture_default_str();
   command->add_option("--dtype", options->load.dtype, "f32, bf16; without: bf16 on a GPU, f32 on the CPU")
       ->check(CLI::IsMember({"f32", "bf16"}));

@@ -1,8 +1,5 @@
-#include <unistd.h>
-
 #include <csignal>
 #include <cstdio>
-#include <cstdlib>
 
 #include "base/boundary.h"
 #include "base/error.h"
@@ -12,15 +9,6 @@
 #include "dist/communicator.h"
 
 namespace {
-
-// Threads of OpenMP wait for work by spinning, for milliseconds. With anything else running on the machine they take
-// the cores from the threads they wait for: a training step was seen to take seven times as long. OpenMP reads this
-// before main, so the program starts itself once more.
-void wait_politely(char** argv) {
-  if (std::getenv("GOMP_SPINCOUNT") != nullptr || std::getenv("OMP_WAIT_POLICY") != nullptr) return;
-  ::setenv("GOMP_SPINCOUNT", "2000", 1);
-  ::execv("/proc/self/exe", argv);
-}
 
 // For a command line that could not be understood: throws if a word stands where a command should, and is none.
 void check_commands(const CLI::App& app, int argc, char** argv) {
@@ -61,7 +49,6 @@ int usage_error(const CLI::App& app, const CLI::ParseError& error, int argc, cha
 
 // Exit codes: 0 done, 1 failed, 2 usage.
 int main(int argc, char** argv) {
-  wait_politely(argv);
   std::signal(SIGXFSZ, SIG_IGN);  // a file that grows past `ulimit -f` is an error of the write, which says so
   CLI::App app("furious trains, evaluates and runs language models of the 2Mamba family.", "furious");
   app.set_version_flag("--version", furious::cli::version_text, "Version, compiler, CPU features and devices in use");

@@ -314,7 +314,7 @@ void NiahCommand::run() const {
     fs::create_directories(out, ignored);
   }
   JsonFile file(!json.empty() ? json : train ? out + "/niah.json" : "");
-  if (options.threads > 0) set_threads(static_cast<int>(options.threads));
+  const ThreadLimit limit(static_cast<int>(options.threads));
   stop_on_signals();
   const std::vector<Result> results = train ? ask_trained(options) : ask_models(options);
   if (results.empty()) return;

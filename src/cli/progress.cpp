@@ -4,7 +4,6 @@
 #include <sys/ioctl.h>
 #include <unistd.h>
 
-#include <array>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
@@ -61,16 +60,9 @@ bool shows_colours() {
 }
 
 void stop_on_signals() {
-  // On a stack of their own: oneDNN's matrix products use the stack pointer for data, and what the system writes below
-  // it when a signal comes would lie in our memory.
-  static std::array<char, 1 << 16> memory;
-  stack_t stack = {};
-  stack.ss_sp = memory.data();
-  stack.ss_size = memory.size();
-  ::sigaltstack(&stack, nullptr);
   struct sigaction action = {};
   action.sa_handler = [](int) { requested = 1; };
-  action.sa_flags = SA_RESETHAND | SA_ONSTACK;
+  action.sa_flags = SA_RESETHAND;
   for (const int signal : {SIGINT, SIGTERM}) ::sigaction(signal, &action, nullptr);
 }
 

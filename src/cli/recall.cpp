@@ -74,7 +74,7 @@ void RecallCommand::run() const {
   std::error_code ignored;
   fs::create_directories(out, ignored);
   JsonFile file(!json.empty() ? json : out + "/recall.json");
-  if (base.threads > 0) set_threads(static_cast<int>(base.threads));
+  const ThreadLimit limit(static_cast<int>(base.threads));
   stop_on_signals();
   for (const int64_t count : pairs) task(count, 0);  // what cannot be asked is not trained for
   const std::vector<LanguageModel> trained = train_small_models("recall", out, models(base));

@@ -54,7 +54,7 @@ bool Communicator::speaks() {
   return !met_as_another;
 }
 
-Communicator::Communicator() : cores_(omp_get_num_procs()) {}
+Communicator::Communicator() : cores_(available_cores()) {}
 
 Communicator::Communicator(std::unique_ptr<Talk> talk)
     : rank_(talk->rank),

@@ -1,6 +1,7 @@
 #include "dist/talk.h"
 
 #include "base/error.h"
+#include "base/parallel.h"
 
 #ifdef FURIOUS_MPI
 
@@ -56,7 +57,7 @@ int64_t start_of(int process) {
   return state == "Z" || state == "X" ? 0 : start;
 }
 
-// A core that several ranks may run on is shared by them.
+// A core that several ranks may run on is shared by them, and so is a quota.
 int share_of_cores(MPI_Comm local, int ranks) {
   cpu_set_t own;
   CPU_ZERO(&own);
@@ -67,6 +68,7 @@ int share_of_cores(MPI_Comm local, int ranks) {
   for (int core = 0; core < CPU_SETSIZE; ++core)
     if (CPU_ISSET(core, &own))
       share += 1.0 / static_cast<double>(std::ranges::count_if(all, [&](auto& set) { return CPU_ISSET(core, &set); }));
+  share *= static_cast<double>(available_cores()) / std::max(1, CPU_COUNT(&own));
   return std::max(1, static_cast<int>(share + 1e-6));
 }
 

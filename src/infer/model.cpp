@@ -2,13 +2,14 @@
 
 #include "base/boundary.h"
 #include "base/error.h"
+#include "base/parallel.h"
 #include "infer/model_parts.h"
 #include "model/checkpoint.h"
 #include "tensor/device.h"
 
 namespace furious {
-Model::Parts::Parts(LanguageModel model, std::shared_ptr<const Tokenizer> its_tokenizer, bool bos)
-    : language_model(std::move(model)), tokenizer(std::move(its_tokenizer)) {
+Model::Parts::Parts(LanguageModel model, std::shared_ptr<const Tokenizer> its_tokenizer, bool bos, int its_threads)
+    : language_model(std::move(model)), threads(its_threads), tokenizer(std::move(its_tokenizer)) {
   const int64_t known = language_model.config().vocabulary;
   require(tokenizer->vocabulary_size() <= known,
           "the tokenizer has {} token ids, the model knows {}: it was trained with another tokenizer",
@@ -22,6 +23,9 @@ Model::Parts::Parts(LanguageModel model, std::shared_ptr<const Tokenizer> its_to
 Model::Model(std::shared_ptr<const Parts> parts) : parts_(std::move(parts)) {}
 
 Model Model::load(const std::filesystem::path& given, const LoadOptions& options) try {
+  require(options.threads >= 0 && options.threads <= 4096, "threads is {}, expected 0 to 4096; 0 is all cores",
+          options.threads);
+  const ThreadLimit limit(options.threads);
   const Device device = usable_device(options.device);
   const std::string dtype = !options.dtype.empty() ? options.dtype : device.is_cpu() ? "f32" : "bf16";
   require(dtype == "f32" || dtype == "bf16", "dtype {}: models run in f32 or bf16", dtype);
@@ -31,7 +35,7 @@ Model Model::load(const std::filesystem::path& given, const LoadOptions& options
   if (dtype == "bf16") model.round_weights();
   const auto folder = std::filesystem::is_directory(path) ? path : path.parent_path();
   auto tokenizer = load_tokenizer(options.tokenizer.empty() ? folder.string() : options.tokenizer);
-  return Model(std::make_shared<const Parts>(std::move(model), std::move(tokenizer), options.bos));
+  return Model(std::make_shared<const Parts>(std::move(model), std::move(tokenizer), options.bos, options.threads));
 } catch (...) {
   rethrow_as_error();
 }

@@ -5,6 +5,7 @@
 
 #include "base/boundary.h"
 #include "base/error.h"
+#include "base/parallel.h"
 #include "infer/model_parts.h"
 #include "infer/sampling.h"
 #include "infer/state_file.h"
@@ -137,6 +138,7 @@ Session::Memory& Session::own() const {
 
 void Session::read(std::string_view text) try {
   Memory& memory = own();
+  const ThreadLimit limit(memory.model.parts().threads);
   memory.start();
   if (text.empty()) return;
   bool first = true;
@@ -151,6 +153,7 @@ std::vector<Text> Session::write(const WriteOptions& options, const Show& show) 
   require(options.tokens >= 0, "generate: {} tokens, expected 0 or more", options.tokens);
   check_sampling(options.sampling);
   Memory& memory = own();
+  const ThreadLimit limit(memory.model.parts().threads);
   const Tokenizer& tokenizer = memory.tokenizer();
   memory.start();
   require(memory.logits.defined(),
@@ -211,6 +214,7 @@ std::vector<Text> Session::write(const WriteOptions& options, const Show& show) 
 
 void Session::save(const std::filesystem::path& file) const try {
   const Memory& memory = own();
+  const ThreadLimit limit(memory.model.parts().threads);
   require(memory.logits.defined(), "save state: nothing has been read yet");
   SavedState state{memory.cache.contents(), to_device(memory.logits, {}),
                    Tensor::empty({memory.cache.batch(), kRepetitionWindow}, DType::i32)};
@@ -226,6 +230,7 @@ void Session::save(const std::filesystem::path& file) const try {
 
 void Session::load(const std::filesystem::path& file) try {
   Memory& memory = own();
+  const ThreadLimit limit(memory.model.parts().threads);
   const ModelConfig& config = memory.language_model().config();
   const SavedState state = load_state(file, config, memory.own_fingerprint());
   const int64_t rows = state.logits.size(0);

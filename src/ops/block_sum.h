@@ -17,7 +17,7 @@ class BlockSum {
   // body(begin, end, sums) adds rows [begin, end) to sums[columns], in parallel over the blocks.
   template <class Body>
   void run(Body&& body) const {
-    parallel_for(blocks_, [&](int64_t block) {
+    parallel_for_if(rows_ * columns_ > 2 * kElementsPerThread, blocks_, [&](int64_t block) {
       body(block * block_rows_, std::min(rows_, (block + 1) * block_rows_), sums_.data<float>() + block * columns_);
     });
   }

@@ -119,7 +119,7 @@ void cross_entropy_rows(const Tensor& logits, const Tensor& targets, const Tenso
   const int32_t* const ids = targets.data<int32_t>();
   double* const row_losses = losses.data<double>();
   const auto coefficient = static_cast<float>(1.0 / static_cast<double>(*counted.data<int32_t>()));
-  parallel_ranges(logits.size(0), 1, [&](int64_t begin, int64_t end) {
+  parallel_ranges(logits.size(0), kElementsPerThread / 2 / vocabulary, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       float* const row_logits = data + row * vocabulary;
       if (ids[row] == kIgnoredTarget) {

@@ -71,11 +71,12 @@ void linear_backward_bias(const GradientTarget& dbias, const Tensor& dy) {
   const int64_t columns = dy.size(1);
   const float* first = dy.data<float>();
   float* sums = dbias.tensor.data<float>();
-  parallel_for((columns + kColumnBlock - 1) / kColumnBlock, [&](int64_t block) {
-    const int64_t begin = block * kColumnBlock;
-    sum_columns(first + begin, dy.size(0), columns, std::min(kColumnBlock, columns - begin), dbias.holds_sum,
-                sums + begin);
-  });
+  parallel_for_if(dy.elements() > 2 * kElementsPerThread, (columns + kColumnBlock - 1) / kColumnBlock,
+                  [&](int64_t block) {
+                    const int64_t begin = block * kColumnBlock;
+                    sum_columns(first + begin, dy.size(0), columns, std::min(kColumnBlock, columns - begin),
+                                dbias.holds_sum, sums + begin);
+                  });
 }
 
 }  // namespace cpu

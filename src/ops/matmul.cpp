@@ -1,9 +1,12 @@
 #include "ops/matmul.h"
 
-#include <omp.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
+#include <csignal>
+#include <cstdint>
 #include <cstdlib>
 #include <limits>
 #include <string_view>
@@ -15,6 +18,8 @@
 #include "tensor/dispatch.h"
 
 #ifdef FURIOUS_ONEDNN
+#include <omp.h>
+
 #include <dnnl.hpp>
 #else
 #include <cblas.h>
@@ -23,18 +28,82 @@
 namespace furious {
 namespace {
 
-// out[rows, columns] = or += op(a)[rows, inner] · op(b)[inner, columns], with everything checked.
+// A matrix as the libraries see it. No Tensor: tiles are made by several threads, which would count views of one.
+struct Matrix {
+  std::byte* data;
+  int64_t rows, columns, stride;
+  DType dtype;
+
+  Matrix(const Tensor& tensor)
+      : data(static_cast<std::byte*>(tensor.raw())),
+        rows(tensor.size(0)),
+        columns(tensor.size(1)),
+        stride(row_stride(tensor)),
+        dtype(tensor.dtype()) {}
+  Matrix part(int64_t row, int64_t row_count, int64_t column, int64_t column_count) const {
+    Matrix matrix = *this;
+    matrix.data += (row * stride + column) * static_cast<int64_t>(size_of(dtype));
+    matrix.rows = row_count;
+    matrix.columns = column_count;
+    return matrix;
+  }
+  float* floats() const { return reinterpret_cast<float*>(data); }
+};
+
+// out = or += op(a) · op(b), with everything checked.
 struct Product {
-  Tensor out;
-  Tensor a;
-  Tensor b;
-  MatmulOptions options;
-  int64_t rows = out.size(0);
-  int64_t columns = out.size(1);
-  int64_t inner = a.size(options.transpose_a ? 0 : 1);
+  Matrix out, a, b;
+  bool transpose_a, transpose_b, accumulate;
+
+  int64_t rows() const { return out.rows; }
+  int64_t columns() const { return out.columns; }
+  int64_t inner() const { return transpose_a ? a.rows : a.columns; }
+
+  // Rows and columns of the result by themselves.
+  Product part(int64_t row, int64_t row_count, int64_t column, int64_t column_count) const {
+    Product tile = *this;
+    tile.out = out.part(row, row_count, column, column_count);
+    tile.a = transpose_a ? a.part(0, a.rows, row, row_count) : a.part(row, row_count, 0, a.columns);
+    tile.b = transpose_b ? b.part(column, column_count, 0, b.columns) : b.part(0, b.rows, column, column_count);
+    return tile;
+  }
+};
+
+// While it lives, this thread handles no signal that others send: kernels of oneDNN 2 keep data below the stack
+// pointer, where the handler's frame would lie. A fault of the program itself (SIGSEGV) is still one. The system call
+// rather than pthread_sigmask, which leaves out the signals that the C library sends itself, as setuid does to all
+// threads.
+class SignalsBlocked {
+ public:
+  SignalsBlocked() {
+    const uint64_t kOwnFaults = bit(SIGSEGV) | bit(SIGBUS) | bit(SIGFPE) | bit(SIGILL) | bit(SIGTRAP) | bit(SIGSYS);
+    set(~kOwnFaults, &before_);
+  }
+  ~SignalsBlocked() { set(before_, nullptr); }
+  SignalsBlocked(const SignalsBlocked&) = delete;
+  SignalsBlocked& operator=(const SignalsBlocked&) = delete;
+
+ private:
+  static constexpr uint64_t bit(int signal) { return uint64_t{1} << (signal - 1); }
+  static void set(uint64_t mask, uint64_t* before) {
+    ::syscall(SYS_rt_sigprocmask, SIG_SETMASK, &mask, before, sizeof(mask));
+  }
+  uint64_t before_ = 0;
 };
 
 #ifdef FURIOUS_ONEDNN
+
+// While it lives, OpenMP has one thread for this one: oneDNN computes here, and makes none.
+class OneThread {
+ public:
+  OneThread() : before_(omp_get_max_threads()) { omp_set_num_threads(1); }
+  ~OneThread() { omp_set_num_threads(before_); }
+  OneThread(const OneThread&) = delete;
+  OneThread& operator=(const OneThread&) = delete;
+
+ private:
+  int before_;
+};
 
 // Before oneDNN is used for the first time. The AMX kernels of oneDNN 2 end in an illegal instruction under Linux:
 // AVX-512 is the most that it may use.
@@ -49,12 +118,11 @@ void prepare_onednn() {
 // dnnl_sgemm rather than the matmul primitive: as fast on large shapes and 3 to 4 times faster on a single row.
 void multiply_f32(const Product& p) {
   prepare_onednn();
-  const dnnl_status_t status =
-      dnnl_sgemm(p.options.transpose_a ? 'T' : 'N', p.options.transpose_b ? 'T' : 'N', p.rows, p.columns, p.inner, 1.0f,
-                 p.a.data<float>(), row_stride(p.a), p.b.data<float>(), row_stride(p.b),
-                 p.options.accumulate ? 1.0f : 0.0f, p.out.data<float>(), row_stride(p.out));
-  require(status == dnnl_success, "matmul: oneDNN refused a product of [{}, {}] and [{}, {}]", p.rows, p.inner, p.inner,
-          p.columns);
+  const dnnl_status_t status = dnnl_sgemm(p.transpose_a ? 'T' : 'N', p.transpose_b ? 'T' : 'N', p.rows(), p.columns(),
+                                          p.inner(), 1.0f, p.a.floats(), p.a.stride, p.b.floats(), p.b.stride,
+                                          p.accumulate ? 1.0f : 0.0f, p.out.floats(), p.out.stride);
+  require(status == dnnl_success, "matmul: oneDNN refused a product of [{}, {}] and [{}, {}]", p.rows(), p.inner(),
+          p.inner(), p.columns());
 }
 
 dnnl::engine& cpu_engine() {
@@ -64,20 +132,10 @@ dnnl::engine& cpu_engine() {
 }
 
 // How oneDNN sees a matrix, or its transpose: without copying.
-dnnl::memory::desc describe(const Tensor& matrix, bool transpose) {
-  const auto type = matrix.dtype() == DType::bf16 ? dnnl::memory::data_type::bf16 : dnnl::memory::data_type::f32;
-  const int64_t stride = row_stride(matrix);
-  return transpose ? dnnl::memory::desc({matrix.size(1), matrix.size(0)}, type, dnnl::memory::dims{1, stride})
-                   : dnnl::memory::desc({matrix.size(0), matrix.size(1)}, type, dnnl::memory::dims{stride, 1});
-}
-
-Tensor rounded_to_bf16(const Tensor& matrix, dnnl::stream& stream) {
-  if (matrix.dtype() == DType::bf16) return matrix;
-  Tensor rounded = Tensor::empty(matrix.shape(), DType::bf16);
-  dnnl::memory from(describe(matrix, false), cpu_engine(), matrix.raw());
-  dnnl::memory to(describe(rounded, false), cpu_engine(), rounded.raw());
-  dnnl::reorder(from, to).execute(stream, from, to);
-  return rounded;
+dnnl::memory::desc describe(const Matrix& matrix, bool transpose) {
+  const auto type = matrix.dtype == DType::bf16 ? dnnl::memory::data_type::bf16 : dnnl::memory::data_type::f32;
+  return transpose ? dnnl::memory::desc({matrix.columns, matrix.rows}, type, dnnl::memory::dims{1, matrix.stride})
+                   : dnnl::memory::desc({matrix.rows, matrix.columns}, type, dnnl::memory::dims{matrix.stride, 1});
 }
 
 // oneDNN keeps the code it has generated for a shape, so making the primitive again costs microseconds.
@@ -94,14 +152,12 @@ dnnl::matmul::primitive_desc bf16_product(const dnnl::memory::desc& a, const dnn
 
 void multiply_bf16(const Product& p) {
   dnnl::stream stream(cpu_engine());
-  const Tensor a = rounded_to_bf16(p.a, stream);
-  const Tensor b = rounded_to_bf16(p.b, stream);
-  const auto description = bf16_product(describe(a, p.options.transpose_a), describe(b, p.options.transpose_b),
-                                        describe(p.out, false), p.options.accumulate);
+  const auto description =
+      bf16_product(describe(p.a, p.transpose_a), describe(p.b, p.transpose_b), describe(p.out, false), p.accumulate);
   dnnl::matmul(description)
-      .execute(stream, {{DNNL_ARG_SRC, dnnl::memory(description.src_desc(), cpu_engine(), a.raw())},
-                        {DNNL_ARG_WEIGHTS, dnnl::memory(description.weights_desc(), cpu_engine(), b.raw())},
-                        {DNNL_ARG_DST, dnnl::memory(description.dst_desc(), cpu_engine(), p.out.raw())}});
+      .execute(stream, {{DNNL_ARG_SRC, dnnl::memory(description.src_desc(), cpu_engine(), p.a.data)},
+                        {DNNL_ARG_WEIGHTS, dnnl::memory(description.weights_desc(), cpu_engine(), p.b.data)},
+                        {DNNL_ARG_DST, dnnl::memory(description.dst_desc(), cpu_engine(), p.out.data)}});
   stream.wait();
 }
 
@@ -121,14 +177,16 @@ bool has_bf16() {
 
 #else
 
+// OpenBLAS may come with threads of its own; products are divided among ours.
+struct OneThread {
+  OneThread() { [[maybe_unused]] static const bool done = (openblas_set_num_threads(1), true); }
+};
+
 void multiply_f32(const Product& p) {
-  // OpenBLAS may come with threads of its own, which do not know how many were asked for.
-  if (openblas_get_num_threads() != threads()) openblas_set_num_threads(threads());
-  cblas_sgemm(CblasRowMajor, p.options.transpose_a ? CblasTrans : CblasNoTrans,
-              p.options.transpose_b ? CblasTrans : CblasNoTrans, static_cast<blasint>(p.rows),
-              static_cast<blasint>(p.columns), static_cast<blasint>(p.inner), 1.0f, p.a.data<float>(),
-              static_cast<blasint>(row_stride(p.a)), p.b.data<float>(), static_cast<blasint>(row_stride(p.b)),
-              p.options.accumulate ? 1.0f : 0.0f, p.out.data<float>(), static_cast<blasint>(row_stride(p.out)));
+  cblas_sgemm(CblasRowMajor, p.transpose_a ? CblasTrans : CblasNoTrans, p.transpose_b ? CblasTrans : CblasNoTrans,
+              static_cast<blasint>(p.rows()), static_cast<blasint>(p.columns()), static_cast<blasint>(p.inner()), 1.0f,
+              p.a.floats(), static_cast<blasint>(p.a.stride), p.b.floats(), static_cast<blasint>(p.b.stride),
+              p.accumulate ? 1.0f : 0.0f, p.out.floats(), static_cast<blasint>(p.out.stride));
 }
 
 void multiply_bf16(const Product&) {}
@@ -138,6 +196,58 @@ bool has_bf16() {
 }
 
 #endif
+
+// How the result is cut into tiles, by the sizes alone: so its bits do not depend on the number of threads.
+struct Tiling {
+  int64_t rows, columns;  // of a tile
+
+  explicit Tiling(const Product& p) : rows(p.rows()), columns(p.columns()) {
+    // Flops of a tile that is worth a thread, of two tiles that are, and of one that may be divided further.
+    constexpr int64_t kTileFlops = 32'000'000, kPairFlops = 8'000'000, kLargeTileFlops = 1'000'000'000;
+    constexpr int64_t kTileBytes = 1 << 18;  // of the right factor, where it is read for a few rows only
+    constexpr int64_t kFewRows = 16, kTiles = 8, kMostTiles = 32;
+    constexpr int64_t kLeastRows = 64, kLeastColumns = 128;  // smaller ones take longer for an element
+    const int64_t flops = 2 * p.rows() * p.columns() * p.inner();
+    int64_t wanted = std::max<int64_t>(flops / kTileFlops, flops >= kPairFlops ? 2 : 1);
+    if (p.rows() < kFewRows)
+      wanted = std::min(kMostTiles, 4 * p.columns() * p.inner() / kTileBytes);
+    else
+      wanted = std::min(wanted, std::clamp(flops / kLargeTileFlops, kTiles, kMostTiles));
+    while (count(p) < wanted) {
+      const bool by_rows = rows >= 2 * kLeastRows && (rows >= columns || columns < 2 * kLeastColumns);
+      if (!by_rows && columns < 2 * kLeastColumns) return;
+      halve(by_rows ? rows : columns);
+    }
+  }
+  int64_t row_tiles(const Product& p) const { return (p.rows() + rows - 1) / rows; }
+  int64_t count(const Product& p) const { return row_tiles(p) * ((p.columns() + columns - 1) / columns); }
+
+ private:
+  static void halve(int64_t& size) {
+    constexpr int64_t kMultiple = 64;
+    size = std::max(kMultiple, (size / 2 + kMultiple - 1) / kMultiple * kMultiple);
+  }
+};
+
+void multiply_here(const Product& p, bool bf16) {
+  const OneThread one;
+  const SignalsBlocked blocked;
+  if (bf16)
+    multiply_bf16(p);
+  else
+    multiply_f32(p);
+}
+
+void multiply(const Product& p, bool bf16) {
+  const Tiling tiling(p);
+  if (tiling.count(p) == 1) return multiply_here(p, bf16);
+  parallel_for(tiling.count(p), [&](int64_t i) {
+    const int64_t row = i % tiling.row_tiles(p) * tiling.rows, column = i / tiling.row_tiles(p) * tiling.columns;
+    multiply_here(
+        p.part(row, std::min(tiling.rows, p.rows() - row), column, std::min(tiling.columns, p.columns() - column)),
+        bf16);
+  });
+}
 
 void check_matrix(const ArgumentCheck& check, std::string_view argument, const Tensor& matrix, const Tensor& out) {
   check.rank(argument, matrix, out.rank() == 3 ? 3 : 2);
@@ -197,22 +307,16 @@ void matmul(const Tensor& out, const Tensor& a, const Tensor& b, const MatmulOpt
   require(matmul_supports(options.precision),
           "matmul: bf16 products were asked for, but {} has none on this CPU; use precision f32",
           cpu::matmul_library({}));
-  require(!omp_in_parallel(), "matmul: called inside a parallel loop");
   if (out.rank() == 3) {
     for (int64_t i = 0; i < out.size(0); ++i) cpu::matmul(out.select(0, i), a.select(0, i), b.select(0, i), options);
     return;
   }
-  Product product{out, a, b, options};
   const bool bf16 = options.precision == MatmulPrecision::bf16;
-  if (options.addend) {
-    cpu::copy(out, options.addend);
-    product.options.accumulate = true;
-  }
-  if (b.dtype() == DType::f16 || (b.dtype() == DType::bf16 && !bf16)) product.b = to_dtype(b, DType::f32);
-  if (bf16)
-    multiply_bf16(product);
-  else
-    multiply_f32(product);
+  if (options.addend) cpu::copy(out, options.addend);
+  const DType factors = bf16 ? DType::bf16 : DType::f32;
+  const Tensor left = a.dtype() == factors ? a : to_dtype(a, factors);
+  const Tensor right = b.dtype() == factors ? b : to_dtype(b, factors);
+  multiply({out, left, right, options.transpose_a, options.transpose_b, options.accumulate || options.addend}, bf16);
 }
 
 double matmul_rate(MatmulPrecision precision, Device) {

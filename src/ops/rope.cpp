@@ -35,7 +35,7 @@ Tensor angle_table(int64_t first, int64_t count, int64_t dim, double base) {
 
   Tensor table = Tensor::empty({count, 2, half}, DType::f32);
   float* const data = table.data<float>();
-  parallel_for((count + kStride - 1) / kStride, [&](int64_t block) {
+  parallel_for_if(count * dim > 2 * kElementsPerThread, (count + kStride - 1) / kStride, [&](int64_t block) {
     const int64_t start = block * kStride;
     const std::vector<Point> anchors = points_at(static_cast<double>(first + start), frequencies);
     for (int64_t row = start; row < std::min(count, start + kStride); ++row) {

@@ -67,8 +67,7 @@ class RepeatedRows {
 // body(begin, end) over ranges of `count` rows of `size` elements: parallel, unless there is too little to share out.
 template <class Body>
 void parallel_rows(int64_t count, int64_t size, Body&& body) {
-  constexpr int64_t kGrain = 1 << 14;
-  parallel_ranges(count, kGrain / std::max<int64_t>(size, 1), body);
+  parallel_ranges(count, kElementsPerThread / std::max<int64_t>(size, 1), body);
 }
 
 }  // namespace furious

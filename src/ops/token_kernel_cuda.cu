@@ -739,7 +739,7 @@ __device__ void run_step(const TokenPiece& piece, Barrier& used, char* area, con
 #pragma unroll
   for (int i = 0; i < kMostRows / kThreads; ++i)
     if (thread + i * kThreads < own.rows)
-      memory.phi[thread + i * kThreads] = token.left * turns.features[i].of(token.q);
+      memory.phi[thread + i * kThreads] = token.left * turns.features[i].of<2>(token.q);
       // The last warps weigh the tokens, since the first make the features.
 #pragma unroll 1
   for (int j = (kWarps - 1 - warp) * 4 + lane / 8; j - lane / 8 < tokens; j += 4 * kWarps) {

@@ -303,11 +303,10 @@ void check_same_everywhere(const TrainOptions& options, std::map<std::string, st
   });
 }
 
-void use_threads(const TrainOptions& options, const Communicator& ranks) {
-  if (ranks.size() > 1)
-    set_threads(static_cast<int>(std::clamp<int64_t>(options.threads > 0 ? options.threads : kAny, 1, ranks.cores())));
-  else if (options.threads > 0)
-    set_threads(static_cast<int>(options.threads));
+int threads_for(const TrainOptions& options, const Communicator& ranks) {
+  const auto asked = static_cast<int>(options.threads);
+  if (ranks.size() == 1) return asked;
+  return asked > 0 ? std::min(asked, ranks.cores()) : ranks.cores();
 }
 
 std::vector<KeyValue> key_values(const std::string& text) {

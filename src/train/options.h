@@ -52,8 +52,8 @@ std::string slow_precision(const TrainOptions& options);
 // A rank that was started with another program, other options (but for those that say where it runs) or other things
 // than the first would do something else: all throw, and it is named.
 void check_same_everywhere(const TrainOptions& options, std::map<std::string, std::string> things, Communicator& ranks);
-// Sets the number of threads: those asked for, or all cores; of a rank no more than its share.
-void use_threads(const TrainOptions& options, const Communicator& ranks = Communicator::alone());
+// The number of threads for a ThreadLimit: those asked for, or all cores; of a rank no more than its share.
+int threads_for(const TrainOptions& options, const Communicator& ranks = Communicator::alone());
 ModelConfig model_config(const TrainOptions& options, int64_t vocabulary);
 
 // Linear growth over the warm-up, then a linear fall that would reach zero at schedule_steps. Steps count from 1.

@@ -1,6 +1,8 @@
 // A training run: its folder, log and checkpoints around a Trainer.
 #include "train/run.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdlib>
 #include <fstream>
@@ -191,7 +193,8 @@ void Run::announce() const {
                     ranks, team_.ranks.local_size(), options_.batch / ranks, options_.reduce));
     if (std::getenv("OMPI_COMM_WORLD_SIZE") != nullptr && mpi_library().starts_with("Open MPI 4") &&
         std::getenv("OMPI_MCA_odls_base_sigkill_timeout") == nullptr)
-      say("Ctrl-C leaves one second to save; mpirun --mca odls_base_sigkill_timeout 60 leaves a minute");
+      say(fmt::format("Ctrl-C leaves one second to save; kill -TERM {} stops all ranks and leaves the time it takes",
+                      ::getpid()));
   }
   if (saved_step_ >= 0) say(fmt::format("resumed from {}", newest_.string()));
   if (!trainer_->data().test && options_.eval_every > 0)
@@ -347,8 +350,7 @@ TrainResult train(const TrainOptions& given, const TrainObserver& observer) try 
   together(team.ranks, [&] {
     TrainOptions options;
     team.ranks.agree([&] { options = resolved(given, team.ranks); });
-    use_threads(options, team.ranks);
-    if (team.ranks.size() == 1) options.threads = threads();  // several may go on as one, with all cores
+    const ThreadLimit limit(threads_for(options, team.ranks));
     if (given.device == "auto" && options.device == "cpu" && observer.message && team.ranks.leads())
       observer.message(fmt::format("no GPU ({}): the CPU trains", cuda_problem()));
     result = Run(options, observer, team).train();

@@ -1,8 +1,23 @@
 #include "base/parallel.h"
 
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <atomic>
+#include <chrono>
+#include <filesystem>
+#include <fstream>
+#include <limits>
+#include <mutex>
+#include <set>
+#include <thread>
 #include <vector>
 
+#include "base/subnormals.h"
 #include "strided.h"
 
 namespace furious {
@@ -39,7 +54,7 @@ TEST(Parallel, RangesCoverEveryIndexOnceAndKeepTheGrain) {
           return 0;
         });
         for (int64_t i = 0; i < size; ++i) ASSERT_EQ(visits[i], 1);
-        EXPECT_LE(ranges, count);
+        EXPECT_LE(ranges, count * kPiecesPerThread);
         EXPECT_GE(shortest, std::min(grain, size));
       }
 }
@@ -65,11 +80,11 @@ TEST(Parallel, ALoopInsideALoopIsSerial) {
     std::atomic<int> most = 0;
     std::atomic<int> visits = 0;
     parallel_for(8, [&](int64_t) {
-      const int outer = omp_get_thread_num();
+      const auto outer = std::this_thread::get_id();
       if (threads() > most) most = threads();
       parallel_for(16, [&](int64_t) {
         ++visits;
-        EXPECT_EQ(omp_get_thread_num(), outer);
+        EXPECT_EQ(std::this_thread::get_id(), outer);
       });
     });
     EXPECT_EQ(most, 1);
@@ -77,6 +92,195 @@ TEST(Parallel, ALoopInsideALoopIsSerial) {
     return 0;
   });
 }
+
+// Waits until so many bodies of a loop run at once: each on a thread of its own.
+class Meeting {
+ public:
+  explicit Meeting(int expected) : expected_(expected) {}
+  void arrive() {
+    for (++arrived_; arrived_ < expected_;) std::this_thread::yield();
+  }
+
+ private:
+  int expected_;
+  std::atomic<int> arrived_ = 0;
+};
+
+TEST(Parallel, AsManyThreadsAsAskedForTakePart) {
+  for (const int count : {2, 5}) {
+    const ThreadLimit limit(count);
+    Meeting meeting(count);
+    std::mutex mutex;
+    std::set<std::thread::id> seen;
+    parallel_for(count, [&](int64_t) {
+      meeting.arrive();
+      const std::lock_guard lock(mutex);
+      seen.insert(std::this_thread::get_id());
+    });
+    EXPECT_EQ(seen.size(), static_cast<size_t>(count));
+  }
+}
+
+TEST(Parallel, TooLittleWorkStaysOnItsThread) {
+  const ThreadLimit limit(4);
+  const auto here = std::this_thread::get_id();
+  parallel_ranges(kElementsPerThread, kElementsPerThread,
+                  [&](int64_t, int64_t) { EXPECT_EQ(std::this_thread::get_id(), here); });
+  parallel_for_if(false, 8, [&](int64_t) { EXPECT_EQ(std::this_thread::get_id(), here); });
+}
+
+TEST(Parallel, TheNumberOfThreadsBelongsToTheThreadThatSetsIt) {
+  set_threads(0);
+  const int all = threads();
+  EXPECT_EQ(all, available_cores());
+  cpu_set_t own;
+  ASSERT_EQ(::sched_getaffinity(0, sizeof(own), &own), 0);
+  EXPECT_GE(all, 1);
+  EXPECT_LE(all, CPU_COUNT(&own));
+  {
+    const ThreadLimit limit(all + 3);
+    EXPECT_EQ(threads(), all + 3);
+    std::thread([&] { EXPECT_EQ(threads(), all); }).join();
+    {
+      const ThreadLimit unchanged(0);
+      EXPECT_EQ(threads(), all + 3);
+    }
+  }
+  EXPECT_EQ(threads(), all);
+}
+
+// Of several that fail, that of a serial loop.
+TEST(Parallel, TheFirstExceptionIsTheOneOfTheLowestIndex) {
+  const ThreadLimit limit(4);
+  for (int i = 0; i < 50; ++i)
+    testing::expect_error([] { parallel_for(64, [](int64_t at) { require(at < 7, "index {} is bad", at); }); },
+                          {"index 7 is bad"});
+}
+
+TEST(Parallel, LoopsOfManyThreadsAtOnce) {
+  std::vector<std::thread> callers;
+  std::atomic<int64_t> total = 0;
+  for (int caller = 0; caller < 8; ++caller)
+    callers.emplace_back([&, caller] {
+      const ThreadLimit limit(1 + caller % 4);
+      for (int repeat = 0; repeat < 200; ++repeat) {
+        std::vector<int64_t> squares(37);
+        parallel_for(37, [&](int64_t i) { squares[i] = i * i; });
+        for (int64_t i = 0; i < 37; ++i) total += squares[i];
+      }
+    });
+  for (std::thread& caller : callers) caller.join();
+  EXPECT_EQ(total, 8 * 200 * 36 * 37 * 73 / 6);
+}
+
+TEST(Parallel, WorkersHaveAllSignalsBlocked) {
+  const ThreadLimit limit(3);
+  const auto here = std::this_thread::get_id();
+  Meeting meeting(3);
+  std::atomic<int> workers = 0;
+  parallel_for(3, [&](int64_t) {
+    meeting.arrive();
+    sigset_t mask;
+    ASSERT_EQ(::pthread_sigmask(SIG_SETMASK, nullptr, &mask), 0);
+    if (std::this_thread::get_id() == here) return;
+    ++workers;
+    for (const int signal : {SIGALRM, SIGPROF, SIGTERM, SIGINT, SIGUSR1, SIGHUP})
+      EXPECT_EQ(::sigismember(&mask, signal), 1) << signal;
+  });
+  EXPECT_EQ(workers, 2);
+}
+
+// In the loop that makes the workers and in later ones: what is a zero for the caller is one for them.
+TEST(Parallel, WorkersComputeInTheCallersFloatingPointMode) {
+  const ThreadLimit limit(4);
+  const auto halves = [] {
+    std::vector<float> result(4);
+    Meeting meeting(4);
+    volatile float smallest = std::numeric_limits<float>::min();
+    parallel_for(4, [&](int64_t i) {
+      meeting.arrive();
+      result[i] = smallest / 2;
+    });
+    return result;
+  };
+  for (int repeat = 0; repeat < 2; ++repeat) {
+#ifdef __SSE2__
+    {
+      const FlushSubnormals flush;
+      EXPECT_EQ(halves(), std::vector<float>(4, 0.0f));
+    }
+#endif
+    EXPECT_EQ(halves(), std::vector<float>(4, std::numeric_limits<float>::min() / 2));
+  }
+}
+
+TEST(Parallel, ThreadsThatWaitSleep) {
+  {
+    const ThreadLimit limit(4);
+    Meeting meeting(4);
+    parallel_for(4, [&](int64_t) { meeting.arrive(); });
+  }
+  const auto running = [] {  // other threads of this process that do not sleep
+    int count = 0;
+    for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
+      if (task.path().filename() == std::to_string(::gettid())) continue;
+      std::string stat;
+      std::getline(std::ifstream(task.path() / "stat"), stat);
+      const size_t name_end = stat.rfind(')');
+      if (name_end != std::string::npos && stat.size() > name_end + 2 && stat[name_end + 2] == 'R') ++count;
+    }
+    return count;
+  };
+  for (int i = 0; i < 2000 && running() > 0; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  EXPECT_EQ(running(), 0);
+}
+
+// Runs f in a child process, and returns how that ended.
+template <class F>
+int in_child(F&& f) {
+  const pid_t child = ::fork();
+  if (child == 0) ::_exit(f() ? 0 : 1);
+  int status = -1;
+  ::waitpid(child, &status, 0);
+  return status;
+}
+
+bool sums_right() {
+  std::vector<int64_t> numbers(1000);
+  parallel_for(1000, [&](int64_t i) { numbers[i] = i; });
+  int64_t sum = 0;
+  for (const int64_t number : numbers) sum += number;
+  return sum == 999 * 500;
+}
+
+#if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)  // which do not go with fork or little memory
+
+TEST(Parallel, GoesOnAfterFork) {
+  const ThreadLimit limit(4);
+  EXPECT_TRUE(sums_right());
+  EXPECT_EQ(in_child([] {
+              Meeting meeting(4);
+              parallel_for(4, [&](int64_t) { meeting.arrive(); });  // with workers of its own
+              return sums_right();
+            }),
+            0);
+  EXPECT_TRUE(sums_right());
+}
+
+TEST(Parallel, WorksWithoutThreadsWhereThereAreNone) {
+  EXPECT_EQ(in_child([] {
+              const rlimit little{1 << 20, 1 << 20};  // no room for the stack of a thread
+              if (::setrlimit(RLIMIT_AS, &little) != 0) return false;
+              const ThreadLimit limit(8);
+              const auto here = std::this_thread::get_id();
+              std::atomic<bool> alone = true;
+              parallel_for(100, [&](int64_t) { alone = alone && std::this_thread::get_id() == here; });
+              return alone && sums_right();
+            }),
+            0);
+}
+
+#endif
 
 }  // namespace
 }  // namespace furious

@@ -1,6 +1,9 @@
 #include "ops/matmul.h"
 
+#include <filesystem>
+
 #include "base/parallel.h"
+#include "signals.h"
 #include "support.h"
 
 namespace furious {
@@ -176,13 +179,88 @@ TEST(Matmul, RefusesBadInput) {
   expect_error([&] { matmul(out, elsewhere, b); }, {"\"a\"", "cuda:0", "cpu"});
 }
 
-TEST(Matmul, RefusesToRunInsideAParallelLoop) {
-  if (threads() == 1) GTEST_SKIP() << "one thread";
-  const Tensor x = Tensor::zeros({2, 2}, DType::f32);
-  expect_error([&] { parallel_for(2, [&](int64_t) {
-                       matmul(Tensor::zeros({2, 2}, DType::f32), x, x);
-                     }); },
-               {"matmul", "parallel loop"});
+// Sizes that are cut into tiles: by rows, by columns, by both, and with a last tile that is smaller.
+const std::vector<Case> kTiledCases = {
+    {2048, 70, 256}, {130, 3000, 300}, {700, 900, 200}, {5, 9001, 130}, {1, 4100, 512}};
+
+TEST(Matmul, TilesAgreeWithTheOracle) {
+  testing::Random random(16);
+  const ThreadLimit limit(3);
+  for (const Case& size : kTiledCases) {
+    check_product(random, size, DType::f32, MatmulPrecision::f32, 1e-6);
+    if (matmul_supports(MatmulPrecision::bf16)) check_product(random, size, DType::bf16, MatmulPrecision::bf16, 1e-2);
+  }
+}
+
+// And inside a loop, where there is one.
+TEST(Matmul, SameBitsForAnyNumberOfThreads) {
+  testing::Random random(17);
+  for (const auto precision : {MatmulPrecision::f32, MatmulPrecision::bf16}) {
+    if (!matmul_supports(precision)) continue;
+    for (const Case& size : kTiledCases)
+      for (const bool transpose : {false, true}) {
+        const MatmulOptions options{transpose, !transpose, true, precision};
+        const Tensor a =
+            transpose ? random.normal_tensor({size.inner, size.rows}) : random.normal_tensor({size.rows, size.inner});
+        const Tensor b = transpose ? random.normal_tensor({size.inner, size.columns})
+                                   : random.normal_tensor({size.columns, size.inner});
+        const Tensor start = random.normal_tensor({size.rows, size.columns});
+        const auto product = [&] {
+          const Tensor out = to_dtype(start, DType::f32);
+          matmul(out, a, b, options);
+          return out;
+        };
+        set_threads(1);
+        const Tensor first = product();
+        for (const int count : {2, 3, 7}) {
+          set_threads(count);
+          EXPECT_TRUE(same_bits(first, product())) << count << " threads";
+        }
+        parallel_for(2, [&](int64_t) { EXPECT_TRUE(same_bits(first, product())); });
+        set_threads(0);
+      }
+  }
+}
+
+// The library has threads of its own, which would be as many for each thread that multiplies.
+TEST(Matmul, MakesNoThreadsButThoseOfThePool) {
+  const auto tasks = [] {
+    return std::distance(std::filesystem::directory_iterator("/proc/self/task"), std::filesystem::directory_iterator());
+  };
+  const ThreadLimit limit(1);
+  const Tensor x = Tensor::zeros({600, 600}, DType::f32);
+  const auto before = tasks();
+  for (const auto precision : {MatmulPrecision::f32, MatmulPrecision::bf16})
+    if (matmul_supports(precision)) matmul(Tensor::empty({600, 600}, DType::f32), x, x, {.precision = precision});
+  EXPECT_EQ(tasks(), before);
+}
+
+// A handler's frame would lie where kernels of oneDNN 2 keep data.
+TEST(Matmul, SameBitsWithSignalsAllTheTime) {
+  testing::Random random(18);
+  for (const auto precision : {MatmulPrecision::f32, MatmulPrecision::bf16}) {
+    if (!matmul_supports(precision)) continue;
+    std::vector<std::pair<Tensor, Tensor>> factors;
+    for (const Case& size : {Case{256, 256, 256}, Case{64, 640, 100}, Case{1, 512, 512}, Case{1100, 600, 40}})
+      factors.push_back(
+          {random.normal_tensor({size.rows, size.inner}), random.normal_tensor({size.inner, size.columns})});
+    const auto products = [&] {
+      std::vector<Tensor> results;
+      for (const auto& [a, b] : factors) {
+        results.push_back(Tensor::empty({a.size(0), b.size(1)}, DType::f32));
+        matmul(results.back(), a, b, {.precision = precision});
+      }
+      return results;
+    };
+    const ThreadLimit limit(2);
+    const std::vector<Tensor> expected = products();
+    const testing::ManySignals signals;
+    const int64_t before = signals.handled();
+    for (int repeat = 0; repeat < 40 || signals.handled() < before + 100; ++repeat) {
+      const std::vector<Tensor> results = products();
+      for (size_t i = 0; i < results.size(); ++i) ASSERT_TRUE(same_bits(results[i], expected[i])) << i;
+    }
+  }
 }
 
 TEST(Matmul, NamesItsLibrary) {

@@ -2,6 +2,7 @@
 // mixer.cpp calls after all checks.
 #pragma once
 
+#include <algorithm>
 #include <cstring>
 
 #include "base/parallel.h"
@@ -80,6 +81,12 @@ struct MixerCall {
   const MixerResult& result;
 
   int64_t jobs() const { return static_cast<int64_t>(segments.size()) * shape.heads; }
+  // Multiplications of the quadratic part, the least that all jobs together take.
+  int64_t work() const {
+    int64_t pairs = 0;
+    for (const Segment& segment : segments) pairs += segment.length() * std::min(segment.length(), chunk);
+    return pairs * shape.heads * (shape.qk_dim + shape.v_dim);
+  }
   HeadJob forward_job(int64_t index) const;
   HeadJob backward_job(int64_t index, const BackwardTensors& tensors) const;
 };
@@ -89,15 +96,16 @@ void mixer_forward(const MixerCall& call);
 void mixer_backward(const MixerCall& call, const Tensor& out_gradient, const Tensor& final_state_gradient,
                     const MixerGradients& gradients);
 
-// Runs body(job) for every job: side by side when there are enough to fill the threads, else one after another, each
-// with all threads inside.
+// Runs body(job) for every job: side by side when there are enough to fill the threads and enough to do, else one after
+// another, each with all threads inside.
 template <class Body>
 void for_each_job(const MixerCall& call, Body&& body) {
   const auto flushed = [&](int64_t i) {
     const FlushSubnormals flush;
     body(i);
   };
-  if (call.jobs() >= threads()) {
+  constexpr int64_t kWorthThreads = 2 << 20;  // some tens of microseconds
+  if (call.jobs() >= threads() && call.work() > kWorthThreads) {
     parallel_for(call.jobs(), flushed);
   } else {
     for (int64_t i = 0; i < call.jobs(); ++i) flushed(i);

@@ -43,10 +43,11 @@ struct Feature {
   int16_t at[kLargestDegree];
   float factor;
 
-  template <class T>
-  FURIOUS_HOST_DEVICE T of(const T* x) const {
-    T y = factor;
-    for (int n = 0; n < kLargestDegree; ++n)
+  // kDegree: where the map is known to have no higher one.
+  template <int kDegree = kLargestDegree>
+  FURIOUS_HOST_DEVICE float of(const float* x) const {
+    float y = factor;
+    for (int n = 0; n < kDegree; ++n)
       if (at[n] >= 0) y *= x[at[n]];
     return y;
   }

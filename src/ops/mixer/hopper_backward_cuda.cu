@@ -20,20 +20,23 @@ __device__ float finish_row(const float (&acc)[kDim / 8][4], int u, float factor
   const int lane = static_cast<int>(threadIdx.x) % 32;
   uint32_t* const words = reinterpret_cast<uint32_t*>(to) + lane % 4;
   const uint32_t* const others = reinterpret_cast<const uint32_t*>(other) + lane % 4;
+  // All on their way before the first store, behind which they would wait one by one.
+  uint32_t before[kDim / 8] = {}, along[kDim / 8] = {};
+  if (add) {
+#pragma unroll
+    for (int d = 0; d < kDim / 8; ++d) before[d] = words[d * 4];
+  }
+  if (other) {
+#pragma unroll
+    for (int d = 0; d < kDim / 8; ++d) along[d] = others[d * 4];
+  }
   float product = 0;
 #pragma unroll
   for (int d = 0; d < kDim / 8; ++d) {
-    float2 x = {acc[d][u * 2] * factor, acc[d][u * 2 + 1] * factor};
-    if (other) {
-      const float2 y = unpack(others[d * 4]);
-      product += x.x * y.x + x.y * y.y;
-    }
-    if (add) {
-      const float2 before = unpack(words[d * 4]);
-      x.x += before.x;
-      x.y += before.y;
-    }
-    words[d * 4] = pack(x.x, x.y);
+    const float2 x = {acc[d][u * 2] * factor, acc[d][u * 2 + 1] * factor};
+    const float2 y = unpack(along[d]), z = unpack(before[d]);
+    product += x.x * y.x + x.y * y.y;
+    words[d * 4] = pack(x.x + z.x, x.y + z.y);
   }
   return product;
 }
