@@ -235,6 +235,8 @@ TEST(Parallel, ThreadsThatWaitSleep) {
   EXPECT_EQ(running(), 0);
 }
 
+#if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)  // which do not go with fork or little memory
+
 // Runs f in a child process, and returns how that ended.
 template <class F>
 int in_child(F&& f) {
@@ -252,8 +254,6 @@ bool sums_right() {
   for (const int64_t number : numbers) sum += number;
   return sum == 999 * 500;
 }
-
-#if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)  // which do not go with fork or little memory
 
 TEST(Parallel, GoesOnAfterFork) {
   const ThreadLimit limit(4);
