@@ -38,7 +38,7 @@ struct LoadOptions {
 };
 
 // A loaded checkpoint and its tokenizer. Copies share the weights; any number of sessions may use them at once, each in
-// a thread of its own: they compute what they would one after another.
+// a thread of its own: they compute what they would one after another. On a GPU they take turns, call by call.
 class FURIOUS_API Model {
  public:
   // A checkpoint directory, a training run (its newest checkpoint), or a .safetensors file.

@@ -1,6 +1,8 @@
 // furious::Session: reading by the chunked form, writing one token at a time.
 #include <algorithm>
 #include <iterator>
+#include <map>
+#include <mutex>
 #include <span>
 
 #include "base/boundary.h"
@@ -19,6 +21,26 @@ namespace {
 
 // Tokens read at once: the activations of a long text must not grow with it.
 constexpr int64_t kPiece = 4096;
+
+// On a GPU the calls of all sessions run one after another, whichever threads they come from. The kernels of two calls
+// that are launched in between each other do not always give what they give alone. Recursive: what write() shows a text
+// to may use another session.
+class Turn {
+ public:
+  explicit Turn(Device device) {
+    if (!device.is_cpu()) lock_ = std::unique_lock(mutex_of(device.index));
+  }
+
+ private:
+  static std::recursive_mutex& mutex_of(int index) {
+    static std::mutex mutex;
+    static auto& all = *new std::map<int, std::recursive_mutex>;  // never destroyed: sessions may be used until the end
+    const std::lock_guard lock(mutex);
+    return all[index];
+  }
+
+  std::unique_lock<std::recursive_mutex> lock_;
+};
 
 // Every row of `x` `times` times.
 Tensor repeated(const Tensor& x, int64_t times) {
@@ -121,6 +143,7 @@ void Session::Memory::spread() {
 Session::Session(const Model& model, int sequences) try {
   require(sequences >= 1, "session: {} sequences, expected 1 or more", sequences);
   const LanguageModel& language_model = model.parts().language_model;
+  const Turn turn(language_model.device());
   ModelCache cache(language_model.config(), 1, language_model.device());
   memory_ = std::make_unique<Memory>(Memory{model, sequences, std::move(cache), {}, {{}}});
 } catch (...) {
@@ -139,6 +162,7 @@ Session::Memory& Session::own() const {
 void Session::read(std::string_view text) try {
   Memory& memory = own();
   const ThreadLimit limit(memory.model.parts().threads);
+  const Turn turn(memory.language_model().device());
   memory.start();
   if (text.empty()) return;
   bool first = true;
@@ -154,6 +178,7 @@ std::vector<Text> Session::write(const WriteOptions& options, const Show& show) 
   check_sampling(options.sampling);
   Memory& memory = own();
   const ThreadLimit limit(memory.model.parts().threads);
+  const Turn turn(memory.language_model().device());
   const Tokenizer& tokenizer = memory.tokenizer();
   memory.start();
   require(memory.logits.defined(),
@@ -215,6 +240,7 @@ std::vector<Text> Session::write(const WriteOptions& options, const Show& show) 
 void Session::save(const std::filesystem::path& file) const try {
   const Memory& memory = own();
   const ThreadLimit limit(memory.model.parts().threads);
+  const Turn turn(memory.language_model().device());
   require(memory.logits.defined(), "save state: nothing has been read yet");
   SavedState state{memory.cache.contents(), to_device(memory.logits, {}),
                    Tensor::empty({memory.cache.batch(), kRepetitionWindow}, DType::i32)};
@@ -231,6 +257,7 @@ void Session::save(const std::filesystem::path& file) const try {
 void Session::load(const std::filesystem::path& file) try {
   Memory& memory = own();
   const ThreadLimit limit(memory.model.parts().threads);
+  const Turn turn(memory.language_model().device());
   const ModelConfig& config = memory.language_model().config();
   const SavedState state = load_state(file, config, memory.own_fingerprint());
   const int64_t rows = state.logits.size(0);
