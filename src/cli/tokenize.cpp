@@ -64,9 +64,13 @@ void add_tokenize(CLI::App& app) {
       ->capture_default_str();
   command->add_flag("--split-on-blank-line", options->reader.split_on_blank_line,
                     "In .txt files a blank line ends a document, not the end of the file");
-  command->add_option("--test-fraction", options->test_fraction, "Part of the documents that is held out for tests")
-      ->check(CLI::Range(0.0, 0.999999))
-      ->capture_default_str();
+  CLI::Option* fraction =
+      command->add_option("--test-fraction", options->test_fraction, "Part of the documents that is held out for tests")
+          ->check(CLI::Range(0.0, 0.999999))
+          ->capture_default_str();
+  command->add_option("--test", options->test_inputs,
+                      "Files of a corpus that has a test part of its own; nothing else is held out then, unless "
+                      "--test-fraction is given");
   command->add_option("--seed", options->seed, "Chooses the held-out documents")->capture_default_str();
   command->add_option("--shard-tokens", options->shard_tokens, "Tokens after which a new shard begins")
       ->check(at_least(1))
@@ -76,7 +80,10 @@ void add_tokenize(CLI::App& app) {
   command->footer(
       "Interrupted in any way, the same command goes on where it was.\n"
       "Example: furious tokenize corpus/ more-*.jsonl.zst --tokenizer tokenizer.model --out data");
-  command->callback([options] { run(*options); });
+  command->callback([options, fraction] {
+    if (!options->test_inputs.empty() && fraction->count() == 0) options->test_fraction = 0;
+    run(*options);
+  });
 }
 
 }  // namespace furious::cli

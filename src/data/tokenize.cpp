@@ -49,20 +49,24 @@ struct EncodedBlock {
 
 class BlockEncoder {
  public:
-  BlockEncoder(const Tokenizer& tokenizer, const TokenizeOptions& options) : tokenizer_(tokenizer), options_(options) {}
+  // Files from `first_test_file` on are of the test part.
+  BlockEncoder(const Tokenizer& tokenizer, const TokenizeOptions& options, int64_t first_test_file)
+      : tokenizer_(tokenizer), options_(options), first_test_file_(first_test_file) {}
 
   EncodedBlock encode(Block& block) const {
     EncodedBlock result;
-    result.replaced = for_each_piece(block, options_.reader, [&](const Piece& piece) { add(piece, result); });
+    result.replaced = for_each_piece(
+        block, options_.reader, [&](const Piece& piece) { add(piece, block.begin.file >= first_test_file_, result); });
     result.end = block.end;
     result.disk_bytes = block.consumed;
     return result;
   }
 
  private:
-  void add(const Piece& piece, EncodedBlock& result) const {
+  void add(const Piece& piece, bool of_test_file, EncodedBlock& result) const {
     Run run = {result.tokens.size(), static_cast<int64_t>(piece.text.size()), piece.first, piece.last};
-    if (piece.first && is_held_out(piece.text, options_.seed, options_.test_fraction)) run.split = Split::test;
+    if (piece.first && (of_test_file || is_held_out(piece.text, options_.seed, options_.test_fraction)))
+      run.split = Split::test;
     if (piece.first && options_.bos) result.tokens.push_back(tokenizer_.bos());
     const std::vector<int32_t> ids =
         piece.first ? tokenizer_.encode(piece.text) : tokenizer_.encode_continuation(piece.text);
@@ -74,6 +78,7 @@ class BlockEncoder {
 
   const Tokenizer& tokenizer_;
   const TokenizeOptions& options_;
+  const int64_t first_test_file_;
 };
 
 // Reads and encodes blocks on several threads; gives them out in the order of the corpus. An error takes the place of
@@ -240,10 +245,13 @@ TokenizerInfo describe(const Tokenizer& tokenizer) {
 }
 
 // Everything that decides what the shards will be, under the names of the options.
-Json plan_of(const TokenizeOptions& options, const Tokenizer& tokenizer, const std::vector<InputFile>& files) {
+Json plan_of(const TokenizeOptions& options, const Tokenizer& tokenizer, const std::vector<InputFile>& files,
+             int64_t train_files) {
   Json inputs = Json::array();
-  for (const InputFile& file : files)
+  for (const InputFile& file : files) {
     inputs.push_back({{"path", utf8_of_bytes(file.path)}, {"size", file.size}, {"modified", file.modified}});
+    if (static_cast<int64_t>(inputs.size()) > train_files) inputs.back()["test"] = true;
+  }
   return {{"tokenizer", to_json(describe(tokenizer))},
           {"options",
            {{"field", utf8_of_bytes(options.reader.field)},
@@ -335,9 +343,9 @@ void forget_attempt(const std::string& folder) {
 }
 
 void write_corpus(const TokenizeOptions& options, const Tokenizer& tokenizer, const std::vector<InputFile>& files,
-                  Corpus& corpus, const TokenizeHooks& hooks, TokenizeProgress& progress) {
+                  int64_t train_files, Corpus& corpus, const TokenizeHooks& hooks, TokenizeProgress& progress) {
   BlockReader reader(files, options.reader, corpus.position());
-  const BlockEncoder encoder(tokenizer, options);
+  const BlockEncoder encoder(tokenizer, options, train_files);
   EncodingPool pool(reader, encoder, options.threads > 0 ? options.threads : threads());
   EncodedBlock block;
   bool continued = corpus.position() != CorpusPosition();
@@ -366,8 +374,16 @@ bool is_held_out(std::string_view text, uint64_t seed, double fraction) {
 TokenizeResult tokenize_corpus(const TokenizeOptions& options, const TokenizeHooks& hooks) {
   const auto tokenizer = load_tokenizer(options.tokenizer);
   check(options, *tokenizer);
-  const std::vector<InputFile> files = find_inputs(options.inputs);
-  const Json plan = plan_of(options, *tokenizer, files);
+  std::vector<InputFile> files = find_inputs(options.inputs);
+  const auto train_files = static_cast<int64_t>(files.size());
+  if (!options.test_inputs.empty()) {
+    for (const InputFile& file : find_inputs(options.test_inputs)) {
+      require(std::ranges::none_of(files, [&](const InputFile& other) { return other.path == file.path; }),
+              "tokenize: \"{}\" was given twice, or for training and for --test; name each file once", file.path);
+      files.push_back(file);
+    }
+  }
+  const Json plan = plan_of(options, *tokenizer, files, train_files);
   const std::string& folder = options.out;
   std::error_code failed;
   fs::create_directories(folder, failed);
@@ -391,7 +407,7 @@ TokenizeResult tokenize_corpus(const TokenizeOptions& options, const TokenizeHoo
     if (!tokenizer->model().empty()) write_text(folder + "/tokenizer.model", tokenizer->model());
     const int token_bytes = token_bytes_for(tokenizer->vocabulary_size());
     Corpus corpus(options, files, token_bytes);
-    write_corpus(options, *tokenizer, files, corpus, hooks, result.progress);
+    write_corpus(options, *tokenizer, files, train_files, corpus, hooks, result.progress);
     corpus.finish();
     require(!corpus.info(Split::train).shards.empty() || !corpus.info(Split::test).shards.empty(),
             "tokenize: the input holds no text ({} files, {} bytes)", files.size(), result.progress.disk_bytes_total);

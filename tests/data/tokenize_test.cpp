@@ -79,6 +79,36 @@ TEST_F(TokenizeTest, DocumentsComeBackInOrderAndInOneSplit) {
   }
 }
 
+TEST_F(TokenizeTest, FilesOfTheTestPart) {
+  const std::vector<std::string> own(documents.begin(), documents.begin() + 30);
+  const std::vector<std::string> rest(documents.begin() + 30, documents.end());
+  TokenizeOptions options = options_for({folder.write("a.jsonl", json_lines(rest))}, folder.path("own"));
+  options.test_inputs = {folder.write("b.jsonl", json_lines(own))};
+  options.test_fraction = 0;
+  tokenize_corpus(options);
+  EXPECT_EQ(documents_of(Dataset(options.out), Split::train), rest);
+  EXPECT_EQ(documents_of(Dataset(options.out), Split::test), own);
+
+  options.out = folder.path("both");
+  options.test_fraction = 0.2;
+  tokenize_corpus(options);
+  std::vector<std::string> train, test;
+  for (const std::string& document : rest) (is_held_out(document, 123, 0.2) ? test : train).push_back(document);
+  test.insert(test.end(), own.begin(), own.end());
+  EXPECT_EQ(documents_of(Dataset(options.out), Split::train), train);
+  EXPECT_EQ(documents_of(Dataset(options.out), Split::test), test);
+
+  // It is another piece of work without them, or with the file in the other part.
+  std::swap(options.inputs, options.test_inputs);
+  expect_error([&] { tokenize_corpus(options); }, {"both", "another command"});
+  options.inputs = {folder.path("a.jsonl"), folder.path("b.jsonl")};
+  options.test_inputs = {};
+  expect_error([&] { tokenize_corpus(options); }, {"both", "another command"});
+  options.test_inputs = {folder.path("b.jsonl")};
+  options.out = folder.path("twice");
+  expect_error([&] { tokenize_corpus(options); }, {"b.jsonl", "--test", "once"});
+}
+
 TEST_F(TokenizeTest, ThreadsChangeNoByte) {
   TokenizeOptions options = options_for({input}, folder.path("one"));
   options.threads = 1;
