@@ -225,7 +225,7 @@ class ModelCheck {
     if (bytes % sizeof(uint32_t) != 0 || bytes >= map.size())
       refuse(fmt::format("the trie of its precompiled_charsmap has {} bytes of {}", bytes, map.size()));
     std::vector<uint32_t> units(bytes / sizeof(uint32_t));
-    std::memcpy(units.data(), map.data(), bytes);
+    if (bytes > 0) std::memcpy(units.data(), map.data(), bytes);
     const std::string_view texts = map.substr(bytes);
     if (texts.back() != '\0') refuse("the last text of its precompiled_charsmap has no end");
     check_trie(units, texts);
