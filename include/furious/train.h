@@ -115,7 +115,8 @@ struct TrainResult {
   std::string checkpoint;  // the newest
 };
 
-// Several threads may each train a model of their own on the CPU; on a GPU one at a time. Threads and signals: as furious/model.h says.
+// Several threads may each train a model of their own on the CPU; on a GPU one at a time. Threads and signals: as
+// furious/model.h says.
 //
 // In each of the processes that mpirun or srun has started together; they must be given the same options. The observer
 // hears of steps and messages in the first of them only.

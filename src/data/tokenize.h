@@ -20,7 +20,7 @@ namespace furious {
 struct TokenizeOptions {
   std::vector<std::string> inputs;
   std::vector<std::string> test_inputs;  // whose documents are all of the test part; may be none
-  std::string tokenizer;  // as load_tokenizer takes it
+  std::string tokenizer;                 // as load_tokenizer takes it
   std::string out;
   ReaderOptions reader;
   double test_fraction = 0.001;

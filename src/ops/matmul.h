@@ -7,8 +7,8 @@
 // are as many products, at any distance from each other.
 //
 // CPU: out and a are f32; b is f32, or bf16 or f16 (weights). The library computes tiles of the result, each on one
-// thread with signals blocked; inside a parallel loop all of them on the thread that calls. Same bits for the same shapes
-// and strides, whatever the number of threads.
+// thread with signals blocked; inside a parallel loop all of them on the thread that calls. Same bits for the same
+// shapes and strides, whatever the number of threads.
 //
 // GPU: factors are f32 or bf16, b also f16; two bf16 factors are multiplied as they are whatever the precision. out is
 // f32, or bf16 if the factors are multiplied in bf16. Same bits on the same GPU.

@@ -91,7 +91,7 @@ struct Chunks {
   __device__ int tiles(int c) const { return (min(chunk, length - c * chunk) + kPieceRows - 1) / kPieceRows; }
 };
 
-// The row of a state (symmetric_square.h) that holds the pair (a, b).
+// The row of a state (features.h) that holds the pair (a, b).
 __device__ inline int pair_row(int a, int b) {
   const int low = min(a, b), high = max(a, b);
   return low * 64 - low * (low - 1) / 2 + high - low;
