@@ -13,7 +13,7 @@
 #include "cli/commands.h"
 #include "cli/json_file.h"
 #include "model/language_model.h"
-#include "ops/argmax.h"
+#include "ops/sampling/argmax.h"
 #include "tensor/host_copy.h"
 
 namespace furious::cli {

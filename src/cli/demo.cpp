@@ -12,7 +12,7 @@
 #include "cli/progress.h"
 #include "data/corpus_lines.h"
 #include "data/tokenize.h"
-#include "infer/model_parts.h"
+#include "decode/model_parts.h"
 #include "report/chart.h"
 #include "report/table.h"
 #include "train/trainer.h"

@@ -9,8 +9,8 @@
 #include "base/file.h"
 #include "cli/commands.h"
 #include "cli/json_file.h"
-#include "eval/cache_memory.h"
 #include "ops/mixer/mixer.h"
+#include "paper/cache_memory.h"
 #include "report/chart.h"
 #include "report/table.h"
 

@@ -23,8 +23,8 @@
 #include "cli/small_models.h"
 #include "data/corpus_lines.h"
 #include "data/synthetic.h"
-#include "eval/needle.h"
-#include "infer/model_parts.h"
+#include "decode/model_parts.h"
+#include "paper/needle.h"
 #include "report/heat_map.h"
 #include "tensor/device.h"
 

@@ -6,7 +6,7 @@
 #include "base/error.h"
 #include "cli/commands.h"
 #include "data/dataset.h"
-#include "infer/state_file.h"
+#include "decode/state_file.h"
 #include "model/checkpoint.h"
 #include "model/safetensors.h"
 #include "train/run.h"

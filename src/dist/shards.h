@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "dist/link.h"
-#include "ops/adamw.h"
+#include "ops/optim/adamw.h"
 #include "ops/tape.h"
 
 namespace furious {

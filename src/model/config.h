@@ -6,9 +6,9 @@
 #include <string_view>
 #include <vector>
 
-#include "ops/activation.h"
 #include "ops/mixer/mixer.h"
-#include "ops/rope.h"
+#include "ops/nn/activation.h"
+#include "ops/nn/rope.h"
 
 namespace furious {
 

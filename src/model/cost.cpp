@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
-#include "ops/cross_entropy.h"
 #include "ops/mixer/cost.h"
+#include "ops/nn/cross_entropy.h"
 
 namespace furious {
 namespace {

@@ -112,6 +112,8 @@ class Library {
     const float alpha = 1;
     const float beta = options.accumulate || options.addend ? 1 : 0;
     const void* const addend = options.addend ? options.addend.raw() : out.raw();
+    // A product may be two kernels, the second of which reads what the first left in the workspace.
+    const std::lock_guard lock(launch_mutex(out.device()));
     check(cublasLtMatmul(handle_, plan.product, &alpha, b.raw(), plan.b, a.raw(), plan.a, &beta, addend, plan.out,
                          out.raw(), plan.out, &plan.algorithm, workspace_.raw(), kWorkspaceBytes, stream),
           "product");

@@ -1,4 +1,4 @@
-#include "ops/rows.cuh"
+#include "gpu/rows.cuh"
 
 namespace furious::cuda {
 namespace {

@@ -6,9 +6,9 @@
 #include <string>
 #include <vector>
 
+#include "paper/ablation.h"
 #include "report/chart.h"
 #include "report/table.h"
-#include "train/ablation.h"
 
 namespace furious {
 

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <mutex>
 #include <string_view>
 
 #include "base/error.h"
@@ -18,6 +19,10 @@ namespace furious::cuda {
 
 // The device's stream; makes the device current.
 cudaStream_t stream(Device device);
+
+// Held while several launches must follow each other on the device's stream with no other thread's launch between them:
+// those of one cuBLASLt product, which share its workspace, and so those of a graph that contains such products.
+std::mutex& launch_mutex(Device device);
 
 inline void check(cudaError_t status, std::string_view what) {
   require(status == cudaSuccess, "{}: {}", what, cudaGetErrorString(status));

@@ -40,6 +40,13 @@ cudaStream_t cuda::stream(Device device) {
   return entry->second;
 }
 
+std::mutex& cuda::launch_mutex(Device device) {
+  static std::mutex mutex;
+  static auto& all = *new std::map<int, std::mutex>;  // never destroyed: a session may be used until the end
+  const std::lock_guard lock(mutex);
+  return all[device.index];
+}
+
 void synchronize_cuda(int index) {
   const Device device{DeviceKind::cuda, index};
   cuda::check(cudaStreamSynchronize(cuda::stream(device)), name_of(device));

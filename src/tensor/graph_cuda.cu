@@ -1,10 +1,9 @@
-#include <map>
 #include <mutex>
 
 #include "tensor/arena.h"
+#include "tensor/cuda.cuh"
 #include "tensor/device_cuda.h"
 #include "tensor/graph.h"
-#include "tensor/launch.cuh"
 
 namespace furious {
 
@@ -47,36 +46,9 @@ Graph::~Graph() {
 }
 
 void Graph::run() const {
-  cuda::check(cudaGraphLaunch(parts_->graph, cuda::stream(parts_->device)), "graph");
+  const cudaStream_t stream = cuda::stream(parts_->device);
+  const std::lock_guard lock(cuda::launch_mutex(parts_->device));
+  cuda::check(cudaGraphLaunch(parts_->graph, stream), "graph");
 }
 
-namespace cuda {
-namespace {
-
-int attribute(cudaDeviceAttr which) {
-  static std::mutex mutex;
-  static std::map<std::pair<int, int>, int> known;
-  int device = 0;
-  check(cudaGetDevice(&device), "device");
-  const std::lock_guard lock(mutex);
-  const auto [entry, is_new] = known.try_emplace({device, static_cast<int>(which)});
-  if (is_new) check(cudaDeviceGetAttribute(&entry->second, which, device), "device");
-  return entry->second;
-}
-
-}  // namespace
-
-bool launches_early() {
-  return attribute(cudaDevAttrComputeCapabilityMajor) == 9;  // later ones run the code for 8.0, which does not wait
-}
-
-int multiprocessors() {
-  return attribute(cudaDevAttrMultiProcessorCount);
-}
-
-int most_shared_memory() {
-  return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
-}
-
-}  // namespace cuda
 }  // namespace furious

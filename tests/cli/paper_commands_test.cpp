@@ -9,10 +9,10 @@
 #include "cli/run.h"
 #include "data/corpus.h"
 #include "data/tokenizer.h"
-#include "eval/cache_memory.h"
-#include "eval/needle.h"
-#include "infer/model_parts.h"
+#include "decode/model_parts.h"
 #include "model/checkpoint.h"
+#include "paper/cache_memory.h"
+#include "paper/needle.h"
 
 namespace furious {
 namespace {

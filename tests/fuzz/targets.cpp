@@ -12,9 +12,9 @@
 #include "data/progress.h"
 #include "data/shards_json.h"
 #include "data/tokenizer.h"
+#include "decode/sampling.h"
+#include "decode/state_file.h"
 #include "fuzz/sentencepiece_files.h"
-#include "infer/sampling.h"
-#include "infer/state_file.h"
 #include "model/config_json.h"
 #include "model/safetensors.h"
 

@@ -5,7 +5,7 @@
 #include "model/block_oracle.h"
 #include "model/config_json.h"
 #include "model/little.h"
-#include "ops/adamw.h"
+#include "ops/optim/adamw.h"
 
 namespace furious {
 

@@ -1,10 +1,10 @@
 #include <algorithm>
 
 #include "cuda.h"
+#include "decode/token_program.h"
 #include "model/config_json.h"
 #include "model/language_model.h"
 #include "model/little.h"
-#include "ops/token_program.h"
 
 namespace furious {
 namespace {

@@ -6,8 +6,8 @@
 #include <nlohmann/json.hpp>
 
 #include "base/file.h"
+#include "decode/model_parts.h"
 #include "furious/model.h"
-#include "infer/model_parts.h"
 #include "model/checkpoint.h"
 #include "model/config_json.h"
 #include "support.h"

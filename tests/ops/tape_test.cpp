@@ -1,6 +1,6 @@
 #include "ops/tape.h"
 
-#include "ops/linear.h"
+#include "ops/nn/linear.h"
 
 #include "support.h"
 

@@ -1,7 +1,7 @@
 #include "ops/views.h"
 
-#include "ops/activation.h"
 #include "ops/elementwise.h"
+#include "ops/nn/activation.h"
 #include "strided.h"
 
 namespace furious {

@@ -7,9 +7,9 @@
 #include "base/names.h"
 #include "base/parallel.h"
 #include "ops/mixer/cost.h"
-#include "ops/mixer/cpu.h"
-#include "ops/mixer/cuda.h"
+#include "ops/mixer/cpu/cpu.h"
 #include "ops/mixer/features.h"
+#include "ops/mixer/gpu/cuda.h"
 #include "ops/mixer/reference.h"
 #include "tensor/check.h"
 

@@ -1,6 +1,6 @@
 // The mixers on a GPU against the double-precision oracle, and the fast kernels against the simple ones.
 #include "cuda.h"
-#include "ops/mixer/cuda.h"
+#include "ops/mixer/gpu/cuda.h"
 #include "ops/mixer/mixer_case.h"
 #include "ops/random.h"
 

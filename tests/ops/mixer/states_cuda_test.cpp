@@ -1,6 +1,6 @@
 // The states of the chunked form on a GPU against sums over pairs of tokens in different chunks, in double.
 #ifdef FURIOUS_CUDA  // the kernels themselves, which a build without CUDA lacks
-#include "ops/mixer/states.h"
+#include "ops/mixer/gpu/states.h"
 
 #include "cuda.h"
 #include "support.h"

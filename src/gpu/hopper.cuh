@@ -1,0 +1,187 @@
+// What only Hopper has (sm_90a): products of a whole warpgroup, and copies of tiles by the bulk copy engine.
+//
+// A warpgroup (4 warps) multiplies 64 × 16 by 16 × n; warp w holds rows 16w to 16w + 15 of the result and of an operand
+// A in registers, in the fragments of mma.cuh. B, and A where it says so, lie in shared memory in pieces of 64 columns:
+// rows of 128 bytes from an address divisible by 1024, swizzled as Tile<64> of mma.cuh, which is what the copy engine
+// writes.
+//
+// An operand whose row index is summed over is "transposed"; the other kind has the columns summed over. Products are
+// asynchronous: their registers must not be touched between fence_products() and the wait_for_products() that covers
+// them.
+#pragma once
+
+#include <cuda.h>
+
+#include "gpu/mma.cuh"
+
+namespace furious::cuda {
+
+constexpr int kPieceRows = 64;
+constexpr int kPieceBytes = kPieceRows * 128;  // 64 rows of 64 columns
+
+// A piece that the copy engine wrote, seen by ldmatrix.
+__device__ inline Tile<64> piece_of(unsigned char* piece) {
+  return Tile<64>{reinterpret_cast<__nv_bfloat16*>(piece)};
+}
+
+// Of the rows from `piece` on, columns [16·step, +16) are summed over.
+__device__ inline uint64_t operand(const void* piece, int step) {
+  return ((shared_address(piece) + step * 32) & 0x3FFFF) >> 4 | uint64_t{1} << 16 | uint64_t{64} << 32 |
+         uint64_t{1} << 62;
+}
+// Of `piece`, rows [16·step, +16) are summed over; columns after the first 64 lie `next` bytes further on.
+__device__ inline uint64_t operand_transposed(const void* piece, int step, uint32_t next = 0) {
+  return ((shared_address(piece) + step * 2048) & 0x3FFFF) >> 4 | static_cast<uint64_t>(next >> 4) << 16 |
+         uint64_t{64} << 32 | uint64_t{1} << 62;
+}
+
+// d = a·b, added to what d holds where `add` is not 0.
+#define FURIOUS_FOUR(x) "+f"((x)[0]), "+f"((x)[1]), "+f"((x)[2]), "+f"((x)[3])
+template <int kTransB>
+__device__ inline void wgmma(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b, int add) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %37, 0;"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+      "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "
+      "{%32,%33,%34,%35}, %36, p, 1, 1, %38;}\n"
+      : FURIOUS_FOUR(d[0]), FURIOUS_FOUR(d[1]), FURIOUS_FOUR(d[2]), FURIOUS_FOUR(d[3]), FURIOUS_FOUR(d[4]),
+        FURIOUS_FOUR(d[5]), FURIOUS_FOUR(d[6]), FURIOUS_FOUR(d[7])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(kTransB));
+}
+
+template <int kTransB>
+__device__ inline void wgmma(float (&d)[16][4], const uint32_t (&a)[4], uint64_t b, int add) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %69, 0;"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+      "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+      "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
+      "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
+      "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, "
+      "{%64,%65,%66,%67}, %68, p, 1, 1, %70;}\n"
+      : FURIOUS_FOUR(d[0]), FURIOUS_FOUR(d[1]), FURIOUS_FOUR(d[2]), FURIOUS_FOUR(d[3]), FURIOUS_FOUR(d[4]),
+        FURIOUS_FOUR(d[5]), FURIOUS_FOUR(d[6]), FURIOUS_FOUR(d[7]), FURIOUS_FOUR(d[8]), FURIOUS_FOUR(d[9]),
+        FURIOUS_FOUR(d[10]), FURIOUS_FOUR(d[11]), FURIOUS_FOUR(d[12]), FURIOUS_FOUR(d[13]), FURIOUS_FOUR(d[14]),
+        FURIOUS_FOUR(d[15])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(kTransB));
+}
+
+template <int kTransA, int kTransB>
+__device__ inline void wgmma(float (&d)[8][4], uint64_t a, uint64_t b, int add) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %34, 0;"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+      "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "
+      "%32, %33, p, 1, 1, %35, %36;}\n"
+      : FURIOUS_FOUR(d[0]), FURIOUS_FOUR(d[1]), FURIOUS_FOUR(d[2]), FURIOUS_FOUR(d[3]), FURIOUS_FOUR(d[4]),
+        FURIOUS_FOUR(d[5]), FURIOUS_FOUR(d[6]), FURIOUS_FOUR(d[7])
+      : "l"(a), "l"(b), "r"(add), "n"(kTransA), "n"(kTransB));
+}
+
+#undef FURIOUS_FOUR
+
+__device__ inline void fence_products() {
+  asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory");
+}
+__device__ inline void commit_products() {
+  asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory");
+}
+template <int kPending>
+__device__ inline void wait_for_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(kPending) : "memory");
+}
+// Keeps the compiler from moving uses of a result across the wait before it.
+template <int kN>
+__device__ inline void settle(float (&d)[kN][4]) {
+#pragma unroll
+  for (int i = 0; i < kN; ++i)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) asm volatile("" : "+f"(d[i][e])::"memory");
+}
+
+// A barrier in shared memory. `phase` counts its completions: wait(phase) returns when phase + 1 of them have happened.
+struct Barrier {
+  uint64_t word;
+
+  __device__ void init(int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(shared_address(&word)), "r"(arrivals));
+  }
+  __device__ void arrive() {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(shared_address(&word)) : "memory");
+  }
+  // Arrives, and asks for `bytes` that the copy engine will bring.
+  __device__ void arrive_and_expect(int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(shared_address(&word)), "r"(bytes)
+                 : "memory");
+  }
+  // Asks for more of them, before it arrives.
+  __device__ void expect(int bytes) {
+    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;\n" ::"r"(shared_address(&word)), "r"(bytes)
+                 : "memory");
+  }
+  __device__ void wait(int phase) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@done bra out;\n"
+        "bra again;\n"
+        "out:\n"
+        "}\n" ::"r"(shared_address(&word)),
+        "r"(phase & 1)
+        : "memory");
+  }
+};
+// Brings bytes, a multiple of 16 from and to addresses that are, which need not stay in the L2 cache.
+__device__ inline void stream_bytes(void* to, const void* from, int bytes, Barrier& barrier) {
+  asm volatile(
+      "{\n"
+      ".reg .b64 once;\n"
+      "createpolicy.fractional.L2::evict_first.b64 once, 1.0;\n"
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], once;\n"
+      "}\n" ::"r"(shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(&barrier.word))
+      : "memory");
+}
+
+// After init, before the block's threads meet.
+__device__ inline void fence_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+}
+// Between ordinary writes to shared memory and a product or copy that reads them.
+__device__ inline void fence_shared_writes() {
+  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
+}
+
+// Whether a block of `groups` warpgroups that take registers and one that gives some away was launched with as many as
+// they then have: else who takes waits for ever. A thread starts with a multiple of 8.
+constexpr bool registers_suffice(int groups, int taken, int kept) {
+  const int at_start = 65536 / (128 * (groups + 1)) / 8 * 8;
+  return groups * taken + kept <= (groups + 1) * at_start;
+}
+
+// Registers of a thread move from warpgroups that need few to those that need many.
+template <int kCount>
+__device__ inline void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(kCount));
+}
+template <int kCount>
+__device__ inline void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(kCount));
+}
+
+// Copies a box of a tensor [batch, length, heads, dim] at (column, token, head, row of the batch); rows outside are
+// zeros.
+__device__ inline void copy_tile(void* to, const CUtensorMap& map, Barrier& barrier, int column, int token, int head,
+                                 int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+      "[%2];\n" ::"r"(shared_address(to)),
+      "l"(&map), "r"(shared_address(&barrier.word)), "r"(column), "r"(token), "r"(head), "r"(batch)
+      : "memory");
+}
+
+}  // namespace furious::cuda

@@ -1,0 +1,275 @@
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "ops/mixer/cpu/recurrent_cpu.cpp"
+#include "hwy/foreach_target.h"
+// After foreach_target.h, which includes this file again.
+#include <cmath>
+#include <limits>
+
+#include "hwy/highway.h"
+#include "ops/elementwise.h"
+#include "ops/mixer/cpu/head-inl.h"
+#include "ops/mixer/recurrent_kernels.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace furious {
+namespace HWY_NAMESPACE {
+
+// y += Σ_f phi[f] · s[f, :] for one panel of columns: one row, so reading the state decides the time.
+struct RowProduct {
+  const float* phi;
+  size_t features;
+  const float* s;
+  size_t ld;
+  float* y;
+
+  template <size_t kWidth>
+  HWY_INLINE void operator()() const {
+    FloatVector sums[2][kWidth];  // two, so that one addition need not wait for the other
+    HWY_UNROLL(4)
+    for (size_t n = 0; n < kWidth; ++n) {
+      sums[0][n] = hn::LoadU(kTag, y + n * kLanes);
+      sums[1][n] = hn::Zero(kTag);
+    }
+    for (size_t f = 0; f < features; f += 2) {  // padding makes the number of features even
+      HWY_UNROLL(2)
+      for (size_t i = 0; i < 2; ++i) {
+        HWY_UNROLL(4)
+        for (size_t n = 0; n < kWidth; ++n)
+          sums[i][n] =
+              hn::MulAdd(hn::Set(kTag, phi[f + i]), hn::LoadU(kTag, s + (f + i) * ld + n * kLanes), sums[i][n]);
+      }
+    }
+    HWY_UNROLL(4)
+    for (size_t n = 0; n < kWidth; ++n) hn::StoreU(hn::Add(sums[0][n], sums[1][n]), kTag, y + n * kLanes);
+  }
+};
+
+// One sequence and head of a cache.
+struct CachedHead {
+  const std::vector<CachePage>& pages;
+  size_t pending;
+  int64_t batch, head;
+  const MixerShape& shape;
+
+  float* row(Tensor CachePage::*member, size_t token) const {
+    const Tensor& x = pages[token / CachePage::kTokens].*member;
+    const int64_t own = head / (shape.heads / x.size(1));
+    return x.data<float>() + batch * x.stride(0) + own * x.stride(1) +
+           static_cast<int64_t>(token % CachePage::kTokens) * x.stride(2);
+  }
+  // Σ_{s>j} a_s for each token j of the window: its decay until now. Returns that of all of it, the first included.
+  double decay_until_now(std::vector<float>& out) const {
+    double sum = 0;
+    for (size_t j = pending; j-- > 0;) {
+      out[j] = static_cast<float>(sum);
+      if (pages[0].log_decay) sum += static_cast<double>(*row(&CachePage::log_decay, j));
+    }
+    return sum;
+  }
+};
+
+inline HWY_ATTR float inner_product(const float* a, const float* b, size_t count) {
+  FloatVector total = hn::Zero(kTag);
+  size_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) total = hn::MulAdd(hn::LoadU(kTag, a + i), hn::LoadU(kTag, b + i), total);
+  float sum = hn::GetLane(hn::SumOfLanes(kTag, total));
+  for (; i < count; ++i) sum += a[i] * b[i];
+  return sum;
+}
+
+inline HWY_ATTR void add_scaled(const float* x, float factor, size_t count, float* y) {
+  const FloatVector by = hn::Set(kTag, factor);
+  size_t i = 0;
+  for (; i + kLanes <= count; i += kLanes)
+    hn::StoreU(hn::MulAdd(by, hn::LoadU(kTag, x + i), hn::LoadU(kTag, y + i)), kTag, y + i);
+  for (; i < count; ++i) y[i] += factor * x[i];
+}
+
+// The weights of the window's tokens, in place of their decays.
+template <Kind kKind>
+void window_weights(const CachedHead& cached, const Polynomial& f, const float* q, std::vector<float>& weights) {
+  const auto dim = static_cast<size_t>(cached.shape.qk_dim);
+  float largest = -std::numeric_limits<float>::infinity();
+  for (size_t j = 0; j < cached.pending; ++j) {
+    const float s = inner_product(q, cached.row(&CachePage::k, j), dim);
+    const float decay = std::min(weights[j], kLargestExponent);  // which only a signed mask can reach
+    if constexpr (kKind == Kind::kSoftmax) {
+      weights[j] = decay + s;
+      largest = std::max(largest, weights[j]);
+    } else {
+      const float factor = decay < static_cast<float>(kErased) ? 0.0f : std::exp(decay);
+      if constexpr (kKind == Kind::kLinear) weights[j] = s * factor;
+      if constexpr (kKind == Kind::kSquared) weights[j] = s * s * factor;
+      if constexpr (kKind == Kind::kPolynomial) weights[j] = f(s) * factor;
+      if constexpr (kKind == Kind::kExponential) weights[j] = std::exp(std::min(s, kLargestExponent)) * factor;
+    }
+  }
+  if constexpr (kKind == Kind::kSoftmax)
+    for (float& w : weights) w = std::exp(w - largest);
+}
+
+// The state's part of y and n: exp(A)·φ(q)ᵀ[s, z].
+inline HWY_ATTR float read_state(const HeadState& state, const float* q, float decay, bool sum_norm, float* y) {
+  HWY_ALIGN float phi[kFeatureLd * kRows];
+  float normalizer = 0;
+  for (size_t f0 = 0; f0 < state.features; f0 += kFeatureBlock) {
+    const size_t f1 = std::min(f0 + kFeatureBlock, state.features);
+    expand(state, q, 0, 1, f0, f1, phi);
+    for_each_panel(state.v_ld, [&](size_t column, size_t vectors) HWY_ATTR {
+      with_width(vectors, RowProduct{phi, f1 - f0, state.s + f0 * state.v_ld + column, state.v_ld, y + column});
+    });
+    if (sum_norm) normalizer += dot(phi, state.z + f0, round_up(f1 - f0, kPad));
+  }
+  const FloatVector factor = hn::Set(kTag, decay);
+  for (size_t c = 0; c < state.v_ld; c += kLanes) hn::StoreU(hn::Mul(factor, hn::LoadU(kTag, y + c)), kTag, y + c);
+  return normalizer * decay;
+}
+
+template <Kind kKind>
+void read_head(const MixerSpec& spec, const CachedHead& cached, float* state_numbers, const float* q_in, float* out) {
+  const MixerShape& shape = cached.shape;
+  const auto v_dim = static_cast<size_t>(shape.v_dim);
+  alignas(64) float q[kLargestDim + 2 * kPad] = {};
+  alignas(64) float y[kLargestDim + kPad] = {};
+  for (int64_t c = 0; c < shape.qk_dim; ++c) q[c] = q_in[c] * shape.scale;
+  if (shape.features.one) q[shape.qk_dim] = 1;
+  std::vector<float> weights(cached.pending);
+  const double since_fold = cached.decay_until_now(weights);
+  float normalizer = 0;
+  if (state_numbers != nullptr && !(since_fold < kErased)) {
+    const HeadState state(shape, state_numbers);
+    normalizer = read_state(state, q, static_cast<float>(std::exp(since_fold)), spec.norm == Norm::sum, y);
+  }
+  window_weights<kKind>(cached, polynomial_of(spec), q, weights);
+  for (size_t j = 0; j < cached.pending; ++j) {
+    normalizer += weights[j];
+    add_scaled(cached.row(&CachePage::v, j), weights[j], v_dim, y);
+  }
+  const float factor = spec.norm == Norm::sum ? reciprocal_of<kKind>(normalizer) : 1.0f;
+  for (size_t c = 0; c < v_dim; ++c) out[c] = y[c] * factor;
+}
+
+void read_cache(const MixerSpec& spec, const MixerShape& shape, const std::vector<CachePage>& pages, int64_t pending,
+                const Tensor& state, const Tensor& q, const Tensor& out) {
+  const int64_t per_head = pending * (shape.qk_dim + shape.v_dim) + (state ? shape.state_rows * shape.v_dim : 0);
+  const bool worth_threads = static_cast<size_t>(shape.batch * shape.heads * per_head) > kWorthThreads / 8;
+  with_kind(spec, [&]<Kind kKind, Mask>() {
+    parallel_for_if(worth_threads, shape.batch * shape.heads, [&](int64_t i) {
+      const FlushSubnormals flush;
+      const int64_t batch = i / shape.heads;
+      const int64_t head = i % shape.heads;
+      const int64_t q_head = head / (shape.heads / shape.q_heads);
+      read_head<kKind>(spec, {pages, static_cast<size_t>(pending), batch, head, shape},
+                       cpu::state_of(state, batch, head), q.data<float>() + batch * q.stride(0) + q_head * q.stride(1),
+                       out.data<float>() + i * shape.v_dim);
+    });
+  });
+}
+
+void fold_head(const MixerSpec& spec, const CachedHead& cached, float* state_numbers) {
+  const MixerShape& shape = cached.shape;
+  const SpanLayout layout(shape, cached.pending, true);
+  const auto k = layout.qk_matrix(), v = layout.v_matrix();
+  std::vector<float> weights(cached.pending);
+  const double total = cached.decay_until_now(weights);
+  for (float& w : weights) w = w < static_cast<float>(kErased) ? 0.0f : std::exp(w);
+  std::memset(k.data(), 0, (layout.rows * layout.qk_ld + kPad) * sizeof(float));
+  std::memset(v.data(), 0, layout.rows * layout.v_ld * sizeof(float));
+  for (size_t j = 0; j < cached.pending; ++j) {
+    const float* from = cached.row(&CachePage::v, j);
+    std::copy_n(cached.row(&CachePage::k, j), layout.qk_dim, k.data() + j * layout.qk_ld);
+    for (size_t c = 0; c < layout.v_dim; ++c) v.data()[j * layout.v_ld + c] = from[c] * weights[j];
+  }
+  layout.set_ones(cached.pending, k.data());
+  const HeadState state(shape, state_numbers);
+  state_update(state, static_cast<float>(std::exp(total)), k.data(), layout.qk_ld, cached.pending, v.data(),
+               spec.norm == Norm::sum ? weights.data() : nullptr);
+}
+
+void fold_cache(const MixerSpec& spec, const MixerShape& shape, const std::vector<CachePage>& pages, int64_t pending,
+                const Tensor& state) {
+  const int64_t work = shape.batch * shape.heads * pending * shape.state_rows * shape.v_dim;
+  parallel_for_if(static_cast<size_t>(work) > kWorthThreads, shape.batch * shape.heads, [&](int64_t i) {
+    const FlushSubnormals flush;
+    const int64_t batch = i / shape.heads;
+    const int64_t head = i % shape.heads;
+    fold_head(spec, {pages, static_cast<size_t>(pending), batch, head, shape}, cpu::state_of(state, batch, head));
+  });
+}
+
+// Copies between the packed state and the public layout, one way or the other.
+void convert_cache(const MixerSpec&, const MixerShape& shape, const Tensor& packed, const Tensor& open,
+                   bool to_packed) {
+  const auto columns = static_cast<size_t>(shape.state_columns);
+  parallel_for(shape.batch * shape.heads, [&](int64_t i) {
+    const FlushSubnormals flush;
+    HeadState state(shape, packed.data<float>() + i * packed.stride(1));
+    float* rows = open.data<float>() + i * open.stride(1);
+    if (to_packed)
+      state.load(rows, columns);
+    else
+      state.store(rows, columns);
+  });
+}
+
+int64_t packed_numbers(const MixerShape& shape) {
+  return static_cast<int64_t>(
+      HeadState::numbers(static_cast<size_t>(shape.state_rows), static_cast<size_t>(shape.v_dim)));
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace furious
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace furious {
+
+HWY_EXPORT(read_cache);
+HWY_EXPORT(fold_cache);
+HWY_EXPORT(convert_cache);
+HWY_EXPORT(packed_numbers);
+
+int64_t cpu::head_state_numbers(const MixerShape& shape) {
+  return HWY_DYNAMIC_DISPATCH(packed_numbers)(shape);
+}
+
+namespace {
+
+void append_token(const CacheWindow& window, int64_t slot, const Tensor& k, const Tensor& v, const Tensor& log_decay) {
+  const CachePage& page = window.pages[slot / CachePage::kTokens];
+  const int64_t at = slot % CachePage::kTokens;
+  copy(page.k.select(2, at), k);
+  copy(page.v.select(2, at), v);
+  if (log_decay) copy(page.log_decay.select(2, at), log_decay);
+}
+
+}  // namespace
+
+void cpu::cache_append(const MixerSpec&, const MixerShape&, const CacheWindow& window, const Tensor& k, const Tensor& v,
+                       const Tensor& log_decay) {
+  for (int64_t t = 0; t < k.size(1); ++t)
+    append_token(window, window.pending + t, k.select(1, t), v.select(1, t),
+                 log_decay ? log_decay.select(1, t) : Tensor());
+}
+
+void cpu::cache_step(const MixerSpec& spec, const MixerShape& shape, const CacheWindow& window, const Tensor& state,
+                     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& log_decay, const Tensor& out,
+                     bool) {
+  append_token(window, window.pending, k, v, log_decay);
+  HWY_DYNAMIC_DISPATCH(read_cache)(spec, shape, window.pages, window.pending + 1, state, q, out);
+}
+
+void cpu::cache_fold(const MixerSpec& spec, const MixerShape& shape, const CacheWindow& window, const Tensor& state) {
+  HWY_DYNAMIC_DISPATCH(fold_cache)(spec, shape, window.pages, window.pending, state);
+}
+
+void cpu::cache_load(const MixerSpec& spec, const MixerShape& shape, const Tensor& from, const Tensor& state) {
+  HWY_DYNAMIC_DISPATCH(convert_cache)(spec, shape, state, from, true);
+}
+
+void cpu::cache_store(const MixerSpec& spec, const MixerShape& shape, const Tensor& state, const Tensor& to) {
+  HWY_DYNAMIC_DISPATCH(convert_cache)(spec, shape, state, to, false);
+}
+
+}  // namespace furious
+#endif

@@ -1,0 +1,334 @@
+// The mixers on a GPU: choosing kernels, cumulative decays and their gradient, heads that share an input.
+#include <algorithm>
+#include <utility>
+
+#include "base/names.h"
+#include "ops/elementwise.h"
+#include "ops/mixer/cost.h"
+#include "ops/mixer/gpu/cuda.h"
+#include "ops/mixer/gpu/heads.cuh"
+#include "ops/mixer/gpu/states.h"
+#include "tensor/cuda.cuh"
+
+namespace furious::cuda {
+namespace {
+
+constexpr int kScanThreads = 256;
+constexpr int kPerThread = 4;
+constexpr int kSegment = kScanThreads * kPerThread;  // tokens of a block
+
+// Inclusive sum over a block of kScanThreads threads, in order.
+__device__ double block_scan(double x, double* shared) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const double before = __shfl_up_sync(0xFFFFFFFFu, x, offset);
+    if (lane >= offset) x += before;
+  }
+  if (lane == 31) shared[warp] = x;
+  __syncthreads();
+  for (int i = 0; i < warp; ++i) x += shared[i];
+  __syncthreads();
+  return x;
+}
+
+// Running sums over the tokens of each row and head, in two passes over segments: their totals, and then all of the
+// sums. A source gives and takes numbers in the order of the sum.
+template <class Source>
+__device__ double segment_total(const Source& source, double (&own)[kPerThread], double* shared) {
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kSegment + threadIdx.x * kPerThread;
+  double sum = 0;
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) own[i] = first + i < source.length ? source.get(first + i) : 0.0;
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) sum += own[i];
+  return block_scan(sum, shared);
+}
+template <class Source>
+__global__ void total_kernel(double* totals, Source source) {
+  __shared__ double shared[kScanThreads / 32];
+  double own[kPerThread];
+  const double sum = segment_total(source, own, shared);
+  if (threadIdx.x == kScanThreads - 1)
+    totals[(static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x] = sum;
+}
+template <class Source>
+__global__ void scan_kernel(const double* totals, Source source) {
+  __shared__ double shared[kScanThreads / 32], before;
+  totals += (static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y) * gridDim.x;
+  double sum = 0;
+  for (unsigned i = threadIdx.x; i < blockIdx.x; i += kScanThreads) sum += totals[i];
+  sum = block_scan(sum, shared);
+  if (threadIdx.x == kScanThreads - 1) before = sum;
+  double own[kPerThread];
+  const double until = segment_total(source, own, shared);  // its barriers come before the use of `before`
+  double running = before + until;
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) running -= own[i];
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kSegment + threadIdx.x * kPerThread;
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) {
+    running += own[i];
+    if (first + i < source.length) source.set(first + i, running);
+  }
+}
+template <class Source>
+void scan(const MixerShape& shape, Device device, const Source& source) {
+  const dim3 grid(blocks_for(shape.length, kSegment), static_cast<unsigned>(shape.heads),
+                  static_cast<unsigned>(shape.batch));
+  const Tensor totals = Tensor::empty({shape.batch, shape.heads, grid.x}, DType::f64, device);
+  total_kernel<<<grid, kScanThreads, 0, stream(device)>>>(totals.data<double>(), source);
+  check_launch("mixer: sums of decays");
+  scan_kernel<<<grid, kScanThreads, 0, stream(device)>>>(totals.data<double>(), source);
+  check_launch("mixer: sums of decays");
+}
+
+// log_decay or its gradient, [batch, length, heads] with any strides.
+struct Decays {
+  float* data;
+  int64_t batch, token, head;
+
+  explicit Decays(const Tensor& a) : data(a.data<float>()), batch(a.stride(0)), token(a.stride(1)), head(a.stride(2)) {}
+  __device__ float& at(int64_t b, int64_t t, int64_t h) const { return data[b * batch + t * token + h * head]; }
+};
+
+// A_t.
+struct CumulativeDecay {
+  Decays a;
+  double* out;
+  int64_t length;
+
+  __device__ double get(int64_t t) const { return static_cast<double>(a.at(blockIdx.z, t, blockIdx.y)); }
+  __device__ void set(int64_t t, double sum) const {
+    out[(static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y) * length + t] = sum;
+  }
+};
+
+// Σ_{s ≥ t} dA_s: to `sums` where documents end before the row does, else it is da_t.
+struct DecayGradient {
+  Decays da;
+  const double *row, *key;
+  double* sums;
+  int64_t length;
+
+  __device__ int64_t place(int64_t i) const {
+    return (static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y) * length + length - 1 - i;
+  }
+  __device__ double get(int64_t i) const { return (row ? row[place(i)] : 0.0) + key[place(i)]; }
+  __device__ void set(int64_t i, double sum) const {
+    if (sums)
+      sums[place(i)] = sum;
+    else
+      da.at(blockIdx.z, length - 1 - i, blockIdx.y) = static_cast<float>(sum);
+  }
+};
+
+// da_t = Σ_{s ≥ t} dA_s within the document: the sum to the end of the row, less that after the document.
+__global__ void document_kernel(Decays da, const double* sums, const int* ends, int64_t length) {
+  const int64_t t = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (t >= length) return;
+  sums += (static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y) * length;
+  const int64_t end = ends[blockIdx.z * length + t];
+  da.at(blockIdx.z, t, blockIdx.y) = static_cast<float>(sums[t] - (end < length ? sums[end] : 0.0));
+}
+
+// out[row, own head] = Σ over the heads it serves of in[row, head]; in is contiguous [rows, heads, dim].
+template <class T>
+__global__ void sum_groups_kernel(Rows<T> out, const T* in, int64_t own_heads, int group, int dim) {
+  const int64_t row = blockIdx.x;  // (token, own head)
+  T* to = out[row];
+  const T* from = in + row * group * dim;
+  for (int c = threadIdx.x; c < dim; c += blockDim.x) {
+    float sum = 0;
+    for (int h = 0; h < group; ++h) sum += to_float(from[h * dim + c]);
+    to[c] = from_float<T>(sum);
+  }
+}
+
+void sum_groups(const Tensor& out, const Tensor& in) {
+  const int64_t own = out.size(2);
+  const int64_t count = out.size(0) * out.size(1) * own;
+  with_activation_type(out.dtype(), [&](auto zero) {
+    using T = decltype(zero);
+    sum_groups_kernel<<<static_cast<unsigned>(count), 64, 0, stream(out.device())>>>(
+        rows<T>(out), pointer<T>(in), own, static_cast<int>(in.size(2) / own), static_cast<int>(out.size(3)));
+  });
+  check_launch("mixer: sum over shared heads");
+}
+
+}  // namespace
+
+namespace {
+thread_local std::string_view forced_name;
+}
+KernelScope::KernelScope(std::string_view kernel) : before_(std::exchange(forced_name, kernel)) {
+  const std::vector<std::string> names{"hopper", "tensor cores", "tiles", "simple"};
+  if (std::ranges::find(names, kernel) != names.end()) return;
+  forced_name = before_;
+  unknown_name("mixer kernel", kernel, names);
+}
+KernelScope::~KernelScope() {
+  forced_name = before_;
+}
+std::string_view forced_kernel() {
+  return forced_name;
+}
+
+TokenTables token_tables(const MixerCall& call) {
+  const MixerShape& shape = call.shape;
+  const Device device = call.inputs.q.device();
+  TokenTables tables;
+  if (call.spec.decay) {
+    const Tensor& a = call.inputs.log_decay;
+    tables.decay = Tensor::empty({shape.batch, shape.heads, shape.length}, DType::f64, device);
+    scan(shape, device, CumulativeDecay{Decays(a), tables.decay.data<double>(), shape.length});
+  }
+  if (static_cast<int64_t>(call.segments.size()) > shape.batch) {
+    const Tensor starts = Tensor::empty({shape.batch, shape.length}, DType::i32);
+    const Tensor ends = Tensor::empty({shape.batch, shape.length}, DType::i32);
+    for (const Segment& segment : call.segments) {
+      const int64_t row = segment.batch * shape.length;
+      std::fill(starts.data<int32_t>() + row + segment.begin, starts.data<int32_t>() + row + segment.end,
+                static_cast<int32_t>(segment.begin));
+      std::fill(ends.data<int32_t>() + row + segment.begin, ends.data<int32_t>() + row + segment.end,
+                static_cast<int32_t>(segment.end));
+    }
+    tables.starts = Tensor::empty(starts.shape(), DType::i32, device);
+    tables.ends = Tensor::empty(ends.shape(), DType::i32, device);
+    copy_between(tables.starts, starts);
+    copy_between(tables.ends, ends);
+  }
+  return tables;
+}
+
+namespace {
+
+// The length up to which the parallel form in tiles is faster than the chunked form, whose features go through memory:
+// where its products are `kStateCost` times those of the states, but at least `kLeast`. Estimates for an H200.
+int64_t longest_in_tiles(const MixerCall& call) {
+  constexpr int64_t kStateCostF32 = 2, kStateCostBf16 = 8, kLeast = 2048;
+  const MixerShape& shape = call.shape;
+  const int64_t cost = product_precision(call) == MixerPrecision::bf16 ? kStateCostBf16 : kStateCostF32;
+  return std::max(kLeast, cost * 4 * shape.state_rows * shape.state_columns / (shape.qk_dim + shape.v_dim));
+}
+
+enum class Kernels : uint8_t { parallel, tiles, simple };
+
+Kernels choose_kernels(std::string_view operation, const MixerCall& call) {
+  const std::string_view forced = forced_kernel();
+  const bool hopper = on_hopper(call.inputs.q.device()), parallel = parallel_takes(call), tiles = tiles_take(call);
+  require(forced.empty() || forced == (parallel && hopper ? "hopper"
+                                       : parallel         ? "tensor cores"
+                                       : tiles            ? "tiles"
+                                                          : "simple"),
+          "{}: the kernels \"{}\" do not compute this call; leave the choice to the mixer", operation, forced);
+  if (parallel) return Kernels::parallel;
+  if (tiles) return Kernels::tiles;
+  const MixerPrecision precision = call.precision;
+  require(
+      precision == MixerPrecision::automatic || precision == MixerPrecision::f32,
+      "{}: argument \"precision\" is {}, but heads of {} (queries and keys) and {} (values) are computed in f32 only; "
+      "use auto or f32, or dimensions that are multiples of 8 up to {}",
+      operation, name_of(precision), call.shape.qk_dim, call.shape.v_dim, kLargestTileDim);
+  return Kernels::simple;
+}
+
+void ran(const MixerCall& call, std::string_view kernel) {
+  if (call.kernel) *call.kernel = kernel;
+}
+
+}  // namespace
+
+Form choose_form(const MixerCall& call) {
+  // The lengths up to which the parallel form is faster, measured on an H200 (docs/performance.md).
+  constexpr int64_t kOnTensorCores = 65536;
+  constexpr int64_t kSimple = 512;
+  const int64_t longest = states_take(call)      ? longest_parallel(call.spec.score)
+                          : parallel_takes(call) ? kOnTensorCores
+                          : tiles_take(call)     ? longest_in_tiles(call)
+                                                 : kSimple;
+  return call.shape.state_rows > 0 && call.shape.length > longest ? Form::chunked : Form::parallel;
+}
+
+Tensor mixer_forward(const MixerCall& call) {
+  const bool chunked = call.chunk < call.shape.length || call.inputs.initial_state || call.result.final_state;
+  const Kernels kernels = choose_kernels("mixer_forward", call);
+  TokenTables within = token_tables(call);
+  Tensor past;
+  if (chunked) {
+    const ChunkTables chunks = chunk_tables(call, within);
+    if (states_take(call)) {
+      ran(call, "states");
+      const Tensor states = chunk_states(call, chunks);
+      past = Tensor::empty_like(call.result.out);
+      const Tensor past_n = call.result.normalizer ? Tensor::empty_like(call.result.normalizer) : Tensor();
+      read_states(call, chunks, states, past, past_n);
+      inside_chunks_forward(call, within, call.chunk, past, past_n);
+      return states;
+    }
+    past = chunked_past(call, chunks);
+    within = chunks.within;
+  }
+  if (kernels == Kernels::parallel && !past) {
+    ran(call, on_hopper(call.inputs.q.device()) ? "hopper" : "tensor cores");
+    parallel_forward(call, within);
+  } else if (kernels != Kernels::simple) {  // the kernels of `parallel` know no past of this kind
+    ran(call, "tiles");
+    tiles_forward(call, within, past);
+  } else {
+    ran(call, "simple");
+    simple_forward(call, within, past);
+  }
+  if (chunked) ran(call, "chunked");
+  return {};
+}
+
+void mixer_backward(const MixerCall& call, const Tensor& out_gradient, const Tensor& final_state_gradient,
+                    const MixerGradients& gradients) {
+  const MixerShape& shape = call.shape;
+  const Device device = call.inputs.q.device();
+  const Kernels kernels = choose_kernels("mixer_backward", call);
+  const TokenTables tables = token_tables(call);
+  const auto per_head = [&](const Tensor& gradient) {
+    if (gradient.size(2) == shape.heads) return gradient;
+    return Tensor::empty({shape.batch, shape.length, shape.heads, gradient.size(3)}, gradient.dtype(), device);
+  };
+  HeadGradients heads{per_head(gradients.q), per_head(gradients.k), per_head(gradients.v), {}, {}};
+  if (call.spec.decay) {
+    const Shape tokens{shape.batch, shape.heads, shape.length};
+    heads.key_decay = Tensor::empty(tokens, DType::f64, device);
+    if (call.spec.norm == Norm::none || kernels != Kernels::parallel)
+      heads.row_decay = Tensor::empty(tokens, DType::f64, device);
+  }
+  const bool chunked = call.chunk < shape.length || call.inputs.initial_state || final_state_gradient;
+  const ChunkTables chunks = chunked ? chunk_tables(call, tables) : ChunkTables();
+  const TokenTables& within = chunked ? chunks.within : tables;
+  if (chunked && states_take(call) && !final_state_gradient) {
+    const ScaledGradient scaled = scale_gradient(call, out_gradient);
+    const Tensor states = call.result.states ? call.result.states : chunk_states(call, chunks);
+    state_gradients(call, chunks, states, scaled, heads, gradients.initial_state);
+    inside_chunks_backward(call, tables, call.chunk, scaled, heads);
+  } else {
+    if (kernels == Kernels::parallel)
+      parallel_backward(call, within, scale_gradient(call, out_gradient), heads);
+    else if (kernels == Kernels::tiles)
+      tiles_backward(call, within, out_gradient, heads);
+    else
+      simple_backward(call, within, out_gradient, heads);
+    if (chunked) chunked_backward(call, chunks, out_gradient, final_state_gradient, heads, gradients.initial_state);
+  }
+  if (gradients.q.size(2) < shape.heads) sum_groups(gradients.q, heads.q);
+  if (gradients.k.size(2) < shape.heads) sum_groups(gradients.k, heads.k);
+  if (gradients.v.size(2) < shape.heads) sum_groups(gradients.v, heads.v);
+  if (!call.spec.decay) return;
+  const Decays da(gradients.log_decay);
+  const Tensor sums = tables.ends ? Tensor::empty_like(tables.decay) : Tensor();
+  double* const to = sums ? sums.data<double>() : nullptr;
+  scan(shape, device, DecayGradient{da, doubles(heads.row_decay), doubles(heads.key_decay), to, shape.length});
+  if (!sums) return;
+  const dim3 grid(blocks_for(shape.length, kScanThreads), static_cast<unsigned>(shape.heads),
+                  static_cast<unsigned>(shape.batch));
+  document_kernel<<<grid, kScanThreads, 0, stream(device)>>>(da, to, tables.ends.data<int32_t>(), shape.length);
+  check_launch("mixer: gradient of the decay");
+}
+
+}  // namespace furious::cuda

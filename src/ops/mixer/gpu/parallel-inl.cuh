@@ -1,0 +1,113 @@
+// What the kernels of the parallel form on tensor cores share.
+//
+// Decay is never an exponential per element off the diagonal. Going over tiles of keys J with r_J = A at the last key
+// of the tile, w_ij = f(S_ij)·exp(r_J − A_j)·exp(A_i − r_J): the first factor belongs to a column of the tile; the
+// second is left out of the sums, which are kept relative to r_J and multiplied by exp(r_J − r_{J−1}) from tile to
+// tile. All factors are at most 1. At the diagonal the sums become true ones, times exp(A_i − r_J), and the tiles there
+// take an exponential per element. The pass over queries for a block of keys is the mirror image, from the last tile to
+// the first, relative to A at the first query of a tile.
+//
+// A is summed in double; kernels use differences to a reference in their own block, so length costs no precision.
+#pragma once
+
+#include "gpu/mma.cuh"
+#include "ops/mixer/gpu/cuda.h"
+#include "ops/mixer/gpu/heads.cuh"
+
+namespace furious::cuda {
+
+using bf16 = __nv_bfloat16;
+
+constexpr int kTile = 64;  // keys or queries of a tile in shared memory
+
+struct Parallel {
+  Heads<bf16> q, k, v, out, g, dq, dk, dv;
+  const double* decay;
+  const int *starts, *ends;
+  float *normalizer, *maximum;
+  float *delta,
+      *log_sum;  // [batch, heads, length]: δ_i (divided by n_i but for exponentials); log2 of n_i·exp(maximum)
+  double *row_decay, *key_decay;
+  int64_t length, heads;
+  float scale;
+  bool sum_norm;
+  // The chunked form: a query sees no keys before its chunk, of `chunk` tokens (0: all), but has what they give: `past`
+  // (y, divided by its part of the normalizer under the sum norm) and `past_n`. Backward, dq, dk and dv hold it
+  // already.
+  int chunk;
+  Heads<bf16> past;
+  const float* past_n;
+  bool add;
+
+  __device__ const double* decay_of(int64_t b, int64_t h) const {
+    return decay ? decay + (b * heads + h) * length : nullptr;
+  }
+};
+
+inline Parallel parallel_of(const MixerCall& call, const TokenTables& tables) {
+  Parallel m = {};
+  const int64_t heads = call.shape.heads;
+  m.q = heads_of<bfloat16>(call.inputs.q, heads);
+  m.k = heads_of<bfloat16>(call.inputs.k, heads);
+  m.v = heads_of<bfloat16>(call.inputs.v, heads);
+  m.out = heads_of<bfloat16>(call.result.out, heads);
+  m.decay = tables.decay ? tables.decay.data<double>() : nullptr;
+  m.starts = tables.starts ? tables.starts.data<int32_t>() : nullptr;
+  m.ends = tables.ends ? tables.ends.data<int32_t>() : nullptr;
+  m.normalizer = floats(call.result.normalizer);
+  m.maximum = floats(call.result.maximum);
+  m.length = call.shape.length;
+  m.heads = heads;
+  m.scale = call.shape.scale;
+  m.sum_norm = call.spec.norm == Norm::sum;
+  return m;
+}
+
+// Every row of a bf16 tensor can be read 16 bytes at a time.
+bool rows_are_wide(const Tensor& x);
+
+// The factor that f takes out of q·k: S = scale·q·k.
+template <Score kScore>
+__device__ float score_scale(float scale) {
+  return kScore == Score::squared ? scale * scale : kScore == Score::linear ? scale : scale * kLog2e;
+}
+
+// acc[rows][dim] *= one factor per row of a lane.
+template <int kN>
+__device__ void scale_rows(float (&acc)[kN][4], float upper, float lower) {
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+    acc[n][0] *= upper;
+    acc[n][1] *= upper;
+    acc[n][2] *= lower;
+    acc[n][3] *= lower;
+  }
+}
+
+// Calls f with the score and the dimension, 64 or 128, as constants.
+template <class F>
+void with_score_and_dim(const MixerCall& call, F&& f) {
+  const auto with_dim = [&](auto score) {
+    if (call.shape.qk_dim == 64)
+      f(score, std::integral_constant<int, 64>());
+    else
+      f(score, std::integral_constant<int, 128>());
+  };
+  switch (call.spec.score) {
+    case Score::linear:
+      return with_dim(std::integral_constant<Score, Score::linear>());
+    case Score::squared:
+      return with_dim(std::integral_constant<Score, Score::squared>());
+    case Score::exponential:
+      return with_dim(std::integral_constant<Score, Score::exponential>());
+    case Score::power:
+    case Score::series:
+      return;  // parallel_takes() refuses them
+  }
+}
+
+// The same on Hopper, with what only it has.
+void hopper_forward(const MixerCall& call, const Parallel& m);
+void hopper_backward(const MixerCall& call, const Parallel& m, const Tensor& scaled_gradient);
+
+}  // namespace furious::cuda

@@ -1,0 +1,287 @@
+#include "gpu/launch.cuh"
+#include "ops/mixer/gpu/recurrent.cuh"
+
+namespace furious::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+// Sums of log_decay from the first pending token; a warp for a head, 32 tokens at a time.
+__global__ void sum_decay_kernel(Cache cache, int64_t sequence_heads, int first, int end) {
+  const int64_t sequence_head = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  if (sequence_head >= sequence_heads) return;
+  double before = first > 0 ? cache.total(sequence_head, first - 1) : 0;
+  for (int t = first; t < end; t += 32) {
+    const int own = t + lane;
+    const Page page = cache.pages[min(own, end - 1) / kPageTokens];
+    double sum = own < end ? static_cast<double>(page.log_decay[cache.decay_at(sequence_head, own)]) : 0;
+    for (int offset = 1; offset < 32; offset *= 2) {
+      const double other = __shfl_up_sync(0xFFFFFFFFu, sum, offset);
+      if (lane >= offset) sum += other;
+    }
+    sum += before;
+    if (own < end) page.total[cache.decay_at(sequence_head, own)] = sum;
+    before = __shfl_sync(0xFFFFFFFFu, sum, 31);
+  }
+}
+
+// A tensor [batch, tokens, own heads, dim].
+template <class T>
+struct Tokens {
+  const T* data;
+  int64_t batch_stride, token_stride, head_stride;
+};
+
+template <class T>
+auto tokens(const Tensor& x) {
+  return Tokens<typename OnDevice<T>::Type>{pointer<T>(x), x.stride(0), x.stride(1), x.stride(2)};
+}
+
+// One block for one token of one sequence.
+template <class T>
+__global__ void append_kernel(Cache cache, Tokens<T> k, Tokens<T> v, Tokens<float> log_decay, int64_t length,
+                              int first) {
+  const int64_t batch = blockIdx.x / length, t = blockIdx.x % length;
+  const int slot = first + static_cast<int>(t), at = slot % kPageTokens;
+  const Page page = cache.pages[slot / kPageTokens];
+  const auto keep = [&](void* to, const Tokens<T>& from, int heads, int dim) {
+    for (int i = static_cast<int>(threadIdx.x); i < heads * dim; i += kThreads) {
+      const int head = i / dim, c = i % dim;
+      static_cast<T*>(to)[((batch * heads + head) * kPageTokens + at) * dim + c] =
+          from.data[batch * from.batch_stride + t * from.token_stride + head * from.head_stride + c];
+    }
+  };
+  keep(page.k, k, cache.k_heads, cache.qk_dim);
+  keep(page.v, v, cache.v_heads, cache.v_dim);
+  if (!cache.decay) return;
+  for (int head = static_cast<int>(threadIdx.x); head < cache.heads; head += kThreads)
+    page.log_decay[cache.decay_at(batch * cache.heads + head, slot)] =
+        log_decay.data[batch * log_decay.batch_stride + t * log_decay.token_stride + head * log_decay.head_stride];
+}
+
+// state = exp(A_end)·state + Σ_j exp(A_end − A_j) φ(k_j)[v_j, 1]ᵀ over the pending tokens. A block has 64 rows and 64
+// columns of one head's state, a thread 8 × 4 of them. A fold of all layers is what every so many tokens wait for: the
+// blocks of 16 heads of 64 all fit on the multiprocessors at once, and a block asks for its state first and then for
+// all of a page together.
+constexpr int kFoldTile = 64, kFoldThreads = 128, kFoldRows = 8, kFoldBlocks = 4;
+
+template <class T>
+__global__ void __launch_bounds__(kFoldThreads, kFoldBlocks)
+    fold_kernel(Cache cache, float* states, int64_t state_numbers, int pending, int row_tiles, int column_tiles) {
+  constexpr int kOfThread = kPageTokens * kFoldTile / kFoldThreads;  // numbers of a page, for a tile of columns
+  constexpr int kStep = kFoldThreads / kFoldTile;                    // tokens between them
+  __shared__ float k[kPageTokens * kLargestDim];
+  __shared__ alignas(16) float phi[kPageTokens][kFoldTile];  // weighted
+  __shared__ alignas(16) float v[kPageTokens][kFoldTile];
+  static_assert(kPageTokens == 32);  // one for each lane
+  start_next();
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, tiles = row_tiles * column_tiles;
+  const int sequence_head = static_cast<int>(blockIdx.x) / tiles, tile = static_cast<int>(blockIdx.x) % tiles;
+  const int first_row = tile / column_tiles * kFoldTile, first_column = tile % column_tiles * kFoldTile;
+  const int batch = sequence_head / cache.heads, head = sequence_head % cache.heads;
+  // The row of φ and the column of v that this thread prepares, and of which tokens first.
+  const int own = thread % kFoldTile, own_token = thread / kFoldTile;
+  const bool own_row = first_row + own < cache.state_rows, own_column = first_column + own < cache.v_dim;
+  const Feature feature = feature_of(cache.features, own_row ? first_row + own : 0);
+  const int row = thread / 16 * kFoldRows, column = thread % 16 * 4, ld = padded(cache.v_dim);
+  float* const state = states + sequence_head * state_numbers;
+  float* const to = state + static_cast<int64_t>(first_row + row) * ld + first_column + column;
+  float* const z = state + static_cast<int64_t>(cache.state_rows) * ld + first_row + own;
+  const int rows = first_column + column < ld ? cache.state_rows - first_row - row : 0;
+  const bool has_normalizer = cache.sum && first_column == 0 && thread < kFoldTile && own_row;
+
+  wait_for_previous();
+#pragma unroll
+  for (int r = 0; r < kFoldRows; ++r)
+    if (r < rows) prefetch(to + r * ld);
+  const double end = cache.decay ? cache.total(sequence_head, pending - 1) : 0;
+  float sums[kFoldRows][4] = {};
+  float normalizer = 0;
+#pragma unroll 1
+  for (int t0 = 0; t0 < pending; t0 += kPageTokens) {
+    const Page page = cache.pages[t0 / kPageTokens];
+    const int count = min(kPageTokens, pending - t0);
+    // The tokens of a head lie one behind the other.
+    const T* const page_k = cache.template k_row<T>(page, batch, head, 0);
+    const T* const page_v = cache.template v_row<T>(page, batch, head, 0) + first_column + own;
+    T some_v[kOfThread];
+#pragma unroll
+    for (int i = 0; i < kOfThread; ++i) {
+      const int t = own_token + i * kStep;
+      some_v[i] = own_column && t < count ? __ldcg(page_v + t * cache.v_dim) : T(0.0f);
+    }
+    float weight = 1;  // of the token that is the lane's
+    if (cache.decay && lane < count)
+      weight = decay_factor(end - __ldcg(page.total + cache.decay_at(sequence_head, lane)));
+    __syncthreads();
+#pragma unroll 1
+    for (int first = thread; first < kPageTokens * cache.qk_dim; first += kOfThread * kFoldThreads) {
+      T some_k[kOfThread];
+#pragma unroll
+      for (int i = 0; i < kOfThread; ++i) {
+        const int at = first + i * kFoldThreads;
+        some_k[i] = at < count * cache.qk_dim ? __ldcg(page_k + at) : T(0.0f);
+      }
+#pragma unroll
+      for (int i = 0; i < kOfThread; ++i) {
+        const int at = first + i * kFoldThreads;
+        if (at < kPageTokens * cache.qk_dim) k[at] = to_float(some_k[i]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kOfThread; ++i) v[own_token + i * kStep][own] = to_float(some_v[i]);
+    __syncthreads();
+#pragma unroll 4
+    for (int t = own_token; t < kPageTokens; t += kStep) {
+      const float weight_of_token = __shfl_sync(0xFFFFFFFFu, weight, t);
+      // A series has a feature that is 1 where there is no token, too.
+      phi[t][own] = own_row && t < count ? feature.of(k + t * cache.qk_dim) * weight_of_token : 0.0f;
+    }
+    __syncthreads();
+#pragma unroll 4
+    for (int t = 0; t < kPageTokens; ++t) {
+      const float4 x = *reinterpret_cast<const float4*>(&v[t][column]);
+#pragma unroll
+      for (int r = 0; r < kFoldRows; r += 4) {
+        const float4 p = *reinterpret_cast<const float4*>(&phi[t][row + r]);
+        const float by_row[4] = {p.x, p.y, p.z, p.w}, by_column[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+#pragma unroll
+          for (int c = 0; c < 4; ++c) sums[r + i][c] = fmaf(by_row[i], by_column[c], sums[r + i][c]);
+      }
+    }
+    if (has_normalizer) {
+#pragma unroll 8
+      for (int t = 0; t < kPageTokens; ++t) normalizer += phi[t][own];
+    }
+  }
+
+  const float left = cache.decay ? decay_factor(end) : 1.0f;
+  float4 old[kFoldRows];
+#pragma unroll
+  for (int r = 0; r < kFoldRows; ++r)
+    if (r < rows) old[r] = __ldcg(reinterpret_cast<const float4*>(to + r * ld));
+#pragma unroll
+  for (int r = 0; r < kFoldRows; ++r)
+    if (r < rows)
+      *reinterpret_cast<float4*>(to + r * ld) = {fmaf(left, old[r].x, sums[r][0]), fmaf(left, old[r].y, sums[r][1]),
+                                                 fmaf(left, old[r].z, sums[r][2]), fmaf(left, old[r].w, sums[r][3])};
+  if (has_normalizer) *z = fmaf(left, __ldcg(z), normalizer);
+}
+
+// Between the packed state and the public layout, element by element of the latter.
+__global__ void convert_kernel(Cache cache, float* packed, int64_t packed_numbers, float* open, int columns,
+                               int64_t count, bool to_packed) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i >= count) return;
+  const int column = static_cast<int>(i % columns);
+  const int64_t row = i / columns % cache.state_rows, sequence_head = i / columns / cache.state_rows;
+  const int ld = padded(cache.v_dim);
+  float* place = packed + sequence_head * packed_numbers +
+                 (column < cache.v_dim ? row * ld + column : static_cast<int64_t>(cache.state_rows) * ld + row);
+  if (to_packed)
+    *place = open[i];
+  else
+    open[i] = *place;
+}
+
+void convert(const MixerSpec& spec, const MixerShape& shape, const Tensor& packed, const Tensor& open, bool to_packed) {
+  const int64_t count = open.elements();
+  convert_kernel<<<blocks_for(count, kThreads), kThreads, 0, stream(packed.device())>>>(
+      cache_of(spec, shape, {}), packed.data<float>(), packed.stride(1), open.data<float>(),
+      static_cast<int>(shape.state_columns), count, to_packed);
+  check_launch("mixer_cache");
+}
+
+// Some pages at once, as arguments of a kernel: no copy from the host that would have to be waited for.
+struct PageList {
+  static constexpr int kMost = 32;
+  Page pages[kMost];
+};
+
+__global__ void list_pages_kernel(Page* table, PageList list, int count, int* counters, int pending, int tokens) {
+  wait_for_previous();
+  const int i = static_cast<int>(threadIdx.x);
+  if (i < count) table[i] = list.pages[i];
+  if (i == 0) counters[kPending] = pending;
+  if (i == 0) counters[kTokens] = tokens;
+}
+
+}  // namespace
+
+int64_t head_state_numbers(const MixerShape& shape) {
+  return shape.state_rows * padded(shape.v_dim) + padded(shape.state_rows);
+}
+
+void cache_window_changed(Device device, const MixerShape& shape, CacheWindow& window) {
+  constexpr int64_t kWords = sizeof(Page) / sizeof(int32_t);
+  const auto count = static_cast<int64_t>(window.pages.size());
+  if (!window.counters) window.counters = Tensor::zeros({kBlocksDone + shape.batch * shape.heads}, DType::i32, device);
+  if (!window.table || count * kWords > window.table.elements()) {
+    window.table = Tensor::empty({kWords * std::max<int64_t>(PageList::kMost, 2 * count)}, DType::i32, device);
+    window.listed = 0;
+  }
+  window.listed = std::min(window.listed, count);
+  do {
+    PageList list;
+    const auto some = std::min<int64_t>(PageList::kMost, count - window.listed);
+    for (int64_t i = 0; i < some; ++i) {
+      const CachePage& page = window.pages[window.listed + i];
+      list.pages[i] = {page.k.raw(), page.v.raw(), page.log_decay ? page.log_decay.data<float>() : nullptr,
+                       page.total ? page.total.data<double>() : nullptr};
+    }
+    launch_early(true, list_pages_kernel, 1, PageList::kMost, 0, stream(device),
+                 static_cast<Page*>(window.table.raw()) + window.listed, list, static_cast<int>(some),
+                 window.counters.data<int32_t>(), static_cast<int>(window.pending), static_cast<int>(window.tokens));
+    window.listed += some;
+  } while (window.listed < count);
+}
+
+void cache_append(const MixerSpec& spec, const MixerShape& shape, const CacheWindow& window, const Tensor& k,
+                  const Tensor& v, const Tensor& log_decay) {
+  const int64_t length = k.size(1);
+  const Cache cache = cache_of(spec, shape, window);
+  const auto first = static_cast<int>(window.pending);
+  const cudaStream_t s = stream(k.device());
+  with_activation_type(k.dtype(), [&](auto zero) {
+    using T = decltype(zero);
+    append_kernel<<<blocks_for(shape.batch * length, 1), kThreads, 0, s>>>(
+        cache, tokens<T>(k), tokens<T>(v), spec.decay ? tokens<float>(log_decay) : Tokens<float>{}, length, first);
+  });
+  check_launch("mixer_cache.prefill");
+  if (!spec.decay) return;
+  const int64_t heads = shape.batch * shape.heads;
+  sum_decay_kernel<<<blocks_for(heads, kThreads / 32), kThreads, 0, s>>>(cache, heads, first,
+                                                                         first + static_cast<int>(length));
+  check_launch("mixer_cache.prefill");
+}
+
+void cache_sum_decay(const MixerShape& shape, const CacheWindow& window) {
+  const int64_t heads = shape.batch * shape.heads;
+  sum_decay_kernel<<<blocks_for(heads, kThreads / 32), kThreads, 0, stream(window.table.device())>>>(
+      cache_of({}, shape, window), heads, 0, static_cast<int>(window.pending));
+  check_launch("mixer_cache");
+}
+
+void cache_fold(const MixerSpec& spec, const MixerShape& shape, const CacheWindow& window, const Tensor& state) {
+  const int row_tiles = divide_up(shape.state_rows, kFoldTile), column_tiles = divide_up(shape.v_dim, kFoldTile);
+  const int64_t blocks = shape.batch * shape.heads * row_tiles * column_tiles;
+  with_activation_type(window.pages[0].k.dtype(), [&](auto zero) {
+    using T = typename OnDevice<decltype(zero)>::Type;
+    launch_early(true, fold_kernel<T>, blocks_for(blocks, 1), kFoldThreads, 0, stream(state.device()),
+                 cache_of(spec, shape, window), state.data<float>(), state.stride(1), static_cast<int>(window.pending),
+                 row_tiles, column_tiles);
+  });
+}
+
+void cache_load(const MixerSpec& spec, const MixerShape& shape, const Tensor& from, const Tensor& state) {
+  convert(spec, shape, state, from, true);
+}
+
+void cache_store(const MixerSpec& spec, const MixerShape& shape, const Tensor& state, const Tensor& to) {
+  convert(spec, shape, state, to, false);
+}
+
+}  // namespace furious::cuda

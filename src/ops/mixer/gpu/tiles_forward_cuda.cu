@@ -1,0 +1,223 @@
+// The parallel form in tiles, forward. A block owns some queries of one head and walks over tiles of keys.
+#include "ops/mixer/gpu/tiles.cuh"
+
+namespace furious::cuda {
+namespace tiles {
+namespace {
+
+template <MixerPrecision kPrecision, int kDim>
+struct Forward : Layout<kDim> {
+  using Base = Layout<kDim>;
+  using P = Product<kPrecision, kDim>;
+  using Operand = typename P::Operand;
+  // Tensor cores like long groups, but for the registers of tf32x3. Without them the code of one would be long for the
+  // instruction cache.
+  static constexpr bool kLong = kPrecision == MixerPrecision::bf16 || kPrecision == MixerPrecision::tf32;
+  static constexpr int kGroup = kLong ? Base::kTile : Base::kGroup;
+  static constexpr int kBytes = (Base::kRows + 2 * Base::kTile) * kDim * Operand::kElementBytes +
+                                Base::kTile * static_cast<int>(sizeof(LogDecay));
+};
+
+template <MixerPrecision kPrecision, int kDim, bool kExponential>
+__global__ void __launch_bounds__(kThreads, 2) forward_kernel(const __grid_constant__ Call m) {
+  using L = Forward<kPrecision, kDim>;
+  using P = typename L::P;
+  using Operand = typename L::Operand;
+  constexpr int kM = L::kM, kN = L::kGroup / 8;
+  extern __shared__ __align__(128) unsigned char memory[];
+  Operand queries, keys, values;
+  queries.data = reinterpret_cast<decltype(queries.data)>(memory);
+  keys.data = queries.data + L::kRows * kDim;
+  values.data = keys.data + L::kTile * kDim;
+  LogDecay* const locals = reinterpret_cast<LogDecay*>(values.data + L::kTile * kDim);
+
+  const int64_t b = blockIdx.z, h = blockIdx.y, head_row = (b * m.heads + h) * m.length;
+  const int row0 = static_cast<int>(gridDim.x - 1 - blockIdx.x) * L::kRows;  // the longest work first
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = lane_index();
+  const double* const a = m.decay ? m.decay + head_row : nullptr;
+  const int* const starts = m.starts ? m.starts + b * m.length : nullptr;
+  const double reference = a ? a[row0] : 0.0;
+  const HeadRows k(m.k, b, h), v(m.v, b, h);
+  int first_tile = (starts ? starts[row0] : 0) / L::kTile;
+  if (a && m.may_erase)
+    first_tile += count_erased<kThreads>(row0 / L::kTile - first_tile, [&](int i) {
+      return reference - a[(first_tile + i) * L::kTile + L::kTile - 1] < kErased;
+    });
+  const int last_tile = (min(row0 + L::kRows, m.length) - 1) / L::kTile;
+  const int steps = (m.qk_dim + 31) / 32;
+  const bool all = m.v_dim > 64;
+
+  load_tile<L::kRows, kDim>(queries, HeadRows(m.q, b, h), row0, m.length, m.qk_dim);
+
+  const int w0 = row0 + warp * L::kWarpRows;
+  const int w_last = w0 + L::kWarpRows - 1;
+  float acc[kM][kDim / 8][4] = {};
+  float sum[kM][2] = {}, largest[kM][2];
+  LogDecay own[kM][2];
+  int start[kM][2];
+#pragma unroll
+  for (int mt = 0; mt < kM; ++mt)
+#pragma unroll
+    for (int u = 0; u < 2; ++u) {
+      const int row = min(w0 + mt * 16 + u * 8 + lane / 4, m.length - 1);
+      own[mt][u] = log_decay(a ? a[row] - reference : 0.0);
+      start[mt][u] = starts ? starts[row] : 0;
+      largest[mt][u] = -INFINITY;
+    }
+  const int latest_start = starts ? starts[min(w_last, m.length - 1)] : 0;
+
+  for (int tile = first_tile; tile <= last_tile; ++tile) {
+    const int tile0 = tile * L::kTile;
+    __syncthreads();
+    load_tile<L::kTile, kDim>(keys, k, tile0, m.length, m.qk_dim);
+    load_tile<L::kTile, kDim>(values, v, tile0, m.length, m.v_dim);
+    if (threadIdx.x < L::kTile) {
+      const int key = min(tile0 + static_cast<int>(threadIdx.x), m.length - 1);
+      locals[threadIdx.x] = log_decay(a ? a[key] - reference : 0.0);
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int first = 0; first < L::kTile; first += L::kGroup) {
+      const int key0 = tile0 + first;
+      if (key0 > w_last) break;
+      float s[kM][kN][4] = {};
+      P::scores(s, queries, w0 - row0, keys, first, steps);
+      // Weights, or the logarithms of exponential ones.
+#pragma unroll
+      for (int n = 0; n < kN; ++n)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const LogDecay local = locals[first + n * 8 + lane % 4 * 2 + c];
+#pragma unroll
+          for (int mt = 0; mt < kM; ++mt)
+#pragma unroll
+            for (int u = 0; u < 2; ++u) {
+              float& x = s[mt][n][2 * u + c];
+              const float decay = own[mt][u].minus(local);
+              x = kExponential ? m.f.exponent(x, decay) : m.f.polynomial(x) * m.f.decay_factor(decay);
+            }
+        }
+      if (key0 + L::kGroup - 1 > w0 || latest_start > key0) {
+        constexpr float kHidden = kExponential ? -INFINITY : 0.0f;
+#pragma unroll
+        for (int mt = 0; mt < kM; ++mt)
+#pragma unroll
+          for (int n = 0; n < kN; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+              const int row = w0 + mt * 16 + e / 2 * 8 + lane / 4, key = key0 + n * 8 + lane % 4 * 2 + e % 2;
+              if (key > row || key < start[mt][e / 2]) s[mt][n][e] = kHidden;
+            }
+      }
+      if constexpr (kExponential) {
+#pragma unroll
+        for (int mt = 0; mt < kM; ++mt)
+#pragma unroll
+          for (int u = 0; u < 2; ++u) {
+            float base = 0;
+            if (m.sum_norm) {
+              float top = largest[mt][u];
+#pragma unroll
+              for (int n = 0; n < kN; ++n) top = fmaxf(top, fmaxf(s[mt][n][2 * u], s[mt][n][2 * u + 1]));
+              top = quad_max(top);
+              base = top == -INFINITY ? 0.0f : top;
+              const float shrink = fast_exp2((largest[mt][u] - base) * kLog2e);
+              largest[mt][u] = top;
+              sum[mt][u] *= shrink;
+#pragma unroll
+              for (int d = 0; d < kDim / 8; ++d) {
+                acc[mt][d][2 * u] *= shrink;
+                acc[mt][d][2 * u + 1] *= shrink;
+              }
+            }
+#pragma unroll
+            for (int n = 0; n < kN; ++n)
+#pragma unroll
+              for (int e = 2 * u; e < 2 * u + 2; ++e) s[mt][n][e] = fast_exp2((s[mt][n][e] - base) * kLog2e);
+          }
+      }
+#pragma unroll
+      for (int mt = 0; mt < kM; ++mt)
+#pragma unroll
+        for (int n = 0; n < kN; ++n)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) sum[mt][e / 2] += s[mt][n][e];
+      P::sums(acc, s, values, first, all);
+    }
+  }
+
+  const HeadRows out(m.out, b, h);
+  const int columns = m.v_dim + (m.sum_norm ? 1 : 0);
+#pragma unroll
+  for (int mt = 0; mt < kM; ++mt)
+#pragma unroll
+    for (int u = 0; u < 2; ++u) {
+      const int row = w0 + mt * 16 + u * 8 + lane / 4;
+      float n = quad_sum(sum[mt][u]);
+      if (row >= m.length) continue;
+      if (m.past) {
+        const float* const past = m.past + (head_row + row) * columns;
+        if (m.sum_norm) n += past[m.v_dim];
+#pragma unroll
+        for (int run = 0; run < kDim / 4 / P::kRun; ++run)
+#pragma unroll
+          for (int i = 0; i < P::kRun; ++i)
+            if (P::column(run) < m.v_dim) P::element(acc[mt], run, i, u) += past[P::column(run) + i];
+      }
+      store_row<P>(out, row, m.v_dim, acc[mt], u, m.inverse_normalizer(n));
+      if (lane % 4 != 0) continue;
+      if (m.normalizer) m.normalizer[head_row + row] = n;
+      if (m.maximum) m.maximum[head_row + row] = largest[mt][u];
+    }
+}
+
+}  // namespace
+
+Call call_of(const MixerCall& call, const TokenTables& tables) {
+  Call m = {};
+  const MixerShape& shape = call.shape;
+  m.q = token_rows(call.inputs.q, shape.heads);
+  m.k = token_rows(call.inputs.k, shape.heads);
+  m.v = token_rows(call.inputs.v, shape.heads);
+  m.out = token_rows(call.result.out, shape.heads);
+  m.decay = tables.decay ? tables.decay.data<double>() : nullptr;
+  m.starts = tables.starts ? tables.starts.data<int32_t>() : nullptr;
+  m.ends = tables.ends ? tables.ends.data<int32_t>() : nullptr;
+  m.normalizer = floats(call.result.normalizer);
+  m.maximum = floats(call.result.maximum);
+  m.heads = shape.heads;
+  m.length = static_cast<int>(shape.length);
+  m.qk_dim = static_cast<int>(shape.qk_dim);
+  m.v_dim = static_cast<int>(shape.v_dim);
+  m.sum_norm = call.spec.norm == Norm::sum;
+  m.may_erase = !call.spec.signed_decay;
+  m.f = score_function(call.spec, shape.scale);
+  return m;
+}
+
+}  // namespace tiles
+
+MixerPrecision product_precision(const MixerCall& call) {
+  if (call.precision != MixerPrecision::automatic) return call.precision;
+  return call.inputs.q.dtype() == DType::bf16 ? MixerPrecision::bf16 : MixerPrecision::f32;
+}
+
+bool tiles_take(const MixerCall& call) {
+  const auto fits = [](int64_t dim) { return dim % 8 == 0 && dim <= kLargestTileDim; };
+  return forced_kernel() != "simple" && fits(call.shape.qk_dim) && fits(call.shape.v_dim) &&
+         call.shape.length <= (int64_t{1} << 30);
+}
+
+void tiles_forward(const MixerCall& call, const TokenTables& tables, const Tensor& past) {
+  tiles::Call m = tiles::call_of(call, tables);
+  m.past = floats(past);
+  tiles::with_constants(call, [&](auto precision, auto dim, auto exponential) {
+    using L = tiles::Forward<precision(), dim()>;
+    const auto kernel = tiles::forward_kernel<precision(), dim(), exponential()>;
+    allow_shared_memory(kernel, L::kBytes);
+    kernel<<<tiles::grid_of(call.shape, L::kRows), tiles::kThreads, L::kBytes, stream(call.inputs.q.device())>>>(m);
+  });
+  check_launch("mixer_forward");
+}
+
+}  // namespace furious::cuda

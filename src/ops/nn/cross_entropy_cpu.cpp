@@ -1,0 +1,139 @@
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "base/parallel.h"
+#include "ops/nn/cross_entropy.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "ops/nn/cross_entropy_cpu.cpp"
+// In this order: foreach_target.h compiles the rest of this file once for every instruction set.
+#include "hwy/foreach_target.h"
+
+#include "hwy/highway.h"
+
+#include "hwy/contrib/math/math-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace furious {
+namespace HWY_NAMESPACE {
+namespace {
+
+namespace hn = hwy::HWY_NAMESPACE;
+using AllLanes = hn::ScalableTag<float>;
+using OneLane = hn::CappedTag<float, 1>;  // for what is left of a row: rounds as a full vector does
+
+// The largest number, or NaN if there is one, which makes loss and gradient NaN: Exp alone would turn it into 0.
+float largest(const float* x, int64_t count) {
+  const AllLanes d;
+  const int64_t step = static_cast<int64_t>(hn::Lanes(d));
+  auto most = hn::Set(d, -std::numeric_limits<float>::infinity());
+  auto nan = hn::IsNaN(most);
+  int64_t i = 0;
+  for (; i + step <= count; i += step) {
+    const auto value = hn::LoadU(d, x + i);
+    nan = hn::Or(nan, hn::IsNaN(value));
+    most = hn::Max(most, value);
+  }
+  float result = hn::GetLane(hn::MaxOfLanes(d, most));
+  bool has_nan = !hn::AllFalse(d, nan);
+  for (; i < count; ++i) {
+    has_nan |= std::isnan(x[i]);
+    result = std::max(result, x[i]);
+  }
+  return has_nan ? std::numeric_limits<float>::quiet_NaN() : result;
+}
+
+template <class D>
+HWY_INLINE hn::Vec<D> shifted_exp(D d, const float* x, float shift) {
+  return hn::Exp(d, hn::Sub(hn::LoadU(d, x), hn::Set(d, shift)));
+}
+
+// Σ exp(x − shift); with kStore, x becomes exp(x − shift).
+template <bool kStore>
+double exp_sum(float* x, int64_t count, float shift) {
+  const AllLanes d;
+  const OneLane one;
+  const int64_t step = static_cast<int64_t>(hn::Lanes(d));
+  auto sum = hn::Zero(d);
+  double rest = 0;
+  int64_t i = 0;
+  for (; i + step <= count; i += step) {
+    const auto value = shifted_exp(d, x + i, shift);
+    if (kStore) hn::StoreU(value, d, x + i);
+    sum = hn::Add(sum, value);
+  }
+  for (; i < count; ++i) {
+    const auto value = shifted_exp(one, x + i, shift);
+    rest += static_cast<double>(hn::GetLane(value));
+    if (kStore) hn::StoreU(value, one, x + i);
+  }
+  return static_cast<double>(hn::GetLane(hn::SumOfLanes(d, sum))) + rest;
+}
+
+void multiply(float* x, int64_t count, float factor) {
+  const AllLanes d;
+  const int64_t step = static_cast<int64_t>(hn::Lanes(d));
+  const auto factors = hn::Set(d, factor);
+  int64_t i = 0;
+  for (; i + step <= count; i += step) hn::StoreU(hn::Mul(hn::LoadU(d, x + i), factors), d, x + i);
+  for (; i < count; ++i) x[i] *= factor;
+}
+
+double row_loss(float* logits, int64_t vocabulary, int32_t target) {
+  const float most = largest(logits, vocabulary);
+  const float distance = most - logits[target];
+  return std::log(exp_sum<false>(logits, vocabulary, most)) + static_cast<double>(distance);
+}
+
+// Leaves coefficient · (softmax − onehot) in the place of the logits.
+double row_loss_with_gradient(float* logits, int64_t vocabulary, int32_t target, float coefficient) {
+  const float most = largest(logits, vocabulary);
+  const float distance = most - logits[target];
+  const double sum = exp_sum<true>(logits, vocabulary, most);
+  multiply(logits, vocabulary, static_cast<float>(static_cast<double>(coefficient) / sum));
+  logits[target] -= coefficient;
+  return std::log(sum) + static_cast<double>(distance);
+}
+
+}  // namespace
+}  // namespace HWY_NAMESPACE
+}  // namespace furious
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace furious {
+namespace {
+
+HWY_EXPORT(row_loss);
+HWY_EXPORT(row_loss_with_gradient);
+
+}  // namespace
+
+namespace cpu {
+
+void cross_entropy_rows(const Tensor& logits, const Tensor& targets, const Tensor& counted, bool with_gradient,
+                        const Tensor& losses) {
+  const int64_t vocabulary = logits.size(1);
+  float* const data = logits.data<float>();
+  const int32_t* const ids = targets.data<int32_t>();
+  double* const row_losses = losses.data<double>();
+  const auto coefficient = static_cast<float>(1.0 / static_cast<double>(*counted.data<int32_t>()));
+  parallel_ranges(logits.size(0), kElementsPerThread / 2 / vocabulary, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      float* const row_logits = data + row * vocabulary;
+      if (ids[row] == kIgnoredTarget) {
+        if (with_gradient) std::fill_n(row_logits, vocabulary, 0.0f);
+        row_losses[row] = 0;
+      } else if (with_gradient) {
+        row_losses[row] = HWY_DYNAMIC_DISPATCH(row_loss_with_gradient)(row_logits, vocabulary, ids[row], coefficient);
+      } else {
+        row_losses[row] = HWY_DYNAMIC_DISPATCH(row_loss)(row_logits, vocabulary, ids[row]);
+      }
+    }
+  });
+}
+
+}  // namespace cpu
+}  // namespace furious
+#endif

@@ -1,0 +1,22 @@
+// Which sequences a batch consists of. A cache holds many sequences, each in a slot; a step or a prefill works on some
+// of them, in any order: row i of the batch belongs to slot slots[i].
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "tensor/tensor.h"
+
+namespace furious {
+
+struct SlotRows {
+  std::vector<int32_t> slots;  // all different
+  Tensor table;                // the same numbers, i32 [rows], on the device of the cache
+
+  int64_t size() const { return static_cast<int64_t>(slots.size()); }
+};
+
+SlotRows slot_rows(std::vector<int32_t> slots, Device device = {});
+SlotRows all_slots(int64_t count, Device device = {});
+
+}  // namespace furious

@@ -1,0 +1,87 @@
+// Sessions of one model in several threads, on one GPU.
+#include <future>
+
+#include "cuda.h"
+#include "data/corpus.h"
+#include "decode/model_parts.h"
+#include "decode/token_program.h"
+#include "furious/model.h"
+#include "model/little.h"
+#include "temporary_directory.h"
+
+namespace furious {
+namespace {
+
+using namespace furious::testing;
+
+constexpr int kThreads = 8;
+
+// Weights large enough that what a model writes depends on what it has read.
+Model random_model(const std::string& arch, DType dtype) {
+  Random random(1);
+  ModelConfig config = little(preset(arch));
+  config.vocabulary = 300;  // more than the byte tokenizer has
+  LanguageModel model(
+      config, [&](const std::string&, const Tensor& out) { copy_between(out, random.normal_tensor(out.shape(), 0.3)); },
+      kGpu);
+  model.set_compute(compute_in(dtype, kGpu));
+  if (dtype == DType::bf16) model.round_weights();
+  return Model(std::make_shared<const Model::Parts>(std::move(model), load_tokenizer("byte"), false));
+}
+
+// Some texts that one thread has written, one after the other, and the state after each: steps that are captured
+// before the first fold and after it, greedy ones and sampled ones, folds, and a prefill in between.
+std::string written_by(const Model& model, int thread, const std::filesystem::path& state) {
+  std::string all;
+  for (const int length : {3 + thread, 2050 + 17 * thread}) {
+    Session session(model, 1 + thread % 2);
+    session.read(std::string(static_cast<size_t>(length), static_cast<char>('a' + thread)));
+    WriteOptions options;
+    options.tokens = 70 + thread;
+    options.sampling.seed = static_cast<uint64_t>(thread);
+    for (const double temperature : {1.0, 0.0}) {
+      options.sampling.temperature = temperature;
+      for (const Text& text : session.write(options)) all += text.text;
+      session.read("and so on");
+    }
+    session.save(state);
+    all += read_file(state.string());
+  }
+  return all;
+}
+
+class SessionsInThreadsCuda : public ::testing::TestWithParam<std::pair<const char*, DType>> {};
+
+TEST_P(SessionsInThreadsCuda, ThreadsWriteWhatEachWritesAlone) {
+  SKIP_WITHOUT_GPU();
+  const TemporaryDirectory folder;
+  const auto [arch, dtype] = GetParam();
+  const Model model = random_model(arch, dtype);
+  {
+    const LanguageModel& language_model = model.parts().language_model;
+    ModelCache cache(language_model.config(), 1, kGpu);
+    language_model.read(cache, Tensor::zeros({1, 2050}, DType::i32));
+    for (int i = 0; i < 2; ++i) language_model.step(cache, Tensor::zeros({1, 1}, DType::i32));
+    const bool has_kernel = TokenProgram::resident_blocks(kGpu, 0) > 0;
+    const bool one = has_kernel && arch == std::string("2mamba") && dtype == DType::bf16;
+    ASSERT_EQ(cache.ran_as(), one ? "one kernel" : "graph");
+  }
+  const auto write = [&](int thread) { return written_by(model, thread, folder / fmt::format("state{}", thread)); };
+  std::vector<std::string> alone;
+  for (int i = 0; i < kThreads; ++i) alone.push_back(write(i));
+  std::vector<std::future<std::string>> together;
+  for (int i = 0; i < kThreads; ++i) together.push_back(std::async(std::launch::async, write, i));
+  for (int i = 0; i < kThreads; ++i) EXPECT_TRUE(together[i].get() == alone[i]) << "thread " << i;
+}
+
+// A token as a graph, as one kernel where the device has it, and from a KV cache.
+INSTANTIATE_TEST_SUITE_P(Session, SessionsInThreadsCuda,
+                         ::testing::Values(std::pair("2mamba", DType::f32), std::pair("2mamba", DType::bf16),
+                                           std::pair("softmax", DType::bf16)),
+                         [](const auto& test) {
+                           return std::string(test.param.first == std::string("softmax") ? "softmax" : "squared") +
+                                  (test.param.second == DType::bf16 ? "_bf16" : "_f32");
+                         });
+
+}  // namespace
+}  // namespace furious

@@ -1,0 +1,311 @@
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+
+#include "cuda.h"
+#include "data/corpus.h"
+#include "decode/model_parts.h"
+#include "decode/sampling.h"
+#include "decode/state_file.h"
+#include "furious/model.h"
+#include "model/little.h"
+#include "temporary_directory.h"
+
+namespace furious {
+namespace {
+
+using namespace furious::testing;
+
+ModelConfig config_of(const std::string& arch, int64_t vocabulary = 300) {  // more than the byte tokenizer has
+  ModelConfig config = little(preset(arch));
+  config.vocabulary = vocabulary;
+  return config;
+}
+
+// Weights large enough that what a model writes depends on what it has read.
+Model random_model(const std::string& arch, uint64_t salt = 1, const std::string& tokenizer = "byte",
+                   Device device = {}) {
+  Random random(salt);
+  const ModelConfig config = config_of(arch, tokenizer == "byte" ? 300 : 400);
+  const auto fill = [&](const std::string&, const Tensor& out) {
+    copy_between(out, random.normal_tensor(out.shape(), 0.3));
+  };
+  const auto loaded = tokenizer == "byte" ? load_tokenizer("byte") : make_sentencepiece(tokenizer, "test");
+  return Model(std::make_shared<const Model::Parts>(LanguageModel(config, fill, device), loaded, false));
+}
+
+WriteOptions options_of(int64_t tokens, double temperature = 1, uint64_t seed = 5) {
+  WriteOptions options;
+  options.tokens = tokens;
+  options.sampling.temperature = temperature;
+  options.sampling.seed = seed;
+  return options;
+}
+
+std::string read_state(const std::filesystem::path& path) {
+  return read_file(path.string());
+}
+
+TEST(Session, OneThatWasMovedFromSaysSo) {
+  Session session(random_model("2mamba"));
+  session.read("text");
+  const Session other = std::move(session);
+  EXPECT_GT(other.tokens(), 0);
+  expect_error([&] { session.tokens(); }, {"session", "moved"});
+  expect_error([&] { session.bytes(); }, {"session", "moved"});
+  expect_error([&] { session.read("more"); }, {"session", "moved"});
+  expect_error([&] { session.write(options_of(1)); }, {"session", "moved"});
+}
+
+class SessionOfEveryPreset : public ::testing::TestWithParam<Preset> {};
+
+// The next texts and the state after them, from a session that went on and from one that was loaded.
+TEST_P(SessionOfEveryPreset, SavedAndLoadedItGoesOnToTheBit) {
+  const TemporaryDirectory folder;
+  const Model model = random_model(GetParam().name);
+  const std::string text = "a prompt of some length, long enough for a fold or two: the window has 64 tokens at most.";
+  for (const int64_t written : {0, 3, 70}) {
+    Session session(model, 2);
+    session.read(text);
+    session.write(options_of(written));
+    session.save(folder / "state");
+    Session again(model, 2);
+    again.load(folder / "state");
+    EXPECT_EQ(again.tokens(), session.tokens());
+    const auto go_on = [&](Session& one, const std::string& name) {
+      const std::vector<Text> texts = one.write(options_of(40));
+      one.read("and more text");
+      one.save(folder / name);
+      return texts[0].text + texts[1].text;
+    };
+    EXPECT_EQ(go_on(session, "a"), go_on(again, "b"));
+    EXPECT_TRUE(read_state(folder / "a") == read_state(folder / "b")) << "after " << written << " tokens";
+  }
+}
+
+TEST_P(SessionOfEveryPreset, LongTextsAndTheirStates) {
+  const TemporaryDirectory folder;
+  const Model model = random_model(GetParam().name);
+  std::vector<uintmax_t> sizes;
+  for (const int64_t length : {700, 1500, 5001}) {
+    Session session(model);
+    session.read(std::string(length, 'x'));
+    session.write(options_of(length % 7));
+    session.save(folder / "state");
+    sizes.push_back(std::filesystem::file_size(folder / "state"));
+  }
+  const ModelConfig config = config_of(GetParam().name, 300);
+  if (state_rows(config.block.mixer(), config.qk_dim) > 0) {
+    EXPECT_EQ(sizes[0], sizes[1]);
+    EXPECT_EQ(sizes[1], sizes[2]);
+  } else {
+    EXPECT_LT(sizes[0] + 100000, sizes[1]);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Session, SessionOfEveryPreset, ::testing::ValuesIn(presets()), [](const auto& test) {
+  std::string name = test.param.name;
+  std::replace(name.begin(), name.end(), '-', '_');
+  return name;
+});
+
+TEST(Session, SeveralSequencesAreEachAlone) {
+  for (const char* arch : {"2mamba", "softmax", "mamba2"}) {
+    const Model model = random_model(arch);
+    Session several(model, 3);
+    several.read("the beginning");
+    const std::vector<Text> texts = several.write(options_of(30));
+    ASSERT_EQ(texts.size(), 3u);
+    EXPECT_NE(texts[0].text, texts[1].text);
+    for (uint64_t i = 0; i < 3; ++i) {
+      Session alone(model);
+      alone.read("the beginning");
+      EXPECT_EQ(alone.write(options_of(30, 1, 5 + i))[0].text, texts[i].text) << arch << " " << i;
+    }
+  }
+}
+
+// The device chooses the most probable tokens and reads ahead, or the host does, among one candidate.
+TEST(SessionCuda, ChoosesAsTheHostWould) {
+  SKIP_WITHOUT_GPU();
+  for (const char* arch : {"2mamba", "softmax"}) {
+    const Model model = random_model(arch, 1, "byte", kGpu);
+    WriteOptions on_host = options_of(60);
+    on_host.sampling.top_k = 1;
+    std::vector<std::vector<Text>> texts;
+    for (const WriteOptions& options : {options_of(60, 0), on_host}) {
+      Session session(model, 2);
+      session.read("the beginning");
+      texts.push_back(session.write(options));
+      session.read(" and more");
+      texts.push_back(session.write(options));
+    }
+    for (size_t i = 0; i < 2; ++i)
+      for (size_t row = 0; row < 2; ++row) EXPECT_EQ(texts[i][row].text, texts[i + 2][row].text) << arch;
+  }
+}
+
+TEST(Session, ShowsWhatItReturns) {
+  const Model model = random_model("2mamba");
+  Session session(model, 2);
+  session.read("x");
+  std::vector<std::string> shown(2);
+  const std::vector<Text> texts = session.write(options_of(50), [&](std::string_view piece, int sequence) {
+    EXPECT_EQ(valid_utf8_prefix(piece), piece.size());
+    shown[sequence] += piece;
+    return true;
+  });
+  for (int i = 0; i < 2; ++i) EXPECT_EQ(shown[i], texts[i].text);
+  EXPECT_EQ(session.tokens(), 1 + 1 + 50);
+}
+
+TEST(Session, EndsAtStopStrings) {
+  const Model model = random_model("2mamba");
+  const auto write = [&](const std::vector<std::string>& stop) {
+    Session session(model);
+    session.read("x");
+    WriteOptions options = options_of(60);
+    options.stop = stop;
+    return session.write(options)[0];
+  };
+  const std::string text = write({}).text;
+  const size_t middle = valid_utf8_prefix(std::string_view(text).substr(0, text.size() / 2));
+  const std::string_view some = std::string_view(text).substr(middle, 9);  // several tokens of a byte each
+  const std::string stop(some.substr(0, valid_utf8_prefix(some)));
+  const Text stopped = write({"never in the text", stop});
+  EXPECT_EQ(stopped.text, text.substr(0, text.find(stop)));
+  EXPECT_EQ(stopped.ending, Ending::stop);
+  EXPECT_LT(stopped.tokens, 60);
+}
+
+TEST(Session, EndsAtEos) {
+  const ModelConfig config = config_of("2mamba");
+  const LanguageModel eos_model(config, [&](const std::string& name, const Tensor& out) {
+    fill(out, name.find("norm") != std::string::npos || name == "model.embed_tokens.weight" ? 1 : 0);
+    if (name == "lm_head.weight") fill(out.select(0, 257), 1);
+  });
+  const Model model(std::make_shared<const Model::Parts>(eos_model, load_tokenizer("byte"), false));
+  Session session(model, 2);
+  const std::vector<Text> texts = session.write(options_of(20, 0));
+  for (const Text& text : texts) {
+    EXPECT_EQ(text.ending, Ending::eos);
+    EXPECT_EQ(text.text, "");
+    EXPECT_EQ(text.tokens, 1);
+  }
+}
+
+TEST(Session, CanBeInterrupted) {
+  Session session(random_model("2mamba"));
+  const Text text = session.write(options_of(50), [](std::string_view, int) { return false; })[0];
+  EXPECT_EQ(text.ending, Ending::interrupted);
+  EXPECT_LT(text.tokens, 50);
+}
+
+TEST(Session, ReadsAnEmptyPromptAndTextInParts) {
+  const Model model = random_model("2mamba", 1, small_model());
+  Session empty(model), never(model);
+  empty.read("");
+  EXPECT_EQ(empty.tokens(), 1);  // eos, which begins a text
+  const std::string text = never.write(options_of(20))[0].text;
+  EXPECT_EQ(empty.write(options_of(20))[0].text, text);
+
+  Session whole(model), parts(model);
+  whole.read("the red fox and the snake");
+  parts.read("the red fox");
+  parts.read(" and the snake");
+  EXPECT_EQ(parts.tokens(), whole.tokens());
+  EXPECT_EQ(parts.write(options_of(20, 0))[0].text, whole.write(options_of(20, 0))[0].text);
+}
+
+TEST(Session, SeveralSequencesStartFromTheStateOfOne) {
+  const TemporaryDirectory folder;
+  const Model model = random_model("2mamba");
+  Session one(model);
+  one.read("the beginning");
+  one.save(folder / "one");
+  Session loaded(model, 3), read(model, 3);
+  loaded.load(folder / "one");
+  read.read("the beginning");
+  const std::vector<Text> expected = read.write(options_of(20)), texts = loaded.write(options_of(20));
+  for (size_t i = 0; i < 3; ++i) EXPECT_EQ(texts[i].text, expected[i].text);
+  read.save(folder / "three");
+  expect_error([&] { one.load(folder / "three"); }, {"three", "3 sequences", "asked for were 1"});
+}
+
+TEST(Session, RefusesWhatIsNotItsState) {
+  const TemporaryDirectory folder;
+  Session session(random_model("2mamba"));
+  expect_error([&] { session.save(folder / "x"); }, {"nothing has been read"});
+  session.read("text");
+  session.save(folder / "good");
+  const std::string good = read_state(folder / "good");
+  const auto refused = [&](const std::string& content, const std::vector<std::string>& parts) {
+    std::ofstream(folder / "bad", std::ios::binary) << content;
+    expect_error([&] { session.load(folder / "bad"); }, parts);
+    session.save(folder / "after");
+    EXPECT_TRUE(read_state(folder / "after") == good);
+  };
+  refused("", {"bad"});
+  refused("not a state at all", {"bad"});
+  refused(good.substr(0, good.size() / 2), {"bad"});
+  std::string flipped = good;
+  flipped[flipped.size() - 100] ^= 1;
+  refused(flipped, {"bad", "checksum"});
+  const auto replaced = [&](const std::string& from, const std::string& to) {
+    std::string content = good;
+    content.replace(content.find(from), from.size(), to);
+    std::ofstream(folder / "bad", std::ios::binary) << content;
+    expect_error([&] { session.load(folder / "bad"); }, {"header or metadata differs from its checksum"});
+    content.replace(content.find("furious.checksums"), 7, "another");  // so that the state's own are asked
+    return content;
+  };
+  refused(replaced("furious state", "furious stale"), {"not a state file"});
+  refused(replaced("\"version\":\"1\"", "\"version\":\"7\""), {"version 7", "expected 1"});
+  refused(replaced("\"tokens\":\"0", "\"tokens\":\"x"), {"\"tokens\" is not a number"});
+  refused(replaced("00005\"", "00004\""), {"checksum"});
+  expect_error([&] { session.load(folder / "none"); }, {"none"});
+
+  Session other_weights(random_model("2mamba", 2)), other_arch(random_model("softmax"));
+  expect_error([&] { other_weights.load(folder / "good"); }, {"another model", "other weights"});
+  expect_error([&] { other_arch.load(folder / "good"); }, {"another model: 2mamba", "width 24", "this one is softmax"});
+}
+
+TEST(Session, Checks) {
+  const Model model = random_model("2mamba");
+  expect_error([&] { Session(model, 0); }, {"0 sequences"});
+  Session session(model);
+  expect_error([&] { session.write(options_of(-1)); }, {"-1 tokens"});
+  expect_error([&] { session.write(options_of(1, -2)); }, {"temperature -2"});
+  WriteOptions stop = options_of(1);
+  stop.stop = {""};
+  expect_error([&] { session.write(stop); }, {"stop string"});
+  const LanguageModel small(config_of("2mamba", 100), 1);
+  expect_error([&] { Model::Parts(small, load_tokenizer("byte"), false); }, {"258", "100"});
+}
+
+TEST(Model, TextsBeginWithBosWhereTheModelWasTrainedSo) {
+  ModelConfig config = config_of("softmax");
+  const auto byte = load_tokenizer("byte");
+  EXPECT_EQ(Model::Parts(LanguageModel(config, 1), byte, false).start, byte->eos());
+  EXPECT_EQ(Model::Parts(LanguageModel(config, 1), byte, true).start, byte->bos());
+  config.bos = true;
+  EXPECT_EQ(Model::Parts(LanguageModel(config, 1), byte, false).start, byte->bos());
+}
+
+TEST(StateFile, FingerprintsSeeEveryWeight) {
+  const ModelConfig config = config_of("mamba2");
+  const LanguageModel model(config, 1);
+  const std::string before = fingerprint(model, "t");
+  EXPECT_EQ(before, fingerprint(LanguageModel(config, 1), "t"));
+  EXPECT_NE(before, fingerprint(model, "u"));
+  for (const Parameter& parameter : model.parameters()) {
+    float& last = parameter.value.value().data<float>()[parameter.value.value().elements() - 1];
+    const float kept = last;
+    last = std::nextafter(last, 10.0f);
+    EXPECT_NE(before, fingerprint(model, "t")) << parameter.name;
+    last = kept;
+  }
+}
+
+}  // namespace
+}  // namespace furious
