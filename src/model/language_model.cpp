@@ -166,7 +166,8 @@ class LanguageModel::Maker {
   Visit visit_;
 };
 
-ModelCache::ModelCache(const ModelConfig& config, int64_t batch, Device device) : batch_(batch) {
+ModelCache::ModelCache(const ModelConfig& config, int64_t batch, Device device)
+    : batch_(batch), rows_(all_slots(batch, device)) {
   for (int64_t i = 0; i < config.layers; ++i) {
     Layer layer{MixerCache(config.block.mixer(), cache_sizes(config, batch), device), {}};
     if (config.block.conv_window > 0)
@@ -176,6 +177,37 @@ ModelCache::ModelCache(const ModelConfig& config, int64_t batch, Device device) 
 }
 
 namespace {
+
+constexpr Tensor MixerContents::*kMixerTensors[] = {&MixerContents::k, &MixerContents::v, &MixerContents::log_decay,
+                                                    &MixerContents::state};
+
+// The contents of all slots, which have read as many tokens, as those of one with a batch.
+MixerContents joined_contents(const MixerCache& cache, Device where) {
+  MixerContents all = cache.contents(0, where);
+  for (Tensor MixerContents::*x : kMixerTensors) {
+    if (!(all.*x) || cache.slots() == 1) continue;
+    Shape shape = (all.*x).shape();
+    shape[0] = cache.slots();
+    const Tensor batch = Tensor::empty(shape, DType::f32, where);
+    for (int64_t slot = 0; slot < cache.slots(); ++slot) copy(batch.slice(0, slot, 1), cache.contents(slot, where).*x);
+    all.*x = batch;
+  }
+  return all;
+}
+
+void restore_joined(MixerCache& cache, const MixerContents& all) {
+  for (int64_t slot = 0; slot < cache.slots(); ++slot) {
+    MixerContents one = all;
+    for (Tensor MixerContents::*x : kMixerTensors) {
+      if (!(all.*x) || (all.*x).rank() == 0) continue;
+      ArgumentCheck("model_cache").contiguous("contents", all.*x);
+      require((all.*x).size(0) == cache.slots(), "model_cache: contents of {} sequences, expected {}", (all.*x).size(0),
+              cache.slots());
+      one.*x = (all.*x).slice(0, slot, 1);
+    }
+    cache.restore(slot, one);
+  }
+}
 
 // Calls f(name, tensor) for each tensor of a layer's cache.
 void for_each_tensor(int64_t layer, auto& mixer, auto& conv, auto&& f) {
@@ -192,7 +224,7 @@ void for_each_tensor(int64_t layer, auto& mixer, auto& conv, auto&& f) {
 ModelCache::Contents ModelCache::contents(Device where) const {
   Contents contents;
   for (size_t i = 0; i < layers_.size(); ++i) {
-    const MixerContents mixer = layers_[i].mixer.contents(where);
+    const MixerContents mixer = joined_contents(layers_[i].mixer, where);
     const Tensor& conv = layers_[i].conv;
     const Tensor conv_contents = conv ? to_device(to_dtype(conv, DType::f32), where) : conv;
     contents.tokens = mixer.tokens;
@@ -205,7 +237,7 @@ ModelCache::Contents ModelCache::contents(Device where) const {
 }
 
 ModelCache::ModelCache(const ModelConfig& config, int64_t batch, const Contents& contents, Device device)
-    : batch_(batch) {
+    : batch_(batch), rows_(all_slots(batch, device)) {
   size_t used = 0;
   for (int64_t i = 0; i < config.layers; ++i) {
     MixerContents mixer{contents.tokens, contents.pending, {}, {}, {}, {}};
@@ -221,8 +253,9 @@ ModelCache::ModelCache(const ModelConfig& config, int64_t batch, const Contents&
     if (conv)
       ArgumentCheck("model_cache")
           .dense("conv", conv, DType::f32, {batch, config.block.conv_window - 1, config.qkv_width()}, conv.device());
-    layers_.push_back({MixerCache(config.block.mixer(), cache_sizes(config, batch), mixer, device),
+    layers_.push_back({MixerCache(config.block.mixer(), cache_sizes(config, batch), device),
                        conv ? to_dtype(to_device(conv, device), DType::f32) : conv});  // its own: a step writes it
+    restore_joined(layers_.back().mixer, mixer);
   }
   require(used == contents.tensors.size(), "model_cache: contents with {} tensors, the model knows {} of them",
           contents.tensors.size(), used);
@@ -358,7 +391,16 @@ Variable LanguageModel::mix(Tape& tape, const Variable& q, const Variable& k, co
                             const Variable& log_decay, const Tensor& boundaries, ModelCache::Layer* cache) const {
   const MixerOptions options{.precision = compute_.mixer};
   if (cache == nullptr) return mixer(tape, config_.block.mixer(), q, k, v, log_decay, boundaries, options);
-  return Variable(cache->mixer.prefill({q.value(), k.value(), v.value(), log_decay.value(), {}, {}}, options));
+  const auto row = [](const Variable& x, int64_t slot) { return x ? x.value().slice(0, slot, 1) : Tensor(); };
+  const int64_t batch = v.value().size(0);
+  if (batch == 1)
+    return Variable(cache->mixer.prefill(0, {q.value(), k.value(), v.value(), log_decay.value(), {}, {}}, options));
+  const Tensor out =
+      Tensor::empty({batch, v.value().size(1), config_.heads(), config_.head_dim}, v.value().dtype(), device_);
+  for (int64_t slot = 0; slot < batch; ++slot)
+    copy(out.slice(0, slot, 1),
+         cache->mixer.prefill(slot, {row(q, slot), row(k, slot), row(v, slot), row(log_decay, slot), {}, {}}, options));
+  return Variable(out);
 }
 
 Variable LanguageModel::block(Tape& tape, size_t index, const Variable& x, const Tensor& boundaries, ModelCache* caches,
@@ -367,7 +409,7 @@ Variable LanguageModel::block(Tape& tape, size_t index, const Variable& x, const
   ModelCache::Layer* cache = caches ? &caches->layers_[index] : nullptr;
   const BlockConfig& block = config_.block;
   const Variable h = rms_norm(tape, x, layer.input_norm, config_.norm_eps);
-  const int64_t seen = cache ? cache->mixer.tokens() : 0;
+  const int64_t seen = cache ? cache->mixer.tokens(0) : 0;
   std::vector<Variable> weights{layer.qkv};
   if (block.has_dt()) weights.push_back(layer.dt);
   if (block.has_decay_projection()) weights.push_back(layer.a_mask);
@@ -391,7 +433,7 @@ Variable LanguageModel::block(Tape& tape, size_t index, const Variable& x, const
   Variable k = activation(tape, parts[1], block.qk_activation);
   const Variable& v = parts[2];
   if (block.rope) {
-    const Rope positions{block.rope_pairing, block.rope_base, seen, {}};
+    const Rope positions{block.rope_pairing, block.rope_base, seen, {}, {}};
     q = rope(tape, q, positions, boundaries);
     k = rope(tape, k, positions, boundaries);
   }
@@ -543,7 +585,8 @@ Tensor LanguageModel::token_pass(ModelCache& cache, const Tensor& tokens) const 
   for (size_t i = 0; i < layers_.size(); ++i) {
     const Layer& layer = layers_[i];
     ModelCache::Layer& memory = cache.layers_[i];
-    const TokenMixed mixed = token_mixing(normed(layer.input_norm), token_mixing_of(layer), memory.conv, precision);
+    const TokenMixed mixed =
+        token_mixing(normed(layer.input_norm), token_mixing_of(layer), memory.conv, cache.rows_, precision);
     const auto part = [&](int64_t begin, int64_t own_heads, int64_t own_dim) {
       return mixed.qkv.view({batch, 1, config_.qkv_width()})
           .slice(2, begin, own_heads * own_dim)
@@ -553,15 +596,14 @@ Tensor LanguageModel::token_pass(ModelCache& cache, const Tensor& tokens) const 
     Tensor q = part(0, config_.q_heads, config_.qk_dim), k = part(q_width, config_.k_heads, config_.qk_dim);
     const Tensor v = part(q_width + k_width, config_.v_heads, dim);
     if (block.rope) {
-      const Tensor seen = memory.mixer.position();
-      const Rope positions{block.rope_pairing, block.rope_base, seen ? 0 : memory.mixer.tokens(), seen};
+      const Rope positions{block.rope_pairing, block.rope_base, 0, memory.mixer.positions(), cache.rows_.table};
       q = rope_forward(q, positions);
       k = rope_forward(k, positions);
     }
     Tensor values = v;
     if (scales_values(block)) values = discretize_forward(v, mixed.dt.view({batch, 1, heads}));
     if (value_activation(block) != Activation::none) values = activation_forward(v, value_activation(block));
-    Tensor o = memory.mixer.step(q.select(1, 0), k.select(1, 0), values.select(1, 0), mixed.log_decay);
+    Tensor o = memory.mixer.step(cache.rows_, q.select(1, 0), k.select(1, 0), values.select(1, 0), mixed.log_decay);
     if (block.d_residual) o = d_residual_forward(o.view({batch, 1, heads, dim}), v, layer.d.value());
     TokenInput out{o.view({batch, config_.out_width()}), mixed.z, layer.out_norm.value(), block.out_norm_eps};
     if (config_.branch > 0) {
@@ -582,7 +624,7 @@ bool LanguageModel::fits_program(const ModelCache& cache) const {
   if (device_.is_cpu() || !compute_.token_program || compute_.activations != DType::bf16 ||
       output_weight().value().dtype() != DType::bf16 || block.rope || block.discretize != Discretization::none ||
       block.d_residual || config_.branch > 0 || block.mixer().degree > 0 || config_.qk_dim != config_.head_dim ||
-      !knows_functions(token_mixing_of(layers_.front())) || !cache.layers_.front().mixer.has_folded())
+      !knows_functions(token_mixing_of(layers_.front())) || !cache.layers_.front().mixer.has_folded(0))
     return false;
   return TokenProgram::fits(device_,
                             {cache.batch(), config_.heads(), config_.head_dim,
@@ -597,7 +639,7 @@ std::string_view LanguageModel::step_runs_as(const ModelCache& cache) const {
 Tensor LanguageModel::step(ModelCache& cache, const Tensor& tokens) const {
   ArgumentCheck("language_model.step").shape("tokens", tokens, {cache.batch(), 1});
   const Tensor ids = here("tokens", tokens, 0);
-  for (ModelCache::Layer& layer : cache.layers_) layer.mixer.prepare(compute_.activations);
+  for (ModelCache::Layer& layer : cache.layers_) layer.mixer.prepare(cache.rows_, compute_.activations);
   if (!cache.ids_) cache.ids_ = Tensor::empty_like(ids);
   const bool as_program = fits_program(cache);
   if (!as_program) copy(cache.ids_, ids);
@@ -608,13 +650,13 @@ Tensor LanguageModel::step(ModelCache& cache, const Tensor& tokens) const {
     recorded = {version_, {}, {}, {}};
     if (!as_program) return token_pass(cache, cache.ids_);  // the first token makes everything ready
   }
-  std::vector<const void*> places;
+  std::vector<int64_t> places;
   for (const ModelCache::Layer& layer : cache.layers_) {
-    places.push_back(layer.conv.raw());
-    for (const void* place : layer.mixer.recording()) places.push_back(place);
+    places.push_back(static_cast<int64_t>(reinterpret_cast<intptr_t>(layer.conv.raw())));
+    for (int64_t place : layer.mixer.recording(cache.rows_)) places.push_back(place);
   }
   if (recorded.run && recorded.places == places) {
-    for (ModelCache::Layer& layer : cache.layers_) layer.mixer.advance();
+    for (ModelCache::Layer& layer : cache.layers_) layer.mixer.advance(cache.rows_);
   } else {
     recorded.run = {};
     recorded.logits = {};

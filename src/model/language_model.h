@@ -36,7 +36,7 @@ class ModelCache {
   // Goes on from there; what does not fit the model is refused.
   ModelCache(const ModelConfig& config, int64_t batch, const Contents& contents, Device device = {});
 
-  int64_t tokens() const { return layers_.front().mixer.tokens(); }
+  int64_t tokens() const { return layers_.front().mixer.tokens(0); }
   int64_t batch() const { return batch_; }
   int64_t bytes() const;  // held now
   // How the last step ran, in the words of LanguageModel::step_runs_as; empty before the first.
@@ -51,12 +51,13 @@ class ModelCache {
   // The step for one token, recorded on a GPU, and everything its record depends on.
   struct Recording {
     int64_t version = 0;  // of the model
-    std::vector<const void*> places;
+    std::vector<int64_t> places;
     std::function<void(const Tensor& ids)> run;  // a graph, or one kernel where that can do it
     Tensor logits;                               // in the memory of what runs
   };
 
   int64_t batch_;
+  SlotRows rows_;  // all slots
   std::vector<Layer> layers_;
   Tensor ids_;  // [batch, 1]: where the recorded step finds its tokens
   Recording recorded_;

@@ -40,9 +40,9 @@ std::vector<int64_t> state_bytes(const ModelConfig& config, int64_t tokens, Devi
   MixerCache mixer(config.block.mixer(), {1, 1, 1, 1, dim, dim}, device);
   const Tensor x = Tensor::zeros({1, 1, dim}, DType::f32, device);
   const Tensor decay = config.block.mixer().decay ? Tensor::zeros({1, 1}, DType::f32, device) : Tensor();
-  mixer.step(x, x, x, decay);
+  mixer.step(slot_rows({0}, device), x, x, x, decay);
   // Before its first token a cache holds what the convolution needs, and nothing else.
-  const auto bytes = static_cast<int64_t>(mixer.state().bytes()) + ModelCache(config, 1, device).bytes();
+  const auto bytes = static_cast<int64_t>(mixer.state(0).bytes()) + ModelCache(config, 1, device).bytes();
   return std::vector<int64_t>(static_cast<size_t>(tokens), bytes);
 }
 

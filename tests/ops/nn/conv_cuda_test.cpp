@@ -131,8 +131,9 @@ TEST(ConvCuda, StepsAndPiecesGiveTheBitsOfOnePass) {
       const Tensor pieces = conv_forward(rest, weight, bias, Activation::silu, {}, state);
       EXPECT_TRUE(same_gpu_bits(pieces, whole.slice(1, 37, 13))) << window;
       for (int64_t token = 37; token < 50; ++token)
-        EXPECT_TRUE(
-            same_gpu_bits(conv_step(state, x.select(1, token), weight, bias, Activation::silu), whole.select(1, token)))
+        EXPECT_TRUE(same_gpu_bits(conv_step(state, all_slots(state.size(0), state.device()), x.select(1, token), weight,
+                                            bias, Activation::silu),
+                                  whole.select(1, token)))
             << window << " at " << token;
       EXPECT_TRUE(same_gpu_bits(state, conv_state(x, window)));
     }
