@@ -249,44 +249,43 @@ TEST(RecurrentCuda, SlotsOfDifferentLengthsEqualTheCpu) {
   SKIP_WITHOUT_GPU();
   Random random(8);
   for (const MixerSpec& spec : every_spec()) {
-    for (DType dtype : {DType::f32, DType::bf16}) {
-      const MixerCache::Sizes sizes{4, 2, 1, 2, 8, random.pick<int64_t>({8, 16})};
-      SCOPED_TRACE(describe(spec, sizes, dtype));
-      const int64_t fold = MixerCache(spec, sizes).first_fold(), length = fold + 200;
-      const Tokens tokens(random, spec, sizes, length, dtype);
-      MixerCache cpu = tokens.cpu_cache(), gpu = tokens.gpu_cache();
-      const auto prefill = [&](int64_t slot, int64_t count) {
-        cpu.prefill(slot, part_of(tokens.cpu, slot, cpu.tokens(slot), count));
-        gpu.prefill(slot, part_of(tokens.gpu, slot, gpu.tokens(slot), count));
-      };
-      if (fold > 0) prefill(0, fold - 1);  // folds in the first steps
-      prefill(1, fold + 100);              // one with a state, or a long window
-      prefill(2, 30);
-      std::vector<std::vector<int32_t>> subsets;
-      std::vector<Tensor> outs;
-      for (int i = 0; i < 70; ++i) {
-        std::vector<int32_t> slots;
-        for (int32_t slot = 0; slot < 4; ++slot)
-          if (i < 5 || random.integer(0, 3) > 0)
-            slots.insert(slots.begin() + random.integer(0, static_cast<int64_t>(slots.size())), slot);
-        if (slots.empty()) continue;
-        const MixerInputs in = next_tokens(gpu, tokens.gpu, slots);
-        outs.push_back(gpu.step(slot_rows(slots, kGpu), in.q, in.k, in.v, in.log_decay));
-        subsets.push_back(slots);
-      }
-      for (size_t i = 0; i < subsets.size(); ++i) {
-        const MixerInputs in = next_tokens(cpu, tokens.cpu, subsets[i]);
-        const Tensor expected = cpu.step(slot_rows(subsets[i]), in.q, in.k, in.v, in.log_decay);
-        for (int64_t row = 0; row < expected.size(0); ++row)
-          ASSERT_LE(relative_error(to_cpu(outs[i].slice(0, row, 1)), expected.slice(0, row, 1), 0.1), tolerance(dtype))
-              << "step " << i << ", slot " << subsets[i][row];
-      }
-      const Tensor positions = to_cpu(gpu.positions());
-      for (int64_t slot = 0; slot < 4; ++slot) {
-        EXPECT_EQ(gpu.tokens(slot), cpu.tokens(slot));
-        EXPECT_EQ(positions.data<int32_t>()[slot], cpu.tokens(slot));
-        EXPECT_EQ(gpu.has_folded(slot), cpu.has_folded(slot));
-      }
+    const DType dtype = random.pick<DType>({DType::f32, DType::bf16});
+    const MixerCache::Sizes sizes{4, 2, 1, 2, 8, random.pick<int64_t>({8, 16})};
+    SCOPED_TRACE(describe(spec, sizes, dtype));
+    const int64_t fold = MixerCache(spec, sizes).first_fold(), length = fold + 200;
+    const Tokens tokens(random, spec, sizes, length, dtype);
+    MixerCache cpu = tokens.cpu_cache(), gpu = tokens.gpu_cache();
+    const auto prefill = [&](int64_t slot, int64_t count) {
+      cpu.prefill(slot, part_of(tokens.cpu, slot, cpu.tokens(slot), count));
+      gpu.prefill(slot, part_of(tokens.gpu, slot, gpu.tokens(slot), count));
+    };
+    if (fold > 0) prefill(0, fold - 1);  // folds in the first steps
+    prefill(1, fold + 100);              // one with a state, or a long window
+    prefill(2, 30);
+    std::vector<std::vector<int32_t>> subsets;
+    std::vector<Tensor> outs;
+    for (int i = 0; i < 70; ++i) {
+      std::vector<int32_t> slots;
+      for (int32_t slot = 0; slot < 4; ++slot)
+        if (i < 5 || random.integer(0, 3) > 0)
+          slots.insert(slots.begin() + random.integer(0, static_cast<int64_t>(slots.size())), slot);
+      if (slots.empty()) continue;
+      const MixerInputs in = next_tokens(gpu, tokens.gpu, slots);
+      outs.push_back(gpu.step(slot_rows(slots, kGpu), in.q, in.k, in.v, in.log_decay));
+      subsets.push_back(slots);
+    }
+    for (size_t i = 0; i < subsets.size(); ++i) {
+      const MixerInputs in = next_tokens(cpu, tokens.cpu, subsets[i]);
+      const Tensor expected = cpu.step(slot_rows(subsets[i]), in.q, in.k, in.v, in.log_decay);
+      for (int64_t row = 0; row < expected.size(0); ++row)
+        ASSERT_LE(relative_error(to_cpu(outs[i].slice(0, row, 1)), expected.slice(0, row, 1), 0.1), tolerance(dtype))
+            << "step " << i << ", slot " << subsets[i][row];
+    }
+    const Tensor positions = to_cpu(gpu.positions());
+    for (int64_t slot = 0; slot < 4; ++slot) {
+      EXPECT_EQ(gpu.tokens(slot), cpu.tokens(slot));
+      EXPECT_EQ(positions.data<int32_t>()[slot], cpu.tokens(slot));
+      EXPECT_EQ(gpu.has_folded(slot), cpu.has_folded(slot));
     }
   }
 }
