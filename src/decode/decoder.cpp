@@ -76,7 +76,7 @@ class Decoder::StepOps : public SequenceOps {
     return with_length(conv_step(layer_.conv, rows_, without_length(x), weight.value(), bias.value(), op.activation));
   }
   Variable rope(Tape&, const RopeOp& op, const Variable& x) override {
-    return Variable(rope_step(x.value(), {op.pairing, op.base}, layer_.mixer.positions(), rows_));
+    return Variable(rope_forward(x.value(), {op.pairing, op.base, 0, layer_.mixer.positions(), rows_.table}));
   }
   Variable mixer(Tape&, const MixerOp&, const Variable& q, const Variable& k, const Variable& v,
                  const Variable& log_decay) override {
@@ -330,7 +330,11 @@ Tensor Decoder::recorded_pass(const SlotRows& rows, const Tensor& ids) {
   }
   std::vector<int64_t> key{model_->version(), program};
   for (const Layer& layer : layers_) {
-    const std::vector<int64_t> own = program ? layer.mixer.addresses() : layer.mixer.recording(rows);
+    if (program) {
+      key.push_back(reinterpret_cast<intptr_t>(layer.mixer.positions().raw()));  // where its records are
+      continue;
+    }
+    const std::vector<int64_t> own = layer.mixer.recording(rows);
     key.insert(key.end(), own.begin(), own.end());
   }
   const bool is_new = recorded.key != key;
@@ -372,7 +376,7 @@ Tensor Decoder::token_pass(const SlotRows& rows, const Tensor& ids) {
   const TokenInput in{x.view({rows.size(), config.hidden}), {}, model_->final_norm(), config.norm_eps};
   const Tensor logits = Tensor::empty({rows.size(), config.vocabulary}, DType::f32, model_->device());
   const TokenPart part{.weight = model_->output_matrix(), .out = logits};
-  if (token_linear(in, {&part, 1}, rows)) return logits;
+  if (token_linear(in, {&part, 1})) return logits;
   return logits_forward(rms_norm_forward(in.x, in.norm, in.eps).y, model_->output_matrix());
 }
 
@@ -382,18 +386,18 @@ namespace {
 class FusedCall {
  public:
   FusedCall(const FusedLinear& op, const TokenPlan& plan, const std::vector<Variable>& weights,
-            const Tensor& conv_state, std::vector<Variable>& values)
+            const Tensor& conv_state, const SlotRows& rows, std::vector<Variable>& values)
       : op_(op), plan_(plan), weights_(weights), values_(values) {
     const Tensor& x = values[op.x].value();
     rows_ = x.size(0);
     device_ = x.device();
     in_ = {flat(op.x), op.gate == kNo ? Tensor() : flat(op.gate), weight(op.norm), op.eps};
-    for (const FusedLinear::Part& part : op.parts) parts_.push_back(bound(part, conv_state));
+    for (const FusedLinear::Part& part : op.parts) parts_.push_back(bound(part, conv_state, rows));
   }
 
   // Whether a kernel did it; the values are there then.
-  bool run(const SlotRows& rows) {
-    if (!token_linear(in_, parts_, rows)) return false;
+  bool run() {
+    if (!token_linear(in_, parts_)) return false;
     for (size_t i = 0; i < parts_.size(); ++i) {
       values_[op_.parts[i].y] = with_length(parts_[i].out);
       if (op_.parts[i].decay != kNo) values_[op_.parts[i].decay] = with_length(parts_[i].decay);
@@ -406,7 +410,7 @@ class FusedCall {
   Tensor flat(Value v) const { return values_[v].value().view({rows_, plan_.plan.values[v].width()}); }
   Tensor new_rows(Weight w, DType dtype) const { return Tensor::empty({rows_, weight(w).size(0)}, dtype, device_); }
 
-  TokenPart bound(const FusedLinear::Part& part, const Tensor& conv_state) const {
+  TokenPart bound(const FusedLinear::Part& part, const Tensor& conv_state, const SlotRows& rows) const {
     const bool softplus = part.kind == FusedLinear::Kind::softplus;
     TokenPart to{.kind = part.kind, .weight = weight(part.weight), .second = weight(part.second)};
     // The residual stream is added to in place.
@@ -414,7 +418,7 @@ class FusedCall {
                                                  : new_rows(part.weight, softplus ? DType::f32 : in_.x.dtype());
     to.bias = weight(part.bias);
     to.conv_weight = weight(part.conv_weight);
-    if (to.conv_weight) to.conv_state = conv_state;
+    if (to.conv_weight) to.conv_state = conv_state, to.slots = rows.table;
     to.after_conv = part.activation;
     to.qk_activation = part.qk_activation;
     to.qk_width = part.qk_width;
@@ -455,7 +459,7 @@ Tensor Decoder::run_layer(size_t index, const SlotRows& rows, const Tensor& x) {
   for (const TokenOp& op : plan_.ops) {
     const auto* linear = std::get_if<FusedLinear>(&op.op);
     if (linear && !x.device().is_cpu() &&
-        FusedCall(*linear, plan_, model_->layers()[index], layer.conv, values).run(rows)) {
+        FusedCall(*linear, plan_, model_->layers()[index], layer.conv, rows, values).run()) {
       for (const int i : op.covers) done[i] = 1;
       continue;
     }
