@@ -281,23 +281,6 @@ void check_config(const ModelConfig& config) {
           config.qk_dim);
 }
 
-int64_t parameter_count(const ModelConfig& config) {
-  const BlockConfig& block = config.block;
-  const int64_t heads = config.heads();
-  const int64_t out = config.out_width();
-  int64_t layer = 2 * config.hidden + 3 * config.hidden * config.intermediate;  // norms, MLP
-  layer += config.hidden * config.qkv_width() + out * config.hidden;
-  layer += 3 * config.branch * config.hidden;
-  if (block.conv_window > 0) layer += config.qkv_width() * (block.conv_window + (block.conv_bias ? 1 : 0));
-  if (block.has_dt()) layer += config.hidden * heads + (block.dt_bias ? heads : 0);
-  if (block.has_decay_projection()) layer += config.hidden * heads + (block.decay_bias ? heads : 0);
-  if (block.decay == DecayKind::original) layer += heads;
-  if (block.d_residual) layer += out;
-  if (block.z_gate) layer += config.hidden * out + (block.z_gate_bias ? out : 0);
-  if (block.norm == Norm::none) layer += out;
-  return config.layers * layer + (config.tie_embeddings ? 1 : 2) * config.vocabulary * config.hidden + config.hidden;
-}
-
 int64_t cache_numbers(const ModelConfig& config, int64_t length) {
   const MixerSpec spec = config.block.mixer();
   const int64_t key_value = length * (config.k_heads * config.qk_dim + config.v_heads * config.head_dim);

@@ -105,7 +105,6 @@ void set_heads(ModelConfig& config, const Preset& preset, int64_t heads);
 // Throws an Error with the reason when the switches or dimensions cannot work together.
 void check_config(const ModelConfig& config);
 
-int64_t parameter_count(const ModelConfig& config);
 // Numbers that one sequence needs in memory while it is generated, after `length` tokens, in all layers.
 int64_t cache_numbers(const ModelConfig& config, int64_t length);
 

@@ -305,4 +305,10 @@ Plan plan_layer(const ModelConfig& config) {
   return Builder(config).build();
 }
 
+int64_t parameter_count(const ModelConfig& config) {
+  int64_t layer = 0;
+  for (const WeightInfo& weight : plan_layer(config).weights) layer += weight.shape.elements();
+  return config.layers * layer + (config.tie_embeddings ? 1 : 2) * config.vocabulary * config.hidden + config.hidden;
+}
+
 }  // namespace furious
