@@ -58,6 +58,13 @@ std::vector<Preset> main_presets() {
               b.norm = Norm::sum;
               b.rope = true;
             })},
+      {"softmax-qk-norm", "softmax attention with rotary positions and an RMSNorm of Q and K per head, as in Qwen3",
+       with(plain(),
+            [](BlockConfig& b) {
+              b.score = Score::exponential;
+              b.norm = Norm::sum;
+              b.rope = b.qk_norm = true;
+            })},
       {"linear", "linear attention, ReLU features, softmax normalization",
        with(plain(),
             [](BlockConfig& b) {
@@ -262,6 +269,8 @@ void check_config(const ModelConfig& config) {
     require(block.score_degree == 0, "model: score_degree {}, but only the scores power and series have a degree",
             block.score_degree);
   const bool odd = block.score == Score::linear || ((power || series) && block.score_degree % 2 == 1);
+  require(!block.qk_norm || block.qk_activation == Activation::none,
+          "model: qk_norm and an activation of Q and K; use one of them");
   require(!odd || block.norm != Norm::sum || block.qk_activation == Activation::relu,
           "model: {} score under the sum norm needs features that are not negative (its sum may be 0 otherwise); "
           "use ReLU on Q and K, or no norm in the mixer",
