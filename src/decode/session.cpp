@@ -7,11 +7,11 @@
 #include "base/error.h"
 #include "base/parallel.h"
 #include "decode/model_parts.h"
-#include "decode/sampling.h"
 #include "decode/state_file.h"
 #include "decode/text_stream.h"
 #include "ops/elementwise.h"
 #include "ops/sampling/argmax.h"
+#include "ops/sampling/sampling.h"
 #include "tensor/host_copy.h"
 
 namespace furious {
@@ -95,9 +95,7 @@ Tensor Session::Memory::read_ahead() {
   const HostCopy copy(best);
   logits = language_model().step(cache, best.slice(1, 0, 1));
   const Tensor known = copy.wait();
-  for (int64_t row = 0; row < known.size(0); ++row)
-    require(known.select(0, row).data<int32_t>()[1] == 1,
-            "sampling: a logit is not finite; the model's weights are damaged, or its training diverged");
+  require_finite_logits(known);
   return known;
 }
 
@@ -178,7 +176,10 @@ std::vector<Text> Session::write(const WriteOptions& options, const Show& show) 
     show_piece(i, sequences[i].stream.finish());
   };
 
-  const bool most_probable = options.sampling.temperature == 0 && options.sampling.repetition_penalty == 1;
+  const Sampling& sampling = options.sampling;
+  const bool most_probable = sampling.temperature == 0 && sampling.repetition_penalty == 1 &&
+                             sampling.frequency_penalty == 0 && sampling.presence_penalty == 0 &&
+                             sampling.logit_bias.empty();
   for (int64_t step = 0; step < options.tokens; ++step) {
     std::vector<std::vector<int32_t>> next(sequences.size(), {std::max(0, tokenizer.eos())});
     // Where a GPU can choose by itself it reads on at once, while the text is made here.

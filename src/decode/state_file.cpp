@@ -4,9 +4,9 @@
 
 #include "base/error.h"
 #include "base/hash.h"
-#include "decode/sampling.h"
 #include "model/checkpoint.h"
 #include "model/safetensors.h"
+#include "ops/sampling/sampling.h"
 #include "tensor/check.h"
 
 namespace furious {
