@@ -9,6 +9,7 @@
 #include "base/hash.h"
 #include "model/checkpoint.h"
 #include "model/safetensors.h"
+#include "ops/sampling/sampling.h"
 #include "tensor/check.h"
 
 namespace furious {

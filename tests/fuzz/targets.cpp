@@ -12,11 +12,11 @@
 #include "data/progress.h"
 #include "data/shards_json.h"
 #include "data/tokenizer.h"
-#include "decode/sampling.h"
 #include "decode/state_file.h"
 #include "fuzz/sentencepiece_files.h"
 #include "model/config_json.h"
 #include "model/safetensors.h"
+#include "ops/sampling/sampling.h"
 
 namespace furious::fuzz {
 namespace {

@@ -1,4 +1,4 @@
-#include "decode/sampling.h"
+#include "ops/sampling/sampling.h"
 
 #include <algorithm>
 #include <limits>
