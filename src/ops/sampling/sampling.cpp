@@ -107,8 +107,8 @@ SlotOptions slot_options(const Sampling& sampling, int64_t vocabulary) {
 
 int32_t sample(std::span<const float> logits, const Sampling& sampling, std::span<const int32_t> history,
                uint64_t position) {
-  const SlotOptions options = slot_options(sampling, static_cast<int64_t>(logits.size()));
   require(!logits.empty(), "sampling: there are no logits");
+  const SlotOptions options = slot_options(sampling, static_cast<int64_t>(logits.size()));
   for (size_t i = 0; i < logits.size(); ++i)
     require(std::isfinite(logits[i]),
             "sampling: the logit of token {} is {}; the model's weights are damaged, or its training diverged", i,
