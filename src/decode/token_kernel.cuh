@@ -46,9 +46,11 @@ static_assert(sizeof(TokenPiece) <= kDescriptionBytes && alignof(TokenPiece) <= 
 struct TokenWork {
   const uint4* pieces;  // each of kDescriptionBytes
   int count;
-  unsigned* tags;        // of each block: the first of this token
-  int* const* counters;  // of the mixers' caches
+  unsigned* tags;            // of each block: the first of this token
+  SlotRecord* const* slots;  // of the mixers' caches
   int caches;
+  const int32_t* slot_of_row;
+  int rows;
   int warp_activations;  // units of shared memory of each warp
   int sums;              // bytes of it; the ring follows
   int operations;

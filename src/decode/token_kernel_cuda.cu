@@ -294,7 +294,9 @@ __device__ void fetch_state(const TokenPiece& piece, Barrier& fetched, char* are
   if (!own.there) return;
   const StepArea to(piece, area);
   const int ld = padded(step.cache.v_dim);
-  const float* state = step.state + own.sequence_head * step.state_numbers;
+  const int row = quotient(own.sequence_head, step.cache.heads), head = own.sequence_head - row * step.cache.heads;
+  const SlotRecord slot = load_slot(step.cache.slots + __ldcg(step.slot_of_row + row));
+  const float* state = slot.state + static_cast<int64_t>(head) * step.cache.state_numbers;
   const int values = own.rows * ld * 4, normalizers = step.cache.sum ? padded(own.rows) * 4 : 0;
   fetched.expect(values + normalizers);
   const char* from = reinterpret_cast<const char*>(state + static_cast<int64_t>(own.first) * ld);
@@ -319,15 +321,16 @@ __device__ void fetch_window(const TokenPiece& piece, Barrier& fetched, char* ar
   const int batch = quotient(own.sequence_head, cache.heads), head = own.sequence_head - batch * cache.heads;
   const int k_head = quotient(head, step.k_sharers), v_head = quotient(head, step.v_sharers);
   // The rows of a token.
-  const auto k_at = [&](const Page& page, int token) {
-    const int row = (batch * cache.k_heads + k_head) * kPageTokens + token % kPageTokens;
-    return static_cast<__nv_bfloat16*>(page.k) + static_cast<int64_t>(row) * cache.qk_dim;
+  const auto k_at = [&](Page page, int token) {
+    const int row = k_head * kPageTokens + token % kPageTokens;
+    return reinterpret_cast<__nv_bfloat16*>(page.memory) + static_cast<int64_t>(row) * cache.qk_dim;
   };
-  const auto v_at = [&](const Page& page, int token) {
-    const int row = (batch * cache.v_heads + v_head) * kPageTokens + token % kPageTokens;
-    return static_cast<__nv_bfloat16*>(page.v) + static_cast<int64_t>(row) * cache.v_dim;
+  const auto v_at = [&](Page page, int token) {
+    const int row = v_head * kPageTokens + token % kPageTokens;
+    return reinterpret_cast<__nv_bfloat16*>(page.memory + cache.v_begin) + static_cast<int64_t>(row) * cache.v_dim;
   };
-  const int pending = __ldcg(step.counters + kPending);
+  const SlotRecord slot = load_slot(cache.slots + __ldcg(step.slot_of_row + batch));
+  const int pending = slot.pending;
   const int first_token = own.block * step.tokens, kept = max(0, min(step.tokens, pending - first_token));
   const StepArea to(piece, area);
   if (lane == 0) {
@@ -338,24 +341,23 @@ __device__ void fetch_window(const TokenPiece& piece, Barrier& fetched, char* ar
     share.block = own.block;
     share.column = own.block * step.columns;
     share.columns_end = min(cache.v_dim, (own.block + 1) * step.columns);
-    share.q = step.q.data + batch * step.q.batch_stride + quotient(head, step.q_sharers) * step.q.head_stride;
-    share.k = step.k.data + batch * step.k.batch_stride + k_head * step.k.head_stride;
-    share.v = step.v.data + batch * step.v.batch_stride + v_head * step.v.head_stride;
+    share.q = step.q.data + batch * step.q.row_stride + quotient(head, step.q_sharers) * step.q.head_stride;
+    share.k = step.k.data + batch * step.k.row_stride + k_head * step.k.head_stride;
+    share.v = step.v.data + batch * step.v.row_stride + v_head * step.v.head_stride;
     share.log_decay = reinterpret_cast<const uint64_t*>(step.log_decay) + own.sequence_head;
     share.partials = step.partials + own.sequence_head * step.partial_numbers;
     share.out = step.out + static_cast<int64_t>(own.sequence_head) * cache.v_dim;
-    const Page page = cache.pages[pending / kPageTokens];
-    const int64_t decay_at = cache.decay_at(own.sequence_head, pending);
+    const Page page = slot.pages[pending / kPageTokens];
     share.k_to = head == k_head * step.k_sharers ? reinterpret_cast<uint4*>(k_at(page, pending)) : nullptr;
     share.v_to = head == v_head * step.v_sharers ? reinterpret_cast<uint4*>(v_at(page, pending)) : nullptr;
-    share.log_decay_to = page.log_decay + decay_at;
-    share.total_to = page.total + decay_at;
-    share.before = cache.decay && pending > 0 ? cache.total(own.sequence_head, pending - 1) : 0;
+    share.log_decay_to = cache.log_decay(page, head, pending);
+    share.total_to = cache.total(page, head, pending);
+    share.before = cache.decay && pending > 0 ? cache.total_until(slot.pages, head, pending - 1) : 0;
   }
   const int tokens = piece.first ? kept : 0;
   if (cache.decay)
 #pragma unroll 1
-    for (int j = lane; j < tokens; j += 32) share.totals[j] = cache.total(own.sequence_head, first_token + j);
+    for (int j = lane; j < tokens; j += 32) share.totals[j] = cache.total_until(slot.pages, head, first_token + j);
   __syncwarp();
   const int k_bytes = cache.qk_dim * 2, v_bytes = cache.v_dim * 2;
   if (lane == 0) fetched.expect(tokens * (k_bytes + v_bytes));
@@ -363,7 +365,7 @@ __device__ void fetch_window(const TokenPiece& piece, Barrier& fetched, char* ar
 #pragma unroll 1
   for (int j = lane; j < tokens; j += 32) {
     const int token = first_token + j;
-    const Page page = cache.pages[token / kPageTokens];
+    const Page page = slot.pages[token / kPageTokens];
     stream_bytes(to.k + j * k_bytes, k_at(page, token), k_bytes, fetched);
     stream_bytes(to.v + j * v_bytes, v_at(page, token), v_bytes, fetched);
   }
@@ -878,9 +880,10 @@ __global__ void __launch_bounds__(kAllThreads, 1) token_kernel(const __grid_cons
     }
     // What this block has waited for by now comes after all steps, and so after all have read what counts the tokens.
     if (piece.first && piece.final && blockIdx.x == 0 && finishes)
-      for (int i = thread - kThreads; i < program.caches; i += 32 * kFinishers) {
-        program.counters[i][kPending] += 1;
-        program.counters[i][kTokens] += 1;
+      for (int i = thread - kThreads; i < program.caches * program.rows; i += 32 * kFinishers) {
+        SlotRecord& slot = program.slots[i / program.rows][__ldcg(program.slot_of_row + i % program.rows)];
+        slot.pending += 1;
+        slot.tokens += 1;
       }
   }
   if (thread == kThreads) program.tags[blockIdx.x] = first_tag + program.operations;

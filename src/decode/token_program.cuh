@@ -17,11 +17,9 @@ struct EmbeddingCall {
 struct MixerStep {
   Cache cache;
   Token<__nv_bfloat16> q, k, v;
-  const float* log_decay;  // [batch, heads]
-  int* counters;
-  const float* state;
-  int64_t state_numbers;
-  int heads;  // of all sequences
+  const float* log_decay;  // [rows, heads]
+  const int32_t* rows;     // the slot of each
+  int heads;               // of all rows
 };
 
 // The same as an operation of the program. The blocks of a head (of one sequence) each take some rows of its state
@@ -31,10 +29,8 @@ struct StepCall {
   Cache cache;
   Token<uint32_t> q, k, v;  // as they travel between the blocks of the program
   const float* log_decay;
-  int* counters;
-  const float* state;
-  int64_t state_numbers;
-  int heads;                            // of all sequences
+  const int32_t* slot_of_row;
+  int heads;                            // of all rows
   int blocks, rows, tokens;             // of a head, and of the state and the window for each
   int columns;                          // of the result that each adds up
   int q_sharers, k_sharers, v_sharers;  // heads that share one

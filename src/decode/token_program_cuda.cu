@@ -181,12 +181,10 @@ void record(const LinearCall& call) {
 void record(const MixerStep& from, const Tensor& out) {
   StepCall call{};
   call.cache = from.cache;
-  call.counters = from.counters;
-  call.state = from.state;
-  call.state_numbers = from.state_numbers;
+  call.slot_of_row = from.rows;
   call.heads = from.heads;
   const auto words = [](const Token<__nv_bfloat16>& x) {
-    return Token<uint32_t>{reinterpret_cast<const uint32_t*>(recorder->mail_of(x.data)), x.batch_stride, x.head_stride,
+    return Token<uint32_t>{reinterpret_cast<const uint32_t*>(recorder->mail_of(x.data)), x.row_stride, x.head_stride,
                            x.own_heads};
   };
   call.q = words(from.q);
@@ -261,9 +259,12 @@ TokenProgram::TokenProgram(Device device, const std::function<void()>& work) : p
   std::vector<TokenPiece>& operations = recording.operations;
 
   int64_t batch = 1, widest = 8;
-  std::vector<int*> counters;
+  std::vector<SlotRecord*> slots;
   for (const TokenPiece& operation : operations) {
-    if (operation.kind == TokenPiece::Kind::step) counters.push_back(operation.step.counters);
+    if (operation.kind == TokenPiece::Kind::step) {
+      slots.push_back(operation.step.cache.slots);
+      parts_->work.slot_of_row = operation.step.slot_of_row;
+    }
     if (operation.kind != TokenPiece::Kind::linear) continue;
     batch = std::max<int64_t>(batch, operation.linear.batch);
     widest = std::max<int64_t>(widest, operation.linear.k);
@@ -293,8 +294,9 @@ TokenProgram::TokenProgram(Device device, const std::function<void()>& work) : p
   const std::vector<unsigned> tags(static_cast<size_t>(multiprocessors()), 1);  // no word has this one
   made.tags = static_cast<unsigned*>(on_device(tags.data(), tags.size() * sizeof(unsigned)));
   made.operations = static_cast<int>(operations.size());
-  made.counters = static_cast<int* const*>(on_device(counters.data(), counters.size() * sizeof(int*)));
-  made.caches = static_cast<int>(counters.size());
+  made.slots = static_cast<SlotRecord* const*>(on_device(slots.data(), slots.size() * sizeof(SlotRecord*)));
+  made.caches = static_cast<int>(slots.size());
+  made.rows = static_cast<int>(batch);
   made.warp_activations = room.warp_activations / 16;
   made.sums = room.sums;
   parts_->bytes = room.all;
