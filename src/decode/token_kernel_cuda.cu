@@ -737,9 +737,9 @@ __device__ void multiply(const TokenPiece& piece, Barrier& used, const uint4* we
   memory.multiplied[turn % 2].arrive();
 }
 
-// A warp finishes the results of some rows of the batch: a lane for each element. `slots`: of row i in lane i.
+// A warp finishes the results of some rows of the batch: a lane for each element.
 __device__ void finish_product(const TokenPiece& piece, Barrier& used, const WarpSums* sums, unsigned first_tag,
-                               int slots, unsigned& products, Memory& memory) {
+                               unsigned& products, Memory& memory) {
   const LinearCall& call = piece.linear;
   const int lane = lane_of_thread(), warp = warp_of_thread() - kWarps;
   const Tiles tiles(piece);
@@ -757,16 +757,20 @@ __device__ void finish_product(const TokenPiece& piece, Barrier& used, const War
   const bool valid = tile < tiles.end && row < part.rows;
   // The rows of a pair's tile follow each other: eight of the gate, eight of the other factor.
   const int result = pairs ? lane / 8 * 16 + lane % 8 : lane;
+  Before next;
+  float next_residual = 0;
+  const auto load_next = [&](int sequence) {
+    if (!valid || sequence >= call.batch) return;
+    next = load_before(part, sequence, row);
+    if (part.kind == TokenPart::Kind::add)
+      next_residual = residual.wait_activation(piece.residual + sequence * part.rows + row);
+  };
+  load_next(warp);
 #pragma unroll 1
   for (int sequence = warp; sequence < call.batch; sequence += kFinishers) {
-    const int slot = __shfl_sync(0xFFFFFFFFu, slots, sequence);
-    Before before;
-    float old = 0;
-    if (valid) {
-      before = load_before(part, slot, row);
-      if (part.kind == TokenPart::Kind::add)
-        old = residual.wait_activation(piece.residual + sequence * part.rows + row);
-    }
+    const Before before = next;
+    const float old = next_residual;
+    load_next(sequence + kFinishers);
     const WarpSums& all = *in_register(&sums[turn % 2 * call.batch + sequence]);
     memory.multiplied[turn % 2].wait(static_cast<int>(turn / 2));
     if (!valid) continue;
@@ -776,7 +780,7 @@ __device__ void finish_product(const TokenPiece& piece, Barrier& used, const War
       sum *= scale;
       other *= scale;
     }
-    finish(part, sequence, slot, row, sum, other, old, before, written);
+    finish(part, sequence, row, sum, other, old, before, written);
   }
   memory.multiplied[turn % 2].wait(static_cast<int>(turn / 2));  // where a warp has no row
   memory.finished[turn % 2].arrive();
@@ -1142,7 +1146,6 @@ __global__ void __launch_bounds__(kAllThreads, 1) token_kernel(const __grid_cons
   wait_for_previous();
   const unsigned first_tag = __ldcg(program.tags + blockIdx.x);
   const bool finishes = thread >= kThreads;
-  const int lane = lane_of_thread(), slots = lane < program.rows ? __ldcg(program.slots + lane) : 0;
   ThreadState state{};
   state.first_row = -1;
   for (int p = 0; p < program.count; ++p) {
@@ -1152,7 +1155,7 @@ __global__ void __launch_bounds__(kAllThreads, 1) token_kernel(const __grid_cons
     const TokenPiece& piece = *reinterpret_cast<const TokenPiece*>(memory.pieces[slot]);
     if (finishes) {
       if (piece.kind == TokenPiece::Kind::linear)
-        finish_product(piece, used, sums, first_tag, slots, state.products, memory);
+        finish_product(piece, used, sums, first_tag, state.products, memory);
       else
         used.arrive();
     } else if (piece.kind == TokenPiece::Kind::linear) {

@@ -94,7 +94,7 @@ struct Store {
 
 // `other` is the second factor's sum under TokenPart::Kind::swiglu.
 template <class To = Store>
-__device__ void finish(const LinearPart& part, int sequence, int slot, int row, float sum, float other, float old,
+__device__ void finish(const LinearPart& part, int sequence, int row, float sum, float other, float old,
                        const Before& before, const To& to = {}) {
   const int64_t at = static_cast<int64_t>(sequence) * part.rows + row;
   if (part.kind == TokenPart::Kind::softplus) {
@@ -109,7 +109,7 @@ __device__ void finish(const LinearPart& part, int sequence, int slot, int row, 
     // The convolution reads what is also kept for later tokens: rounded as all activations are.
     const float newest = to_float(__float2bfloat16_rn(sum));
     const int past = part.window - 1;
-    float* state = part.conv_state + static_cast<int64_t>(slot) * past * part.rows + row;
+    float* state = part.conv_state + static_cast<int64_t>(sequence) * past * part.rows + row;
     const float values[4] = {before.past[0], before.past[1], before.past[2], newest};
     sum = before.bias;
 #pragma unroll

@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kThreads, kMostBlocks)
         sum *= scale;
         other *= scale;
       }
-      finish(call.part_of(tile), sequence, sequence, row_of(tile), sum, other, old, before);
+      finish(call.part_of(tile), sequence, row_of(tile), sum, other, old, before);
     }
     tile = next;
     if (tile < call.tiles && finishes(tile)) before = load_before(call.part_of(tile), sequence, row_of(tile));

@@ -7,7 +7,7 @@
 #include "decode/token_kernel.cuh"
 #include "decode/token_program.h"
 #include "gpu/launch.cuh"
-#include "tensor/memory.h"
+#include "tensor/device.h"
 
 namespace furious {
 namespace cuda {
@@ -153,29 +153,11 @@ class Builder {
   }
   // The buffer that holds a value, which may be part of a larger one, and where in a row it begins.
   std::pair<const Buffer*, int> find(Value value) const {
-    int offset = 0;
-    for (bool again = true; again && values_[value].words == nullptr;) {
-      again = false;
-      for (const Op& op : plan_.ops) {
-        const auto* split = std::get_if<SplitOp>(&op);
-        const auto* activation = std::get_if<ActivationOp>(&op);
-        if (activation != nullptr && activation->y == value) {  // computed in place by the product before it
-          value = activation->x;
-          again = true;
-        }
-        if (split == nullptr) continue;
-        const auto part = std::ranges::find(split->parts, value);
-        if (part == split->parts.end()) continue;
-        for (auto before = split->parts.begin(); before != part; ++before)
-          offset += static_cast<int>(plan_.values[*before].width());
-        value = split->x;
-        again = true;
-        break;
-      }
-    }
-    require(values_[value].operation >= 0, "token_program: \"{}\" is read before an operation has written it",
+    const TokenPlan::Place& place = in_.plan->places[value];
+    const Buffer& buffer = values_[place.value];
+    require(buffer.operation >= 0, "token_program: \"{}\" is read before an operation has written it",
             plan_.values[value].name);
-    return {&values_[value], offset};
+    return {&buffer, static_cast<int>(place.column)};
   }
   const Tensor& weight(Weight weight) const { return in_.weights[layer_][weight]; }
   const float* floats(Weight of) const { return of == kNo ? nullptr : weight(of).data<float>(); }
@@ -231,6 +213,7 @@ class Builder {
         part.conv_weight = floats(from.conv_weight);
         part.window = static_cast<int>(weight(from.conv_weight).size(1));
         part.conv_state = in_.conv[layer_].data<float>();
+        part.slot_of_row = in_.rows.table.data<int32_t>();
       }
       if (from.residual != kNo) {
         const Buffer& residual = *find(from.residual).first;
