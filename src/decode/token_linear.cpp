@@ -105,12 +105,12 @@ Tensor token_logits(const TokenInput& in, const Tensor& weight) {
 
 namespace {
 
-TokenMixed plain_mixing(const TokenInput& in, const TokenMixing& w, const Tensor& conv_state,
+TokenMixed plain_mixing(const TokenInput& in, const TokenMixing& w, const Tensor& conv_state, const SlotRows& rows,
                         MatmulPrecision precision) {
   const Tensor h = prepared(in);
   TokenMixed out;
   out.qkv = linear_forward(h, w.qkv, {}, precision);
-  if (w.conv_weight) out.qkv = conv_step(conv_state, out.qkv, w.conv_weight, w.conv_bias, w.after_conv);
+  if (w.conv_weight) out.qkv = conv_step(conv_state, rows, out.qkv, w.conv_weight, w.conv_bias, w.after_conv);
   if (w.qk_activation != Activation::none) {
     const Tensor qk = out.qkv.slice(1, 0, w.qk_width);
     copy(qk, activation_forward(qk, w.qk_activation));
@@ -144,15 +144,17 @@ bool knows_functions(const TokenMixing& w) {
          (!w.a_mask || (w.decay.f == softplus.f && w.decay.limit == softplus.limit));
 }
 
-TokenMixed token_mixing(const TokenInput& in, const TokenMixing& w, const Tensor& conv_state,
+TokenMixed token_mixing(const TokenInput& in, const TokenMixing& w, const Tensor& conv_state, const SlotRows& rows,
                         MatmulPrecision precision) {
   const ArgumentCheck check("token_mixing");
   check_input(check, in, w.qkv);
-  if (w.conv_weight)
-    check.dense("conv_state", conv_state, DType::f32, {in.x.size(0), w.conv_weight.size(1) - 1, w.qkv.size(0)},
+  if (w.conv_weight) {
+    check.dense("conv_state", conv_state, DType::f32, {ArgumentCheck::kAny, w.conv_weight.size(1) - 1, w.qkv.size(0)},
                 in.x.device());
+    check_slots(check, rows, in.x.size(0), conv_state.size(0), in.x.device());
+  }
   if (!knows_functions(w) || !fits(in, w.qkv, TokenPart::Kind::value))
-    return plain_mixing(in, w, conv_state, precision);
+    return plain_mixing(in, w, conv_state, rows, precision);
   using Kind = TokenPart::Kind;
   TokenMixed out;
   std::vector<TokenPart> parts;
@@ -163,6 +165,7 @@ TokenMixed token_mixing(const TokenInput& in, const TokenMixing& w, const Tensor
                    .bias = w.conv_bias,
                    .conv_weight = w.conv_weight,
                    .conv_state = conv_state,
+                   .slots = rows.table,
                    .after_conv = w.after_conv,
                    .qk_activation = w.qk_activation,
                    .qk_width = w.qk_width});

@@ -21,6 +21,7 @@ struct LinearPart {
   void* out;
   const float *bias, *conv_weight, *a_log;
   float *conv_state, *decay;
+  const int32_t* slot_of_row;  // with a convolution: of its state
 };
 
 struct LinearCall {
@@ -51,6 +52,7 @@ struct LinearCall {
 struct Before {
   float bias = 0, a_log = 0;
   float past[3] = {}, taps[4] = {};  // of the convolution, newest last
+  float* state = nullptr;            // of the convolution: the oldest input of this channel
 };
 
 __device__ inline Before load_before(const LinearPart& part, int sequence, int row) {
@@ -59,10 +61,10 @@ __device__ inline Before load_before(const LinearPart& part, int sequence, int r
   if (part.a_log) before.a_log = part.a_log[row];
   if (part.window == 0) return before;
   const int past = part.window - 1;
-  const float* state = part.conv_state + static_cast<int64_t>(sequence) * past * part.rows + row;
+  before.state = part.conv_state + static_cast<int64_t>(__ldcg(part.slot_of_row + sequence)) * past * part.rows + row;
 #pragma unroll
   for (int back = 0; back < 3; ++back)
-    if (back < past) before.past[2 - back] = __ldcg(state + static_cast<int64_t>(past - 1 - back) * part.rows);
+    if (back < past) before.past[2 - back] = __ldcg(before.state + static_cast<int64_t>(past - 1 - back) * part.rows);
 #pragma unroll
   for (int back = 0; back < 4; ++back)
     if (back < part.window) before.taps[3 - back] = part.conv_weight[row * part.window + part.window - 1 - back];
@@ -109,7 +111,6 @@ __device__ void finish(const LinearPart& part, int sequence, int row, float sum,
     // The convolution reads what is also kept for later tokens: rounded as all activations are.
     const float newest = to_float(__float2bfloat16_rn(sum));
     const int past = part.window - 1;
-    float* state = part.conv_state + static_cast<int64_t>(sequence) * past * part.rows + row;
     const float values[4] = {before.past[0], before.past[1], before.past[2], newest};
     sum = before.bias;
 #pragma unroll
@@ -117,7 +118,7 @@ __device__ void finish(const LinearPart& part, int sequence, int row, float sum,
       if (s >= 4 - part.window) sum = fmaf(before.taps[s], values[s], sum);
 #pragma unroll
     for (int back = 0; back < 3; ++back)
-      if (back < past) state[static_cast<int64_t>(past - 1 - back) * part.rows] = values[3 - back];
+      if (back < past) before.state[static_cast<int64_t>(past - 1 - back) * part.rows] = values[3 - back];
   } else {
     sum += before.bias;
   }

@@ -10,14 +10,16 @@
 //
 // x, gate [batch, n] are activations, weights as ops/linear.h takes them, everything else is f32. On a GPU, for up to 8
 // sequences with activations and weights in bf16, and f and g multiples of softplus, each is one kernel that fetches
-// the weights, and the convolution's state, while the kernel before it still runs (tensor/launch.cuh): that one must
-// not have written them. In all other cases each is the plain operations one after the other.
+// the weights, the slots of the rows and the convolution's states while the kernel before it still runs
+// (gpu/launch.cuh): that one must not have written them. In all other cases each is the plain operations one after the
+// other.
 #pragma once
 
 #include <span>
 
 #include "ops/matmul.h"
 #include "ops/nn/decay.h"
+#include "ops/slots.h"
 #include "tensor/tensor.h"
 
 namespace furious {
@@ -53,9 +55,9 @@ struct TokenMixed {
 };
 // Whether the one kernel computes the functions of these.
 bool knows_functions(const TokenMixing& weights);
-// Moves the convolution's state [batch, window − 1, channels] on.
+// Moves the convolution's states [slots, window − 1, channels] of these rows on.
 TokenMixed token_mixing(const TokenInput& in, const TokenMixing& weights, const Tensor& conv_state,
-                        MatmulPrecision precision);
+                        const SlotRows& rows, MatmulPrecision precision);
 
 // h Wᵀ in f32, for h [..., n] of any activation's dtype.
 Tensor logits_forward(const Tensor& h, const Tensor& weight);
@@ -71,6 +73,7 @@ struct TokenPart {
   Kind kind = Kind::value;
   Tensor weight = {}, second = {}, out = {}, bias = {};
   Tensor conv_weight = {}, conv_state = {};
+  Tensor slots = {};  // i32 [rows]: where each has its state of the convolution
   Activation after_conv = Activation::none, qk_activation = Activation::none;
   int64_t qk_width = 0;
   float sign = 1;

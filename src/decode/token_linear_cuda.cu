@@ -191,6 +191,7 @@ void token_linear(const TokenInput& in, std::span<const TokenPart> parts) {
     part.conv_weight = optional(from.conv_weight);
     part.a_log = optional(from.a_log);
     part.conv_state = from.conv_weight ? from.conv_state.data<float>() : nullptr;
+    part.slot_of_row = from.conv_weight ? from.slots.data<int32_t>() : nullptr;
     part.decay = from.decay ? from.decay.data<float>() : nullptr;
   }
   call.number_tiles();

@@ -3,7 +3,21 @@
 #include <algorithm>
 #include <numeric>
 
+#include "base/error.h"
+
 namespace furious {
+
+void check_slots(const ArgumentCheck& check, const SlotRows& rows, int64_t count, int64_t slots, Device device) {
+  require(count == ArgumentCheck::kAny || rows.size() == count, "{}: {} slots for {} rows; name one slot for each row",
+          check.operation(), rows.size(), count);
+  std::vector<bool> named(static_cast<size_t>(slots));
+  for (int32_t slot : rows.slots) {
+    require(slot >= 0 && slot < slots, "{}: slot {}, expected 0 to {}", check.operation(), slot, slots - 1);
+    require(!named[static_cast<size_t>(slot)], "{}: slot {} comes twice; a slot has one row", check.operation(), slot);
+    named[static_cast<size_t>(slot)] = true;
+  }
+  check.dense("rows", rows.table, DType::i32, {rows.size()}, device);
+}
 
 SlotRows slot_rows(std::vector<int32_t> slots, Device device) {
   const Tensor here = Tensor::empty({static_cast<int64_t>(slots.size())}, DType::i32);

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "tensor/check.h"
 #include "tensor/tensor.h"
 
 namespace furious {
@@ -15,6 +16,10 @@ struct SlotRows {
 
   int64_t size() const { return static_cast<int64_t>(slots.size()); }
 };
+
+// Throws an Error unless there are `count` rows (any number where that is ArgumentCheck::kAny) that name different ones
+// of `slots`, and their table is on the device.
+void check_slots(const ArgumentCheck& check, const SlotRows& rows, int64_t count, int64_t slots, Device device);
 
 SlotRows slot_rows(std::vector<int32_t> slots, Device device = {});
 SlotRows all_slots(int64_t count, Device device = {});

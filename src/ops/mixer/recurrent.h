@@ -7,108 +7,136 @@
 // a KV cache, and it folds first when it has grown larger than state and window together. So at no length does it take
 // more memory than a KV cache, nor more than the state and a window. A mixer without state (state_rows() is 0) never
 // folds: its cache is a KV cache for good.
+//
+// A cache holds slots: sequences with lengths, pages, states and fold times of their own. When a slot folds depends on
+// its own tokens alone, and it takes memory only as it needs it.
 #pragma once
 
-#include <array>
 #include <vector>
 
 #include "ops/mixer/mixer.h"
 #include "ops/mixer/shape.h"
+#include "ops/slots.h"
 
 namespace furious {
 
-// Some tokens of the window, head by head, so that a head's tokens lie together.
+// Some tokens of a slot's window, head by head, so that a head's tokens lie together. All are views of one memory.
 struct CachePage {
   static constexpr int64_t kTokens = 32;
-  Tensor k;          // [batch, k_heads, kTokens, qk_dim]
-  Tensor v;          // [batch, v_heads, kTokens, v_dim]
-  Tensor log_decay;  // [batch, heads, kTokens]; with decay only
-  Tensor total;      // on a GPU, with decay: f64 sums of log_decay from the first pending token up to each
+  Tensor memory;     // f32
+  Tensor k;          // [k_heads, kTokens, qk_dim]
+  Tensor v;          // [v_heads, kTokens, v_dim]
+  Tensor log_decay;  // [heads, kTokens]; with decay only
 };
 
-// The tokens that are kept as they came.
-struct CacheWindow {
-  std::vector<CachePage> pages;
-  int64_t pending = 0;  // tokens in the pages
-  int64_t tokens = 0;   // seen so far
-  // What the kernels of a GPU know of them: the addresses of the pages, and counters of which the first two are
-  // `pending` and `tokens`, so that a step is the same work from token to token.
-  Tensor table, counters;
-  int64_t listed = 0;  // pages in the table
+// One sequence.
+struct CacheSlot {
+  std::vector<CachePage> pages;  // of the tokens that are kept as they came
+  int64_t pending = 0;           // tokens in the pages
+  int64_t tokens = 0;            // seen so far
+  Tensor state;                  // [heads, numbers of a packed head state]; undefined before the first fold
+  bool prepared = false;         // for the next token
+  // On a GPU: the addresses of the pages, and how many of them the table has by now.
+  Tensor table;
+  int64_t listed = 0;
 };
 
-// Everything that a MixerCache holds, to keep elsewhere and go on from later. A cache with a state has room for a whole
-// window here, used or not: it takes the same space at any length.
+// What the kernels of a GPU know of all slots, so that a step is the same work from token to token.
+struct CacheRecords {
+  Tensor slots;  // i32 [slots, words of a record]
+  Tensor done;   // i32 counters of a step that runs: heads of a row, and blocks of a head, that are done
+};
+
+// Everything that a slot of a MixerCache holds, to keep elsewhere and go on from later. A slot with a state has room
+// for a whole window here, used or not: it takes the same space at any length.
 struct MixerContents {
   int64_t tokens = 0;   // seen
   int64_t pending = 0;  // of them in the pages; what lies beyond them there is zero
-  Tensor k;             // [batch, pages, k_heads, CachePage::kTokens, qk_dim]
-  Tensor v;             // [batch, pages, v_heads, CachePage::kTokens, v_dim]
-  Tensor log_decay;     // [batch, pages, heads, CachePage::kTokens]; with decay only
-  Tensor state;         // of the tokens before these: [batch, heads, D, columns]; not there before the first fold
+  Tensor k;             // [1, pages, k_heads, CachePage::kTokens, qk_dim]
+  Tensor v;             // [1, pages, v_heads, CachePage::kTokens, v_dim]
+  Tensor log_decay;     // [1, pages, heads, CachePage::kTokens]; with decay only
+  Tensor state;         // of the tokens before these: [1, heads, D, columns]; undefined before the first fold
 };
 
 class MixerCache {
  public:
   struct Sizes {
-    int64_t batch = 1, q_heads = 1, k_heads = 1, v_heads = 1, qk_dim = 0, v_dim = 0;
+    int64_t slots = 1, q_heads = 1, k_heads = 1, v_heads = 1, qk_dim = 0, v_dim = 0;
   };
 
   MixerCache(const MixerSpec& spec, const Sizes& sizes, Device device = {});
-  // Goes on from contents(), to the bit; contents that cannot be of such a cache are refused. They are f32 on any
-  // device: what one device has written another can read.
-  MixerCache(const MixerSpec& spec, const Sizes& sizes, const MixerContents& contents, Device device = {});
-  MixerContents contents(Device where = {}) const;
 
-  // The next token of every sequence: q, k, v [batch, their heads, dim] f32 (on a GPU also bf16: the cache keeps k and
-  // v so, the state in f32) with unit inner stride, log_decay [batch, heads] f32 exactly when the spec has decay.
-  // Returns the mixer's output [batch, heads, v_dim]. On a GPU nobody looks at the values of log_decay.
-  Tensor step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& log_decay = {});
+  // The next token of each row's slot: q, k, v [rows, their heads, dim] f32 (on a GPU also bf16: the cache keeps k and
+  // v so, the states in f32) with unit inner stride, log_decay [rows, heads] f32 exactly when the spec has decay.
+  // Returns the mixer's output [rows, heads, v_dim]. On a GPU nobody looks at the values of log_decay.
+  Tensor step(const SlotRows& rows, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& log_decay = {});
 
   // For a step on a GPU that is recorded once and run many times (tensor/graph.h). prepare() makes room for the next
-  // token and folds where that is due; a step that follows it launches one kernel and nothing else, which may begin
-  // before the kernel ahead of it has ended, so one that is not launched early must lie between the two. As long as
-  // recording() then stays what it was, the recorded step may be run instead, and advance() counts its token.
-  void prepare(DType dtype);
-  std::array<const void*, 4> recording() const;
-  void advance();
-  // On a GPU, after prepare(): the tokens seen so far, i32 [1], where its kernels find them.
-  Tensor position() const { return recent_.counters ? recent_.counters.slice(0, 1, 1) : Tensor(); }
+  // token of these slots and folds where that is due; a step of them that follows launches one kernel and nothing else,
+  // which may begin before the kernel ahead of it has ended, so one that is not launched early must lie between the
+  // two. As long as recording() then stays what it was, the recorded step may be run instead, also for other slots in
+  // the same table, and advance() counts its tokens.
+  void prepare(const SlotRows& rows, DType dtype);
+  std::vector<int64_t> recording(const SlotRows& rows) const;
+  void advance(const SlotRows& rows);
+  // The tokens seen so far, i32 [slots], on a GPU where its kernels find and count them.
+  Tensor positions() const;
 
-  // Many tokens at once, as mixer_forward takes them (of such dtypes, no boundaries, no initial state); returns its
-  // output.
-  Tensor prefill(const MixerInputs& inputs, const MixerOptions& options = {});
+  // Many tokens of one slot, as mixer_forward takes them (batch 1, of such dtypes, no boundaries, no initial state);
+  // returns its output.
+  Tensor prefill(int64_t slot, const MixerInputs& inputs, const MixerOptions& options = {});
 
-  int64_t tokens() const { return recent_.tokens; }  // seen so far
-  int64_t bytes() const;                             // held now
+  // Makes the slot empty and frees its memory.
+  void clear(int64_t slot);
+  // `to` goes on like `from`, to the bit, in memory of its own.
+  void copy(int64_t from, int64_t to);
+  // Goes on from contents(), to the bit; contents that cannot be of such a cache are refused. They are f32 on any
+  // device: what one device has written another can read.
+  MixerContents contents(int64_t slot, Device where = {}) const;
+  void restore(int64_t slot, const MixerContents& contents);
+
+  int64_t slots() const { return static_cast<int64_t>(slots_.size()); }
+  int64_t tokens(int64_t slot) const { return at(slot).tokens; }  // seen so far
+  int64_t bytes(int64_t slot) const;                              // held now
+  int64_t bytes() const;                                          // of all slots
   int64_t first_fold() const { return first_fold_; }
-  bool has_folded() const { return state_.defined(); }
+  bool has_folded(int64_t slot) const { return at(slot).state.defined(); }
   int64_t window() const { return window_; }
 
-  // All tokens so far as one state, as mixer_forward takes it: [batch, heads, D, columns]. The cache stays as it is.
-  Tensor state() const;
+  // All tokens of a slot so far as one state, as mixer_forward takes it: [1, heads, D, columns]. The slot stays as it
+  // is.
+  Tensor state(int64_t slot) const;
+
+  // For a kernel that steps the caches of all layers at once (decode/token_program.h).
+  const MixerSpec& spec() const { return spec_; }
+  const MixerShape& shape() const { return shape_; }
+  const CacheRecords& records() const { return records_; }
 
  private:
   bool has_state() const { return shape_.state_rows > 0; }
-  void make_room(DType dtype);
-  void reserve(int64_t tokens);
+  const CacheSlot& at(int64_t slot) const;
+  CacheSlot& at(int64_t slot);
+  void check_rows(std::string_view operation, const SlotRows& rows) const;
+  void make_room(const SlotRows& rows, DType dtype);
+  bool reserve(CacheSlot& slot, int64_t tokens);
   void keep_as(DType dtype);
-  void fold();
-  void drop_window();
+  void drop_window(CacheSlot& slot);
+  void changed(int64_t slot);
+  Tensor prefill_further(int64_t slot, const MixerInputs& inputs, const MixerOptions& options);
+  Tensor gathered(const CacheSlot& slot, Tensor CachePage::*member) const;
   Tensor new_state() const;
-  CachePage new_page(DType dtype) const;
+  CachePage new_page() const;
   // The pages of contents(): a whole window after the first fold, before it those that hold tokens.
   int64_t pages_kept(bool folded, int64_t pending) const;
 
   MixerSpec spec_;
   Device device_;
-  MixerShape shape_;          // of one token
+  MixerShape shape_;          // of one token of one sequence
   int64_t window_ = 0;        // tokens between folds
   int64_t first_fold_ = 0;    // tokens before the first; 0: never
   DType dtype_ = DType::f32;  // of k and v in the pages
-  bool prepared_ = false;     // for the next token
-  CacheWindow recent_;
-  Tensor state_;  // [batch, heads, numbers of a packed head state]; not there before the first fold
+  std::vector<CacheSlot> slots_;
+  CacheRecords records_;
 };
 
 }  // namespace furious

@@ -1,6 +1,7 @@
-// The kernels behind MixerCache. `window` is what the cache keeps token by token, `state` the packed state of each head
-// ([batch, heads, head_state_numbers]), or not there before the first fold.
+// The kernels behind MixerCache. A shape here is that of one token of one sequence (batch 1).
 #pragma once
+
+#include <span>
 
 #include "ops/mixer/recurrent.h"
 
@@ -9,27 +10,53 @@ namespace furious {
 // Tokens of the window that a step takes at a time. What it launches depends on how many times it does so.
 inline constexpr int64_t kStepTokens = 2 * CachePage::kTokens;
 
+// Where the parts of a page begin, in bytes: k comes first.
+struct PageLayout {
+  int64_t v = 0, log_decay = 0, total = 0, bytes = 0;
+
+  PageLayout(const MixerShape& shape, bool decay, DType dtype, bool totals) {
+    const auto number = static_cast<int64_t>(size_of(dtype));
+    v = CachePage::kTokens * shape.k_heads * shape.qk_dim * number;
+    log_decay = v + CachePage::kTokens * shape.v_heads * shape.v_dim * number;
+    total = log_decay + (decay ? CachePage::kTokens * shape.heads * 4 : 0);
+    bytes = total + (decay && totals ? CachePage::kTokens * shape.heads * 8 : 0);
+  }
+};
+
+// One of several folds: state = decayed state + all pending tokens of the slot. The state need not be the slot's own.
+struct CacheFold {
+  const CacheSlot* slot;
+  Tensor state;
+};
+
 namespace cpu {
 
 // f32 numbers that the packed state of one head takes.
 int64_t head_state_numbers(const MixerShape& shape);
 
-// To be called when pages came or went, or when `pending` or `tokens` was set: a GPU keeps a record of them.
-inline void cache_window_changed(Device, const MixerShape&, CacheWindow&) {}
+// What a GPU knows of the slots, which are empty.
+inline CacheRecords new_records(const MixerShape&, int64_t, Device) {
+  return {};
+}
+// To be called when the host has changed anything of these slots but by counting a step's tokens.
+inline void cache_slots_changed(const CacheRecords&, std::vector<CacheSlot>&, std::span<const int32_t>) {}
 // To be called when log_decay of the pending tokens was written from outside: a GPU keeps its sums.
-inline void cache_sum_decay(const MixerShape&, const CacheWindow&) {}
+inline void cache_sum_decay(const MixerSpec&, const MixerShape&, const CacheSlot&) {}
 
-// Puts tokens [batch, tokens, heads, dim] behind the pending ones, in pages that are there.
-void cache_append(const MixerSpec& spec, const MixerShape& shape, const CacheWindow& window, const Tensor& k,
+// Puts tokens [1, tokens, heads, dim] behind the pending ones, in pages that exist.
+void cache_append(const MixerSpec& spec, const MixerShape& shape, const CacheSlot& slot, const Tensor& k,
                   const Tensor& v, const Tensor& log_decay);
-// The same for one token [batch, heads, dim]; out = the mixer's output for it, given its q. `early`: a GPU may begin
-// with it before the kernel ahead has ended (tensor/launch.cuh); that kernel must not have changed the cache.
-void cache_step(const MixerSpec& spec, const MixerShape& shape, const CacheWindow& window, const Tensor& state,
-                const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& log_decay, const Tensor& out,
-                bool early);
-// state = decayed state + all pending tokens.
-void cache_fold(const MixerSpec& spec, const MixerShape& shape, const CacheWindow& window, const Tensor& state);
-// Between the packed state and the public layout [batch, heads, D, columns].
+// Puts one token of each row, [rows, heads, dim], into the row's slot; out = the mixer's output for it, given its q.
+// `early`: a GPU may begin with it before the kernel ahead has ended (gpu/launch.cuh); that kernel must not have
+// changed these slots.
+void cache_step(const MixerSpec& spec, const MixerShape& shape, const CacheRecords& records,
+                const std::vector<CacheSlot>& slots, const SlotRows& rows, const Tensor& q, const Tensor& k,
+                const Tensor& v, const Tensor& log_decay, const Tensor& out, bool early);
+// out [1, tokens, heads, v_dim] for the last tokens of a slot, given their q; the slot has no state.
+void cache_read(const MixerSpec& spec, const MixerShape& shape, const CacheSlot& slot, const Tensor& q,
+                const Tensor& out);
+void cache_fold(const MixerSpec& spec, const MixerShape& shape, std::span<const CacheFold> folds);
+// Between the packed state [heads, head_state_numbers] and the public layout [1, heads, D, columns].
 void cache_load(const MixerSpec& spec, const MixerShape& shape, const Tensor& from, const Tensor& state);
 void cache_store(const MixerSpec& spec, const MixerShape& shape, const Tensor& state, const Tensor& to);
 
@@ -38,14 +65,15 @@ void cache_store(const MixerSpec& spec, const MixerShape& shape, const Tensor& s
 namespace cuda {
 
 int64_t head_state_numbers(const MixerShape& shape);
-void cache_window_changed(Device device, const MixerShape& shape, CacheWindow& window);
-void cache_sum_decay(const MixerShape& shape, const CacheWindow& window);
-void cache_append(const MixerSpec& spec, const MixerShape& shape, const CacheWindow& window, const Tensor& k,
+CacheRecords new_records(const MixerShape& shape, int64_t slots, Device device);
+void cache_slots_changed(const CacheRecords& records, std::vector<CacheSlot>& slots, std::span<const int32_t> changed);
+void cache_sum_decay(const MixerSpec& spec, const MixerShape& shape, const CacheSlot& slot);
+void cache_append(const MixerSpec& spec, const MixerShape& shape, const CacheSlot& slot, const Tensor& k,
                   const Tensor& v, const Tensor& log_decay);
-void cache_step(const MixerSpec& spec, const MixerShape& shape, const CacheWindow& window, const Tensor& state,
-                const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& log_decay, const Tensor& out,
-                bool early);
-void cache_fold(const MixerSpec& spec, const MixerShape& shape, const CacheWindow& window, const Tensor& state);
+void cache_step(const MixerSpec& spec, const MixerShape& shape, const CacheRecords& records,
+                const std::vector<CacheSlot>& slots, const SlotRows& rows, const Tensor& q, const Tensor& k,
+                const Tensor& v, const Tensor& log_decay, const Tensor& out, bool early);
+void cache_fold(const MixerSpec& spec, const MixerShape& shape, std::span<const CacheFold> folds);
 void cache_load(const MixerSpec& spec, const MixerShape& shape, const Tensor& from, const Tensor& state);
 void cache_store(const MixerSpec& spec, const MixerShape& shape, const Tensor& state, const Tensor& to);
 

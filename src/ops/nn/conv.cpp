@@ -75,15 +75,16 @@ Tensor conv_state(const Tensor& x, int64_t window, const Tensor& boundaries, con
   return result;
 }
 
-Tensor conv_step(const Tensor& state, const Tensor& x, const Tensor& weight, const Tensor& bias,
+Tensor conv_step(const Tensor& state, const SlotRows& rows, const Tensor& x, const Tensor& weight, const Tensor& bias,
                  Activation activation) {
   const ArgumentCheck check("conv_step");
   check.rank("x", x, 2);
   check.rows("x", x);
   check_parameters(check, x, weight, bias, activation);
-  check_state(check, state, weight.size(1), x);
+  check.dense("state", state, DType::f32, {ArgumentCheck::kAny, weight.size(1) - 1, x.size(1)}, x.device());
+  check_slots(check, rows, x.size(0), state.size(0), x.device());
   Tensor y = Tensor::empty_like(x);
-  FURIOUS_DISPATCH(x.device(), conv_step(y, state, x, weight, or_zeros(bias, weight), activation));
+  FURIOUS_DISPATCH(x.device(), conv_step(y, state, rows.table, x, weight, or_zeros(bias, weight), activation));
   return y;
 }
 

@@ -15,6 +15,7 @@
 #pragma once
 
 #include "ops/nn/activation.h"
+#include "ops/slots.h"
 #include "ops/tape.h"
 
 namespace furious {
@@ -26,8 +27,9 @@ Tensor conv_forward(const Tensor& x, const Tensor& weight, const Tensor& bias, A
 // The state after the last token of every row.
 Tensor conv_state(const Tensor& x, int64_t window, const Tensor& boundaries = {}, const Tensor& state = {});
 
-// One token [batch, channels] of every row; moves the state on.
-Tensor conv_step(const Tensor& state, const Tensor& x, const Tensor& weight, const Tensor& bias, Activation activation);
+// One token [rows, channels] of some slots; moves their states, of [slots, w−1, channels], on.
+Tensor conv_step(const Tensor& state, const SlotRows& rows, const Tensor& x, const Tensor& weight, const Tensor& bias,
+                 Activation activation);
 
 struct ConvGradients {
   Tensor x;  // may be a view with contiguous rows

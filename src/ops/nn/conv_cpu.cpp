@@ -214,17 +214,19 @@ void backward(const ConvGradients& out, const Tensor& dy_tensor, const Tensor& x
 }
 
 template <int kWindow, Activation kActivation>
-void step(const Tensor& y, const Tensor& state_tensor, const Tensor& x, const Tensor& weight, const Tensor& bias) {
+void step(const Tensor& y, const Tensor& state_tensor, const Tensor& slots, const Tensor& x, const Tensor& weight,
+          const Tensor& bias) {
   const TokenRows state(state_tensor);
   const int64_t channels = x.size(1);
   parallel_rows(x.size(0), channels, [&](int64_t first, int64_t last) {
-    for (int64_t batch = first; batch < last; ++batch) {
+    for (int64_t row = first; row < last; ++row) {
+      const int32_t slot = slots.data<int32_t>()[row];
       const float* from[kWindow];
-      float* const to = y.data<float>() + batch * channels;
-      for (int s = 0; s + 1 < kWindow; ++s) from[s] = state.at(batch, s);
-      from[kWindow - 1] = x.data<float>() + batch * x.stride(0);
+      float* const to = y.data<float>() + row * channels;
+      for (int s = 0; s + 1 < kWindow; ++s) from[s] = state.at(slot, s);
+      from[kWindow - 1] = x.data<float>() + row * x.stride(0);
       forward_tile<kWindow, kActivation>(&to, from, 1, weight.data<float>(), bias.data<float>(), channels);
-      for (int s = 0; s + 1 < kWindow; ++s) std::copy_n(from[s + 1], channels, state.at(batch, s));
+      for (int s = 0; s + 1 < kWindow; ++s) std::copy_n(from[s + 1], channels, state.at(slot, s));
     }
   });
 }
@@ -252,9 +254,10 @@ void conv_forward(const Tensor& y, const Tensor& x, const Tensor& weight, const 
   });
 }
 
-void conv_step(const Tensor& y, const Tensor& state, const Tensor& x, const Tensor& weight, const Tensor& bias,
-               Activation activation) {
-  with_spec(weight.size(1), activation, [&](auto window, auto kind) { step<window, kind>(y, state, x, weight, bias); });
+void conv_step(const Tensor& y, const Tensor& state, const Tensor& slots, const Tensor& x, const Tensor& weight,
+               const Tensor& bias, Activation activation) {
+  with_spec(weight.size(1), activation,
+            [&](auto window, auto kind) { step<window, kind>(y, state, slots, x, weight, bias); });
 }
 
 void conv_backward(const ConvGradients& out, const Tensor& dy, const Tensor& x, const Tensor& weight,
@@ -278,9 +281,9 @@ void conv_forward(const Tensor& y, const Tensor& x, const Tensor& weight, const 
   HWY_DYNAMIC_DISPATCH(conv_forward)(y, x, weight, bias, activation, segments, state);
 }
 
-void conv_step(const Tensor& y, const Tensor& state, const Tensor& x, const Tensor& weight, const Tensor& bias,
-               Activation activation) {
-  HWY_DYNAMIC_DISPATCH(conv_step)(y, state, x, weight, bias, activation);
+void conv_step(const Tensor& y, const Tensor& state, const Tensor& slots, const Tensor& x, const Tensor& weight,
+               const Tensor& bias, Activation activation) {
+  HWY_DYNAMIC_DISPATCH(conv_step)(y, state, slots, x, weight, bias, activation);
 }
 
 void conv_backward(const ConvGradients& out, const Tensor& dy, const Tensor& x, const Tensor& weight,

@@ -141,16 +141,16 @@ __global__ void __launch_bounds__(32 * kDown)
   }
 }
 
-// The token after the state; the state moves on by it.
+// The token after the state of its slot; the state moves on by it.
 template <class T, int W>
-__global__ void step_kernel(T* y, float* state, const T* x, int64_t x_stride, const float* weight, const float* bias,
-                            Sizes sizes) {
+__global__ void step_kernel(T* y, float* state, const int32_t* slots, const T* x, int64_t x_stride, const float* weight,
+                            const float* bias, Sizes sizes) {
   const int channel = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
   const int64_t batch = blockIdx.y;
   if (channel >= sizes.channels) return;
   float taps[W][1], values[W][1], offset[1] = {bias[channel]}, newest[1], sum[1];
   load_taps(taps, weight, channel);
-  float* const rows = state + batch * (W - 1) * sizes.channels + channel;
+  float* const rows = state + static_cast<int64_t>(slots[batch]) * (W - 1) * sizes.channels + channel;
   values[0][0] = 0;
 #pragma unroll
   for (int s = 1; s < W; ++s) values[s][0] = rows[static_cast<int64_t>(s - 1) * sizes.channels];
@@ -302,17 +302,17 @@ void conv_forward(const Tensor& y_tensor, const Tensor& x_tensor, const Tensor& 
   check_launch("conv");
 }
 
-void conv_step(const Tensor& y, const Tensor& state, const Tensor& x, const Tensor& weight, const Tensor& bias,
-               Activation activation) {
+void conv_step(const Tensor& y, const Tensor& state, const Tensor& slots, const Tensor& x, const Tensor& weight,
+               const Tensor& bias, Activation activation) {
   if (x.elements() == 0) return;
   const Sizes sizes{x.size(0), 1, static_cast<int>(x.size(1)), static_cast<int>(weight.size(1)), activation, 1};
   const dim3 grid(blocks_for(sizes.channels, 128), static_cast<unsigned>(sizes.batch));
   with_activation_type(x.dtype(), [&](auto zero) {
     using T = decltype(zero);
     with_window(sizes, [&](auto window) {
-      step_kernel<typename OnDevice<T>::Type, window>
-          <<<grid, 128, 0, stream(x.device())>>>(pointer<T>(y), state.data<float>(), pointer<T>(x), x.stride(0),
-                                                 weight.data<float>(), bias.data<float>(), sizes);
+      step_kernel<typename OnDevice<T>::Type, window><<<grid, 128, 0, stream(x.device())>>>(
+          pointer<T>(y), state.data<float>(), slots.data<int32_t>(), pointer<T>(x), x.stride(0), weight.data<float>(),
+          bias.data<float>(), sizes);
     });
   });
   check_launch("conv_step");

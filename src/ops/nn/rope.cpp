@@ -59,13 +59,20 @@ void cpu::rope_rotate(const Tensor& y, const Tensor& x, const Rope& rope, std::s
   int64_t longest_inner = 0;
   for (const Segment& segment : segments)
     if (segment.begin > 0) longest_inner = std::max(longest_inner, segment.length());
-  const Tensor from_offset = angle_table(rope.offset, length, dim, rope.base);
+  const Tensor from_offset = rope.positions ? Tensor() : angle_table(rope.offset, length, dim, rope.base);
+  std::vector<Tensor> of_rows;
+  for (int64_t row = 0; rope.positions && row < x.size(0); ++row) {
+    const int64_t slot = rope.rows.data<int32_t>()[row];
+    const int64_t position = rope.positions.data<int32_t>()[slot * rope.positions.stride(0)];
+    of_rows.push_back(angle_table(rope.offset + position, length, dim, rope.base));
+  }
   const Tensor from_zero = angle_table(0, longest_inner, dim, rope.base);
 
   std::vector<const float*> angles;
   angles.reserve(x.size(0) * length);
   for (const Segment& segment : segments) {
-    const float* const table = (segment.begin > 0 ? from_zero : from_offset).data<float>();
+    const Tensor& from_begin = rope.positions ? of_rows[segment.batch] : from_offset;
+    const float* const table = (segment.begin > 0 ? from_zero : from_begin).data<float>();
     for (int64_t i = 0; i < segment.length(); ++i) angles.push_back(table + i * dim);
   }
   rope_rotate_rows(y, x, angles, rope.pairing, inverse);
@@ -86,7 +93,18 @@ void check_input(const ArgumentCheck& check, std::string_view name, const Tensor
           name, to_string(x.shape()));
   require(rope.base > 0, "{}: base is {}, expected a positive number", check.operation(), rope.base);
   require(rope.offset >= 0, "{}: offset is {}, expected 0 or more", check.operation(), rope.offset);
-  if (rope.later) check.dense("later", rope.later, DType::i32, {1}, x.device());
+  require(rope.positions.defined() == rope.rows.defined(), "{}: positions go with rows; give both or neither",
+          check.operation());
+  if (!rope.positions) return;
+  check.dense("rows", rope.rows, DType::i32, {x.size(0)}, x.device());
+  check.rank("positions", rope.positions, 1);
+  check.dtype("positions", rope.positions, {DType::i32});
+  check.device("positions", rope.positions, x.device());
+  for (int64_t i = 0; x.device().is_cpu() && i < x.size(0); ++i) {
+    const int32_t slot = rope.rows.data<int32_t>()[i];
+    require(slot >= 0 && slot < rope.positions.size(0), "{}: slot {} in \"rows\", expected 0 to {}", check.operation(),
+            slot, rope.positions.size(0) - 1);
+  }
 }
 
 }  // namespace

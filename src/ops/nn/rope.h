@@ -20,7 +20,9 @@ struct Rope {
   RopePairing pairing = RopePairing::halves;
   double base = 10000;
   int64_t offset = 0;  // position of the first token of every row; documents that start inside a row start at 0
-  Tensor later = {};   // on a GPU, i32 [1], added to the offset: read there and then, so that a recorded step can go on
+  // Of a step: row i begins at offset + positions[rows[i]]. Both i32 of one dimension and on the device, where they are
+  // read when the step runs, so that a recorded one can go on; positions may lie apart.
+  Tensor positions = {}, rows = {};
 };
 
 // For `boundaries` see ops/boundaries.h.

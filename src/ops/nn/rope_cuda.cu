@@ -17,7 +17,8 @@ struct Heads {
 struct Turn {
   double log2_base;
   int64_t offset;
-  const int32_t* later;
+  const int32_t *seen, *rows;  // of a step: positions before the offset of the slot of each row
+  int64_t seen_stride;
   const int32_t* positions;  // of every token in its document; without them a row is one document
   int length, heads, half, heads_per_thread;
   bool halves;
@@ -43,7 +44,8 @@ __global__ void rotate_kernel(Heads<T> y, Heads<T> x, Turn turn, uint32_t items)
   const int at = static_cast<int>(token % turn.length);
 
   int64_t position = turn.positions ? turn.positions[token] : at;
-  if (position == at) position += turn.offset + (turn.later ? *turn.later : 0);  // the document starts with its row
+  if (position == at)  // the document starts with its row
+    position += turn.offset + (turn.seen ? turn.seen[turn.rows[batch] * turn.seen_stride] : 0);
   float cosine[N], sine[N];
 #pragma unroll
   for (int i = 0; i < N; ++i) {
@@ -99,7 +101,9 @@ void rope_rotate(const Tensor& y_tensor, const Tensor& x_tensor, const Rope& rop
   const int64_t share = batch * length >= kManyTokens ? std::min<int64_t>(kHeadsPerThread, heads) : 1;
   const Turn turn{std::log2(rope.base),
                   rope.offset,
-                  rope.later ? rope.later.data<int32_t>() : nullptr,
+                  rope.positions ? rope.positions.data<int32_t>() : nullptr,
+                  rope.rows ? rope.rows.data<int32_t>() : nullptr,
+                  rope.positions ? rope.positions.stride(0) : 0,
                   positions ? positions.data<int32_t>() : nullptr,
                   static_cast<int>(length),
                   static_cast<int>(heads),

@@ -14,16 +14,33 @@ namespace furious::cuda {
 
 inline constexpr int kPageTokens = static_cast<int>(CachePage::kTokens);
 
+// kPageTokens tokens of one slot, in one piece of memory: k [k_heads, kPageTokens, qk_dim], v [v_heads, kPageTokens,
+// v_dim] and, with decay, log_decay [heads, kPageTokens] f32 and f64 sums of log_decay from the first pending token up
+// to each. A Cache knows where each begins.
 struct Page {
-  void* k;
-  void* v;
-  float* log_decay;
-  double* total;
+  char* memory;
 };
 
-// Counters of a cache: pending tokens, all tokens, heads that are done with a step, and for each head blocks that are
-// done.
-inline constexpr int kPending = 0, kTokens = 1, kHeadsDone = 2, kBlocksDone = 3;
+// What the kernels know of a slot. They find it through the rows of a step: row i belongs to slots[rows[i]], so that
+// the same launch serves other slots, and the same slots with more tokens, when the numbers here and there change.
+struct alignas(16) SlotRecord {
+  const Page* pages;
+  float* state;  // [heads, state_numbers]; null before the first fold
+  int32_t pending, tokens;
+  int32_t unused[2];
+};
+static_assert(sizeof(SlotRecord) == 32);
+
+// In two loads, past the first-level cache: an earlier kernel may have changed it.
+__device__ inline SlotRecord load_slot(const SlotRecord* from) {
+  SlotRecord slot;
+  const uint4 *words = reinterpret_cast<const uint4*>(from), first = __ldcg(words), second = __ldcg(words + 1);
+  slot.pages = reinterpret_cast<const Page*>(static_cast<uint64_t>(first.y) << 32 | first.x);
+  slot.state = reinterpret_cast<float*>(static_cast<uint64_t>(first.w) << 32 | first.z);
+  slot.pending = static_cast<int32_t>(second.x);
+  slot.tokens = static_cast<int32_t>(second.y);
+  return slot;
+}
 
 __host__ __device__ inline int padded(int64_t dim) {
   return static_cast<int>((dim + 3) / 4 * 4);
@@ -35,38 +52,42 @@ __device__ inline float normalized(Score score, float y, float n) {
   return size < kSmallestNormalizer ? 0.0f : y / n;
 }
 
-// The sizes of a cache, and where its window is.
+// The sizes of a cache, and where its slots are.
 struct Cache {
   Score score;
   bool decay, sum;
   int heads, k_heads, v_heads, qk_dim, v_dim, state_rows;
+  int state_numbers;                      // of the packed state of a head
+  int v_begin, decay_begin, total_begin;  // bytes from the begin of a page
   FeatureMap features;
   float scale;
-  const Page* pages;
+  SlotRecord* slots;
 
   __device__ int k_head(int head) const { return head / (heads / k_heads); }
   __device__ int v_head(int head) const { return head / (heads / v_heads); }
   // Rows of one token, in the page that holds it.
   template <class T>
-  __device__ T* k_row(const Page& page, int batch, int head, int token) const {
-    const int64_t row = (static_cast<int64_t>(batch) * k_heads + k_head(head)) * kPageTokens + token % kPageTokens;
-    return static_cast<T*>(page.k) + row * qk_dim;
+  __device__ T* k_row(Page page, int head, int token) const {
+    return reinterpret_cast<T*>(page.memory) + (k_head(head) * kPageTokens + token % kPageTokens) * qk_dim;
   }
   template <class T>
-  __device__ T* v_row(const Page& page, int batch, int head, int token) const {
-    const int64_t row = (static_cast<int64_t>(batch) * v_heads + v_head(head)) * kPageTokens + token % kPageTokens;
-    return static_cast<T*>(page.v) + row * v_dim;
+  __device__ T* v_row(Page page, int head, int token) const {
+    return reinterpret_cast<T*>(page.memory + v_begin) + (v_head(head) * kPageTokens + token % kPageTokens) * v_dim;
   }
-  // The place of one token's decay.
-  __device__ int64_t decay_at(int64_t sequence_head, int token) const {
-    return sequence_head * kPageTokens + token % kPageTokens;
+  __device__ float* log_decay(Page page, int head, int token) const {
+    return reinterpret_cast<float*>(page.memory + decay_begin) + head * kPageTokens + token % kPageTokens;
   }
-  __device__ double total(int64_t sequence_head, int token) const {
-    return __ldcg(pages[token / kPageTokens].total + decay_at(sequence_head, token));
+  __device__ double* total(Page page, int head, int token) const {
+    return reinterpret_cast<double*>(page.memory + total_begin) + head * kPageTokens + token % kPageTokens;
+  }
+  __device__ double total_until(const Page* pages, int head, int token) const {
+    return __ldcg(total(pages[token / kPageTokens], head, token));
   }
 };
 
-inline Cache cache_of(const MixerSpec& spec, const MixerShape& shape, const CacheWindow& window) {
+// `dtype` is that of k and v in the pages.
+inline Cache cache_of(const MixerSpec& spec, const MixerShape& shape, DType dtype, const CacheRecords& records = {}) {
+  const PageLayout layout(shape, spec.decay, dtype, true);
   return {spec.score,
           spec.decay,
           spec.norm == Norm::sum,
@@ -76,20 +97,24 @@ inline Cache cache_of(const MixerSpec& spec, const MixerShape& shape, const Cach
           static_cast<int>(shape.qk_dim),
           static_cast<int>(shape.v_dim),
           static_cast<int>(shape.state_rows),
+          static_cast<int>(head_state_numbers(shape)),
+          static_cast<int>(layout.v),
+          static_cast<int>(layout.log_decay),
+          static_cast<int>(layout.total),
           shape.features,
           shape.scale,
-          window.table ? static_cast<const Page*>(window.table.raw()) : nullptr};
+          records.slots ? static_cast<SlotRecord*>(records.slots.raw()) : nullptr};
 }
 
-// One token of every sequence, [batch, own heads, dim].
+// One token of each row, [rows, own heads, dim].
 template <class T>
 struct Token {
   const T* data;
-  int64_t batch_stride, head_stride;
+  int64_t row_stride, head_stride;
   int own_heads;
 
-  __device__ const T* row(int batch, int head, int heads) const {
-    return data + batch * batch_stride + head / (heads / own_heads) * head_stride;
+  __device__ const T* row(int row, int head, int heads) const {
+    return data + row * row_stride + head / (heads / own_heads) * head_stride;
   }
 };
 

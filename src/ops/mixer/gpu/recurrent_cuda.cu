@@ -7,68 +7,76 @@ namespace {
 constexpr int kThreads = 256;
 
 // Sums of log_decay from the first pending token; a warp for a head, 32 tokens at a time.
-__global__ void sum_decay_kernel(Cache cache, int64_t sequence_heads, int first, int end) {
-  const int64_t sequence_head = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
+__global__ void sum_decay_kernel(Cache cache, const Page* pages, int first, int end) {
+  const int head = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / 32);
   const int lane = static_cast<int>(threadIdx.x % 32);
-  if (sequence_head >= sequence_heads) return;
-  double before = first > 0 ? cache.total(sequence_head, first - 1) : 0;
+  if (head >= cache.heads) return;
+  double before = first > 0 ? cache.total_until(pages, head, first - 1) : 0;
   for (int t = first; t < end; t += 32) {
     const int own = t + lane;
-    const Page page = cache.pages[min(own, end - 1) / kPageTokens];
-    double sum = own < end ? static_cast<double>(page.log_decay[cache.decay_at(sequence_head, own)]) : 0;
+    const Page page = pages[min(own, end - 1) / kPageTokens];
+    double sum = own < end ? static_cast<double>(*cache.log_decay(page, head, own)) : 0;
     for (int offset = 1; offset < 32; offset *= 2) {
       const double other = __shfl_up_sync(0xFFFFFFFFu, sum, offset);
       if (lane >= offset) sum += other;
     }
     sum += before;
-    if (own < end) page.total[cache.decay_at(sequence_head, own)] = sum;
+    if (own < end) *cache.total(page, head, own) = sum;
     before = __shfl_sync(0xFFFFFFFFu, sum, 31);
   }
 }
 
-// A tensor [batch, tokens, own heads, dim].
+// A tensor [1, tokens, own heads, dim].
 template <class T>
 struct Tokens {
   const T* data;
-  int64_t batch_stride, token_stride, head_stride;
+  int64_t token_stride, head_stride;
 };
 
 template <class T>
 auto tokens(const Tensor& x) {
-  return Tokens<typename OnDevice<T>::Type>{pointer<T>(x), x.stride(0), x.stride(1), x.stride(2)};
+  return Tokens<typename OnDevice<T>::Type>{pointer<T>(x), x.stride(1), x.stride(2)};
 }
 
-// One block for one token of one sequence.
+// One block for one token.
 template <class T>
-__global__ void append_kernel(Cache cache, Tokens<T> k, Tokens<T> v, Tokens<float> log_decay, int64_t length,
+__global__ void append_kernel(Cache cache, const Page* pages, Tokens<T> k, Tokens<T> v, Tokens<float> log_decay,
                               int first) {
-  const int64_t batch = blockIdx.x / length, t = blockIdx.x % length;
-  const int slot = first + static_cast<int>(t), at = slot % kPageTokens;
-  const Page page = cache.pages[slot / kPageTokens];
-  const auto keep = [&](void* to, const Tokens<T>& from, int heads, int dim) {
+  const int64_t t = blockIdx.x;
+  const int token = first + static_cast<int>(t), at = token % kPageTokens;
+  const Page page = pages[token / kPageTokens];
+  const auto keep = [&](char* to, const Tokens<T>& from, int heads, int dim) {
     for (int i = static_cast<int>(threadIdx.x); i < heads * dim; i += kThreads) {
       const int head = i / dim, c = i % dim;
-      static_cast<T*>(to)[((batch * heads + head) * kPageTokens + at) * dim + c] =
-          from.data[batch * from.batch_stride + t * from.token_stride + head * from.head_stride + c];
+      reinterpret_cast<T*>(to)[(head * kPageTokens + at) * dim + c] =
+          from.data[t * from.token_stride + head * from.head_stride + c];
     }
   };
-  keep(page.k, k, cache.k_heads, cache.qk_dim);
-  keep(page.v, v, cache.v_heads, cache.v_dim);
+  keep(page.memory, k, cache.k_heads, cache.qk_dim);
+  keep(page.memory + cache.v_begin, v, cache.v_heads, cache.v_dim);
   if (!cache.decay) return;
   for (int head = static_cast<int>(threadIdx.x); head < cache.heads; head += kThreads)
-    page.log_decay[cache.decay_at(batch * cache.heads + head, slot)] =
-        log_decay.data[batch * log_decay.batch_stride + t * log_decay.token_stride + head * log_decay.head_stride];
+    *cache.log_decay(page, head, token) = log_decay.data[t * log_decay.token_stride + head * log_decay.head_stride];
 }
 
 // state = exp(A_end)·state + Σ_j exp(A_end − A_j) φ(k_j)[v_j, 1]ᵀ over the pending tokens. A block has 64 rows and 64
 // columns of one head's state, a thread 8 × 4 of them. A fold of all layers is what every so many tokens wait for: the
 // blocks of 16 heads of 64 all fit on the multiprocessors at once, and a block asks for its state first and then for
-// all of a page together.
+// all of a page together. Several slots fold in one launch.
+struct FoldList {
+  static constexpr int kMost = 64;
+  struct Fold {
+    const Page* pages;
+    float* state;
+    int pending;
+  } folds[kMost];
+};
+
 constexpr int kFoldTile = 64, kFoldThreads = 128, kFoldRows = 8, kFoldBlocks = 4;
 
 template <class T>
 __global__ void __launch_bounds__(kFoldThreads, kFoldBlocks)
-    fold_kernel(Cache cache, float* states, int64_t state_numbers, int pending, int row_tiles, int column_tiles) {
+    fold_kernel(const Cache cache, const __grid_constant__ FoldList list, int row_tiles, int column_tiles) {
   constexpr int kOfThread = kPageTokens * kFoldTile / kFoldThreads;  // numbers of a page, for a tile of columns
   constexpr int kStep = kFoldThreads / kFoldTile;                    // tokens between them
   __shared__ float k[kPageTokens * kLargestDim];
@@ -77,15 +85,18 @@ __global__ void __launch_bounds__(kFoldThreads, kFoldBlocks)
   static_assert(kPageTokens == 32);  // one for each lane
   start_next();
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, tiles = row_tiles * column_tiles;
-  const int sequence_head = static_cast<int>(blockIdx.x) / tiles, tile = static_cast<int>(blockIdx.x) % tiles;
+  const int all_heads = static_cast<int>(blockIdx.x) / tiles, tile = static_cast<int>(blockIdx.x) % tiles;
   const int first_row = tile / column_tiles * kFoldTile, first_column = tile % column_tiles * kFoldTile;
-  const int batch = sequence_head / cache.heads, head = sequence_head % cache.heads;
+  const int head = all_heads % cache.heads;
+  const FoldList::Fold& fold = list.folds[all_heads / cache.heads];
+  const Page* const pages = fold.pages;
+  const int pending = fold.pending;
   // The row of φ and the column of v that this thread prepares, and of which tokens first.
   const int own = thread % kFoldTile, own_token = thread / kFoldTile;
   const bool own_row = first_row + own < cache.state_rows, own_column = first_column + own < cache.v_dim;
   const Feature feature = feature_of(cache.features, own_row ? first_row + own : 0);
   const int row = thread / 16 * kFoldRows, column = thread % 16 * 4, ld = padded(cache.v_dim);
-  float* const state = states + sequence_head * state_numbers;
+  float* const state = fold.state + static_cast<int64_t>(head) * cache.state_numbers;
   float* const to = state + static_cast<int64_t>(first_row + row) * ld + first_column + column;
   float* const z = state + static_cast<int64_t>(cache.state_rows) * ld + first_row + own;
   const int rows = first_column + column < ld ? cache.state_rows - first_row - row : 0;
@@ -95,16 +106,16 @@ __global__ void __launch_bounds__(kFoldThreads, kFoldBlocks)
 #pragma unroll
   for (int r = 0; r < kFoldRows; ++r)
     if (r < rows) prefetch(to + r * ld);
-  const double end = cache.decay ? cache.total(sequence_head, pending - 1) : 0;
+  const double end = cache.decay ? cache.total_until(pages, head, pending - 1) : 0;
   float sums[kFoldRows][4] = {};
   float normalizer = 0;
 #pragma unroll 1
   for (int t0 = 0; t0 < pending; t0 += kPageTokens) {
-    const Page page = cache.pages[t0 / kPageTokens];
+    const Page page = pages[t0 / kPageTokens];
     const int count = min(kPageTokens, pending - t0);
     // The tokens of a head lie one behind the other.
-    const T* const page_k = cache.template k_row<T>(page, batch, head, 0);
-    const T* const page_v = cache.template v_row<T>(page, batch, head, 0) + first_column + own;
+    const T* const page_k = cache.template k_row<T>(page, head, 0);
+    const T* const page_v = cache.template v_row<T>(page, head, 0) + first_column + own;
     T some_v[kOfThread];
 #pragma unroll
     for (int i = 0; i < kOfThread; ++i) {
@@ -112,8 +123,7 @@ __global__ void __launch_bounds__(kFoldThreads, kFoldBlocks)
       some_v[i] = own_column && t < count ? __ldcg(page_v + t * cache.v_dim) : T(0.0f);
     }
     float weight = 1;  // of the token that is the lane's
-    if (cache.decay && lane < count)
-      weight = decay_factor(end - __ldcg(page.total + cache.decay_at(sequence_head, lane)));
+    if (cache.decay && lane < count) weight = decay_factor(end - __ldcg(cache.total(page, head, lane)));
     __syncthreads();
 #pragma unroll 1
     for (int first = thread; first < kPageTokens * cache.qk_dim; first += kOfThread * kFoldThreads) {
@@ -172,14 +182,13 @@ __global__ void __launch_bounds__(kFoldThreads, kFoldBlocks)
 }
 
 // Between the packed state and the public layout, element by element of the latter.
-__global__ void convert_kernel(Cache cache, float* packed, int64_t packed_numbers, float* open, int columns,
-                               int64_t count, bool to_packed) {
+__global__ void convert_kernel(Cache cache, float* packed, float* open, int columns, int64_t count, bool to_packed) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i >= count) return;
   const int column = static_cast<int>(i % columns);
-  const int64_t row = i / columns % cache.state_rows, sequence_head = i / columns / cache.state_rows;
+  const int64_t row = i / columns % cache.state_rows, head = i / columns / cache.state_rows;
   const int ld = padded(cache.v_dim);
-  float* place = packed + sequence_head * packed_numbers +
+  float* place = packed + head * cache.state_numbers +
                  (column < cache.v_dim ? row * ld + column : static_cast<int64_t>(cache.state_rows) * ld + row);
   if (to_packed)
     *place = open[i];
@@ -190,23 +199,32 @@ __global__ void convert_kernel(Cache cache, float* packed, int64_t packed_number
 void convert(const MixerSpec& spec, const MixerShape& shape, const Tensor& packed, const Tensor& open, bool to_packed) {
   const int64_t count = open.elements();
   convert_kernel<<<blocks_for(count, kThreads), kThreads, 0, stream(packed.device())>>>(
-      cache_of(spec, shape, {}), packed.data<float>(), packed.stride(1), open.data<float>(),
+      cache_of(spec, shape, DType::f32), packed.data<float>(), open.data<float>(),
       static_cast<int>(shape.state_columns), count, to_packed);
   check_launch("mixer_cache");
 }
 
-// Some pages at once, as arguments of a kernel: no copy from the host that would have to be waited for.
-struct PageList {
-  static constexpr int kMost = 32;
-  Page pages[kMost];
+// Words to write, as arguments of a kernel: no copy from the host that would have to be waited for.
+struct WordList {
+  static constexpr int kMost = 128;
+  struct Word {
+    uint64_t* to;
+    uint64_t value;
+  } words[kMost];
 };
 
-__global__ void list_pages_kernel(Page* table, PageList list, int count, int* counters, int pending, int tokens) {
+__global__ void write_words_kernel(const __grid_constant__ WordList list, int count) {
   wait_for_previous();
   const int i = static_cast<int>(threadIdx.x);
-  if (i < count) table[i] = list.pages[i];
-  if (i == 0) counters[kPending] = pending;
-  if (i == 0) counters[kTokens] = tokens;
+  if (i < count) *list.words[i].to = list.words[i].value;
+}
+
+uint64_t word_of(const void* address) {
+  return static_cast<uint64_t>(reinterpret_cast<uintptr_t>(address));
+}
+
+const Page* table_of(const CacheSlot& slot) {
+  return static_cast<const Page*>(slot.table.raw());
 }
 
 }  // namespace
@@ -215,65 +233,85 @@ int64_t head_state_numbers(const MixerShape& shape) {
   return shape.state_rows * padded(shape.v_dim) + padded(shape.state_rows);
 }
 
-void cache_window_changed(Device device, const MixerShape& shape, CacheWindow& window) {
-  constexpr int64_t kWords = sizeof(Page) / sizeof(int32_t);
-  const auto count = static_cast<int64_t>(window.pages.size());
-  if (!window.counters) window.counters = Tensor::zeros({kBlocksDone + shape.batch * shape.heads}, DType::i32, device);
-  if (!window.table || count * kWords > window.table.elements()) {
-    window.table = Tensor::empty({kWords * std::max<int64_t>(PageList::kMost, 2 * count)}, DType::i32, device);
-    window.listed = 0;
-  }
-  window.listed = std::min(window.listed, count);
-  do {
-    PageList list;
-    const auto some = std::min<int64_t>(PageList::kMost, count - window.listed);
-    for (int64_t i = 0; i < some; ++i) {
-      const CachePage& page = window.pages[window.listed + i];
-      list.pages[i] = {page.k.raw(), page.v.raw(), page.log_decay ? page.log_decay.data<float>() : nullptr,
-                       page.total ? page.total.data<double>() : nullptr};
-    }
-    launch_early(true, list_pages_kernel, 1, PageList::kMost, 0, stream(device),
-                 static_cast<Page*>(window.table.raw()) + window.listed, list, static_cast<int>(some),
-                 window.counters.data<int32_t>(), static_cast<int>(window.pending), static_cast<int>(window.tokens));
-    window.listed += some;
-  } while (window.listed < count);
+CacheRecords new_records(const MixerShape& shape, int64_t slots, Device device) {
+  return {Tensor::zeros({slots, static_cast<int64_t>(sizeof(SlotRecord) / sizeof(int32_t))}, DType::i32, device),
+          Tensor::zeros({slots * (1 + shape.heads)}, DType::i32, device)};
 }
 
-void cache_append(const MixerSpec& spec, const MixerShape& shape, const CacheWindow& window, const Tensor& k,
+void cache_slots_changed(const CacheRecords& records, std::vector<CacheSlot>& slots, std::span<const int32_t> changed) {
+  constexpr int64_t kWords = sizeof(Page) / sizeof(int32_t), kFewest = 8;
+  static_assert(sizeof(Page) == sizeof(uint64_t));
+  const Device device = records.slots.device();
+  WordList list;
+  int count = 0;
+  const auto flush = [&] {
+    if (count > 0) launch_early(true, write_words_kernel, 1, WordList::kMost, 0, stream(device), list, count);
+    count = 0;
+  };
+  const auto write = [&](void* to, uint64_t value) {
+    list.words[count++] = {static_cast<uint64_t*>(to), value};
+    if (count == WordList::kMost) flush();
+  };
+  for (int32_t index : changed) {
+    CacheSlot& slot = slots[index];
+    const auto pages = static_cast<int64_t>(slot.pages.size());
+    slot.listed = std::min(slot.listed, pages);
+    if (pages > 0 && (!slot.table || pages * kWords > slot.table.elements())) {
+      slot.table = Tensor::empty({kWords * std::max(kFewest, 2 * pages)}, DType::i32, device);
+      slot.listed = 0;
+    }
+    for (; slot.listed < pages; ++slot.listed)
+      write(static_cast<Page*>(slot.table.raw()) + slot.listed, word_of(slot.pages[slot.listed].memory.raw()));
+    auto* const record = static_cast<SlotRecord*>(records.slots.raw()) + index;
+    write(&record->pages, word_of(slot.table.raw()));
+    write(&record->state, word_of(slot.state.raw()));
+    write(&record->pending, static_cast<uint32_t>(slot.pending) | static_cast<uint64_t>(slot.tokens) << 32);
+  }
+  flush();
+}
+
+void cache_append(const MixerSpec& spec, const MixerShape& shape, const CacheSlot& slot, const Tensor& k,
                   const Tensor& v, const Tensor& log_decay) {
-  const int64_t length = k.size(1);
-  const Cache cache = cache_of(spec, shape, window);
-  const auto first = static_cast<int>(window.pending);
+  const Cache cache = cache_of(spec, shape, k.dtype());
+  const auto first = static_cast<int>(slot.pending), length = static_cast<int>(k.size(1));
+  if (length == 0) return;
   const cudaStream_t s = stream(k.device());
   with_activation_type(k.dtype(), [&](auto zero) {
     using T = decltype(zero);
-    append_kernel<<<blocks_for(shape.batch * length, 1), kThreads, 0, s>>>(
-        cache, tokens<T>(k), tokens<T>(v), spec.decay ? tokens<float>(log_decay) : Tokens<float>{}, length, first);
+    append_kernel<<<static_cast<unsigned>(length), kThreads, 0, s>>>(
+        cache, table_of(slot), tokens<T>(k), tokens<T>(v), spec.decay ? tokens<float>(log_decay) : Tokens<float>{},
+        first);
   });
   check_launch("mixer_cache.prefill");
   if (!spec.decay) return;
-  const int64_t heads = shape.batch * shape.heads;
-  sum_decay_kernel<<<blocks_for(heads, kThreads / 32), kThreads, 0, s>>>(cache, heads, first,
-                                                                         first + static_cast<int>(length));
+  sum_decay_kernel<<<blocks_for(shape.heads, kThreads / 32), kThreads, 0, s>>>(cache, table_of(slot), first,
+                                                                               first + length);
   check_launch("mixer_cache.prefill");
 }
 
-void cache_sum_decay(const MixerShape& shape, const CacheWindow& window) {
-  const int64_t heads = shape.batch * shape.heads;
-  sum_decay_kernel<<<blocks_for(heads, kThreads / 32), kThreads, 0, stream(window.table.device())>>>(
-      cache_of({}, shape, window), heads, 0, static_cast<int>(window.pending));
+void cache_sum_decay(const MixerSpec& spec, const MixerShape& shape, const CacheSlot& slot) {
+  sum_decay_kernel<<<blocks_for(shape.heads, kThreads / 32), kThreads, 0, stream(slot.table.device())>>>(
+      cache_of(spec, shape, slot.pages[0].k.dtype()), table_of(slot), 0, static_cast<int>(slot.pending));
   check_launch("mixer_cache");
 }
 
-void cache_fold(const MixerSpec& spec, const MixerShape& shape, const CacheWindow& window, const Tensor& state) {
+void cache_fold(const MixerSpec& spec, const MixerShape& shape, std::span<const CacheFold> folds) {
   const int row_tiles = divide_up(shape.state_rows, kFoldTile), column_tiles = divide_up(shape.v_dim, kFoldTile);
-  const int64_t blocks = shape.batch * shape.heads * row_tiles * column_tiles;
-  with_activation_type(window.pages[0].k.dtype(), [&](auto zero) {
-    using T = typename OnDevice<decltype(zero)>::Type;
-    launch_early(true, fold_kernel<T>, blocks_for(blocks, 1), kFoldThreads, 0, stream(state.device()),
-                 cache_of(spec, shape, window), state.data<float>(), state.stride(1), static_cast<int>(window.pending),
-                 row_tiles, column_tiles);
-  });
+  while (!folds.empty()) {
+    FoldList list;
+    const size_t count = std::min<size_t>(folds.size(), FoldList::kMost);
+    for (size_t i = 0; i < count; ++i)
+      list.folds[i] = {table_of(*folds[i].slot), folds[i].state.data<float>(),
+                       static_cast<int>(folds[i].slot->pending)};
+    const int64_t blocks = static_cast<int64_t>(count) * shape.heads * row_tiles * column_tiles;
+    const DType dtype = folds[0].slot->pages[0].k.dtype();
+    with_activation_type(dtype, [&](auto zero) {
+      using T = typename OnDevice<decltype(zero)>::Type;
+      launch_early(true, fold_kernel<T>, blocks_for(blocks, 1), kFoldThreads, 0, stream(folds[0].state.device()),
+                   cache_of(spec, shape, dtype), list, row_tiles, column_tiles);
+    });
+    folds = folds.subspan(count);
+  }
 }
 
 void cache_load(const MixerSpec& spec, const MixerShape& shape, const Tensor& from, const Tensor& state) {

@@ -1,8 +1,8 @@
 #include <cmath>
 #include <limits>
 
-#include "decode/token_program.cuh"
 #include "gpu/launch.cuh"
+#include "ops/mixer/gpu/recurrent.cuh"
 #include "ops/mixer/polynomial.h"
 
 namespace furious::cuda {
@@ -38,15 +38,14 @@ template <class T>
 struct Step {
   Cache cache;
   Token<T> q, k, v;
-  const float* log_decay;  // [batch, heads]
-  int* counters;
-  const float* state;
-  int64_t state_numbers;
+  const float* log_decay;            // [rows, heads]
+  const int32_t* rows;               // the slot of each
+  int *heads_done, *blocks_done;     // of each row, and of each of its heads
   int state_blocks, state_rows;      // blocks of a head that read the state, and the rows of each
   int window_blocks, window_tokens;  // those that read the window, and the tokens of each
-  int all_heads;                     // of all sequences
+  int all_heads;                     // of all rows
   bool windows_first;                // in the order of blocks: what has furthest to go begins first
-  float* partials;                   // [batch, heads, blocks, v_dim + 2]: y, n, and `extra`
+  float* partials;                   // [rows, heads, blocks, v_dim + 2]: y, n, and `extra`
   T* out;
   Polynomial polynomial;  // f, of all scores but the exponential
 
@@ -63,9 +62,15 @@ struct Step {
   }
   // `extra` is the largest exponent under softmax; else the first block of the window says there how much is left of
   // the state.
-  __device__ float* partial(int64_t sequence_head, int block) const {
-    return partials + (sequence_head * blocks() + block) * (cache.v_dim + 2);
+  __device__ float* partial(int64_t row_head, int block) const {
+    return partials + (row_head * blocks() + block) * (cache.v_dim + 2);
   }
+};
+
+// One head of one row, and the slot of that row.
+struct RowHead {
+  int row, head, index;  // index counts the heads of all rows
+  SlotRecord slot;
 };
 
 struct StepMemory {
@@ -98,16 +103,16 @@ __device__ void write_partial(const Step<T>& step, float* partial, int groups, i
 
 // The new token, which a kernel before this one has made. The state's blocks need its q alone.
 template <bool kAll, class T>
-__device__ void load_token(const Step<T>& step, int batch, int head, StepMemory& memory) {
+__device__ void load_token(const Step<T>& step, const RowHead& own, StepMemory& memory) {
   const int thread = static_cast<int>(threadIdx.x);
   const Cache& cache = step.cache;
-  const T* const q = step.q.row(batch, head, cache.heads) + thread;
-  const T* const k = step.k.row(batch, head, cache.heads) + thread;
-  const T* const v = step.v.row(batch, head, cache.heads) + thread;
+  const T* const q = step.q.row(own.row, own.head, cache.heads) + thread;
+  const T* const k = step.k.row(own.row, own.head, cache.heads) + thread;
+  const T* const v = step.v.row(own.row, own.head, cache.heads) + thread;
   wait_for_previous();
   T raw_q{}, raw_k{}, raw_v{};  // all on their way before the first is there
   float log_decay = 0;
-  if (kAll && cache.decay && thread == 0) log_decay = __ldcg(step.log_decay + batch * cache.heads + head);
+  if (kAll && cache.decay && thread == 0) log_decay = __ldcg(step.log_decay + own.index);
   if (thread < cache.qk_dim) raw_q = __ldcg(q);
   if (kAll && thread < cache.qk_dim) raw_k = __ldcg(k);
   if (kAll && thread < cache.v_dim) raw_v = __ldcg(v);
@@ -121,15 +126,14 @@ __device__ void load_token(const Step<T>& step, int batch, int head, StepMemory&
 // φ(q)ᵀ[s, z] over the rows of one block. The state stays as it is from token to token, so the first rows are fetched
 // before q is there.
 template <class T>
-__device__ void read_state(const Step<T>& step, int batch, int head, int block, StepMemory& memory) {
+__device__ void read_state(const Step<T>& step, const RowHead& own, int block, StepMemory& memory) {
   const int thread = static_cast<int>(threadIdx.x);
-  const int64_t sequence_head = static_cast<int64_t>(batch) * step.cache.heads + head;
   const int first = block * step.state_rows;
   const int rows = min(step.state_rows, step.cache.state_rows - first);
   const int ld = padded(step.cache.v_dim);
   const int vectors = ld / 4, groups = kThreads / vectors;
   const int column = thread % vectors, group = thread / vectors;
-  const float* state = step.state + sequence_head * step.state_numbers;
+  const float* state = own.slot.state + static_cast<int64_t>(own.head) * step.cache.state_numbers;
   const float4* values = reinterpret_cast<const float4*>(state + static_cast<int64_t>(first) * ld) + column;
   float4 ahead[kRowsAhead];
 #pragma unroll
@@ -137,9 +141,9 @@ __device__ void read_state(const Step<T>& step, int batch, int head, int block, 
     const int r = group + i * groups;
     ahead[i] = group < groups && r < rows ? __ldcs(values + r * vectors) : float4{0, 0, 0, 0};
   }
-  const Feature own = feature_of(step.cache.features, first + min(thread, rows - 1));
-  load_token<false>(step, batch, head, memory);
-  if (thread < rows) memory.phi[thread] = own.of(memory.q);
+  const Feature feature = feature_of(step.cache.features, first + min(thread, rows - 1));
+  load_token<false>(step, own, memory);
+  if (thread < rows) memory.phi[thread] = feature.of(memory.q);
   for (int r = thread + kThreads; r < rows; r += kThreads)
     memory.phi[r] = feature_of(step.cache.features, first + r).of(memory.q);
   __syncthreads();
@@ -162,39 +166,37 @@ __device__ void read_state(const Step<T>& step, int batch, int head, int block, 
     const float* z = state + static_cast<int64_t>(step.cache.state_rows) * ld + first;
     for (int r = thread; r < rows; r += kThreads) normalizer = fmaf(memory.phi[r], z[r], normalizer);
   }
-  write_partial(step, step.partial(sequence_head, block), groups, ld, normalizer, 0, memory);
+  write_partial(step, step.partial(own.index, block), groups, ld, normalizer, 0, memory);
 }
 
 // Puts the new token into its page. Heads that share a k or v leave it to the first of them; all of them read the new
 // token from the inputs.
 template <class T>
-__device__ void keep_token(const Step<T>& step, int batch, int head, int slot, double total, const StepMemory& memory) {
-  const Cache& cache = step.cache;
-  const int thread = static_cast<int>(threadIdx.x);
-  const Page page = cache.pages[slot / kPageTokens];
+__device__ void keep_token(const Cache& cache, const RowHead& own, double total, const StepMemory& memory) {
+  const int thread = static_cast<int>(threadIdx.x), token = own.slot.pending, head = own.head;
+  const Page page = own.slot.pages[token / kPageTokens];
   if (head % (cache.heads / cache.k_heads) == 0 && thread < cache.qk_dim)
-    cache.template k_row<T>(page, batch, head, slot)[thread] = from_float<T>(memory.k[thread]);
+    cache.template k_row<T>(page, head, token)[thread] = from_float<T>(memory.k[thread]);
   if (head % (cache.heads / cache.v_heads) == 0 && thread < cache.v_dim)
-    cache.template v_row<T>(page, batch, head, slot)[thread] = from_float<T>(memory.v[thread]);
+    cache.template v_row<T>(page, head, token)[thread] = from_float<T>(memory.v[thread]);
   if (cache.decay && thread == 0) {
-    const int64_t sequence_head = static_cast<int64_t>(batch) * cache.heads + head;
-    page.log_decay[cache.decay_at(sequence_head, slot)] = memory.log_decay;
-    page.total[cache.decay_at(sequence_head, slot)] = total;
+    *cache.log_decay(page, head, token) = memory.log_decay;
+    *cache.total(page, head, token) = total;
   }
 }
 
 // Σ_j w_j [v_j, 1] over the tokens of one block, the new one among them. Older ones are there before q is: the first of
 // them are fetched then, where a thread takes one piece of a row.
 template <int kVector, class T>
-__device__ void read_window(const Step<T>& step, int batch, int head, int block, StepMemory& memory) {
+__device__ void read_window(const Step<T>& step, const RowHead& own, int block, StepMemory& memory) {
   const Cache& cache = step.cache;
-  const int thread = static_cast<int>(threadIdx.x);
-  const int64_t sequence_head = static_cast<int64_t>(batch) * cache.heads + head;
-  const int pending = step.counters[kPending];
+  const int thread = static_cast<int>(threadIdx.x), head = own.head;
+  const Page* const pages = own.slot.pages;
+  const int pending = own.slot.pending;
   const int first = block * step.window_tokens;
   const int end = min(first + step.window_tokens, pending + 1);
-  // Both pages at once with the count that says whether they are there: the table has room for more than it lists.
-  const Page first_pages[2] = {cache.pages[first / kPageTokens], cache.pages[first / kPageTokens + 1]};
+  const int first_page = first / kPageTokens, last_page = pending / kPageTokens;
+  const Page first_pages[2] = {pages[first_page], pages[min(first_page + 1, last_page)]};
   const bool whole = cache.qk_dim == 8 * kVector && cache.v_dim == 8 * kVector;
   Piece<kVector, T> k_ahead[2] = {}, v_ahead[2] = {};
   double totals_ahead[2] = {};
@@ -202,15 +204,15 @@ __device__ void read_window(const Step<T>& step, int batch, int head, int block,
   for (int half = 0; half < 2; ++half) {
     const int j = half * kPageTokens + thread / 8;
     if (!whole || first + j >= min(end, pending)) continue;
-    k_ahead[half].load(cache.template k_row<T>(first_pages[half], batch, head, j) + thread % 8 * kVector);
-    v_ahead[half].load(cache.template v_row<T>(first_pages[half], batch, head, j) + thread % 8 * kVector);
-    if (cache.decay) totals_ahead[half] = first_pages[half].total[cache.decay_at(sequence_head, j)];
+    k_ahead[half].load(cache.template k_row<T>(first_pages[half], head, j) + thread % 8 * kVector);
+    v_ahead[half].load(cache.template v_row<T>(first_pages[half], head, j) + thread % 8 * kVector);
+    if (cache.decay) totals_ahead[half] = *cache.total(first_pages[half], head, j);
   }
   double now = 0;
-  if (cache.decay && pending > 0) now = cache.total(sequence_head, pending - 1);
-  load_token<true>(step, batch, head, memory);
+  if (cache.decay && pending > 0) now = cache.total_until(pages, head, pending - 1);
+  load_token<true>(step, own, memory);
   now += static_cast<double>(memory.log_decay);
-  if (first <= pending && pending < end) keep_token(step, batch, head, pending, now, memory);
+  if (first <= pending && pending < end) keep_token<T>(cache, own, now, memory);
 
   const int vectors = cache.v_dim / kVector, groups = kThreads / vectors;
   const int column = thread % vectors * kVector, group = thread / vectors;
@@ -219,8 +221,8 @@ __device__ void read_window(const Step<T>& step, int batch, int head, int block,
   float largest = -INFINITY;
   for (int chunk = first; chunk < end; chunk += kChunk) {
     const int count = min(kChunk, end - chunk);
-    const Page page0 = cache.pages[chunk / kPageTokens];
-    const Page page1 = cache.pages[(chunk + min(kPageTokens, count - 1)) / kPageTokens];
+    const Page page0 = pages[chunk / kPageTokens];
+    const Page page1 = pages[(chunk + min(kPageTokens, count - 1)) / kPageTokens];
     const bool ahead = whole && chunk == first;
     const int lane = thread % 8;  // eight threads for a token
 #pragma unroll
@@ -229,7 +231,7 @@ __device__ void read_window(const Step<T>& step, int batch, int head, int block,
       float score = 0;
       if (j < count) {
         const bool is_new = chunk + j == pending;
-        const T* k = cache.template k_row<T>(half == 0 ? page0 : page1, batch, head, j);
+        const T* k = cache.template k_row<T>(half == 0 ? page0 : page1, head, j);
         for (int c = lane * kVector; c < cache.qk_dim; c += 8 * kVector) {
           Piece<kVector, T> x = k_ahead[half];
           if (!ahead && !is_new) x.load(k + c);
@@ -244,8 +246,7 @@ __device__ void read_window(const Step<T>& step, int batch, int head, int block,
         if (j < count) {
           double log_decay = 0;
           if (cache.decay && chunk + j != pending)
-            log_decay = now - (ahead ? totals_ahead[half]
-                                     : (half == 0 ? page0 : page1).total[cache.decay_at(sequence_head, j)]);
+            log_decay = now - (ahead ? totals_ahead[half] : *cache.total(half == 0 ? page0 : page1, head, j));
           weight = step.weight(score, log_decay);
         }
         memory.scores[j] = weight;
@@ -272,8 +273,7 @@ __device__ void read_window(const Step<T>& step, int batch, int head, int block,
       for (int j = group; j < count; j += groups) {
         const bool is_new = chunk + j == pending;
         Piece<kVector, T> x = j < kPageTokens ? v_ahead[0] : v_ahead[1];
-        if (!ahead && !is_new)
-          x.load(cache.template v_row<T>(j < kPageTokens ? page0 : page1, batch, head, j) + column);
+        if (!ahead && !is_new) x.load(cache.template v_row<T>(j < kPageTokens ? page0 : page1, head, j) + column);
 #pragma unroll
         for (int i = 0; i < kVector; ++i)
           sums[i] = fmaf(memory.weights[j], is_new ? memory.v[column + i] : to_float(x.values[i]), sums[i]);
@@ -284,42 +284,44 @@ __device__ void read_window(const Step<T>& step, int batch, int head, int block,
 #pragma unroll
     for (int i = 0; i < kVector; ++i) memory.sums[group * cache.v_dim + column + i] = sums[i];
   }
-  write_partial(step, step.partial(sequence_head, step.state_blocks + block), groups, cache.v_dim, normalizer,
+  write_partial(step, step.partial(own.index, step.state_blocks + block), groups, cache.v_dim, normalizer,
                 step.softmax() ? largest : decay_factor(now), memory);
 }
 
 // The output of a head, from what its blocks have written, always in the same order: groups of threads take every so
-// many blocks, so that few loads wait for each other.
+// many blocks, so that few loads wait for each other. Only the blocks that had anything to read have written.
 template <class T>
-__device__ void combine(const Step<T>& step, int64_t sequence_head, StepMemory& memory) {
+__device__ void combine(const Step<T>& step, const RowHead& own_head, StepMemory& memory) {
   const Cache& cache = step.cache;
   const int thread = static_cast<int>(threadIdx.x);
-  const auto at = [&](int block, int i) { return __ldcg(step.partial(sequence_head, block) + i); };
+  const int begin = own_head.slot.state != nullptr ? 0 : step.state_blocks;
+  const int end = step.state_blocks + own_head.slot.pending / step.window_tokens + 1;
+  const auto at = [&](int block, int i) { return __ldcg(step.partial(own_head.index, block) + i); };
   const int normalizer_at = cache.v_dim, extra_at = cache.v_dim + 1;
   const float left = step.softmax() ? 0.0f : at(step.state_blocks, extra_at);
   float* exponents = memory.phi;  // the largest of each block
   float largest = -INFINITY;
   if (step.softmax()) {
-    for (int b = thread; b < step.blocks(); b += kThreads) exponents[b] = at(b, extra_at);
+    for (int b = begin + thread; b < end; b += kThreads) exponents[b] = at(b, extra_at);
     __syncthreads();
-    for (int b = 0; b < step.blocks(); ++b) largest = fmaxf(largest, exponents[b]);
+    for (int b = begin; b < end; ++b) largest = fmaxf(largest, exponents[b]);
   }
 
   const int groups = kThreads / cache.v_dim, group = thread / cache.v_dim, own = thread % cache.v_dim;
   if (group < groups) {
     float y = 0, n = 0;
-    for (int first = group; first < step.blocks(); first += 8 * groups) {
+    for (int first = begin + group; first < end; first += 8 * groups) {
       float part[8], part_n[8];  // all on their way before the first is there
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const int b = first + i * groups;
-        part[i] = b < step.blocks() ? at(b, own) : 0.0f;
-        part_n[i] = b < step.blocks() && own == 0 ? at(b, normalizer_at) : 0.0f;
+        part[i] = b < end ? at(b, own) : 0.0f;
+        part_n[i] = b < end && own == 0 ? at(b, normalizer_at) : 0.0f;
       }
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const int b = first + i * groups;
-        if (b >= step.blocks()) break;
+        if (b >= end) break;
         const float factor = step.softmax() ? expf(exponents[b] - largest) : b < step.state_blocks ? left : 1.0f;
         y += factor > 0 ? factor * part[i] : 0.0f;
         n += factor > 0 ? factor * part_n[i] : 0.0f;
@@ -336,34 +338,37 @@ __device__ void combine(const Step<T>& step, int64_t sequence_head, StepMemory& 
     n += memory.scores[g];
   }
   if (cache.sum) y = normalized(cache.score, y, n);
-  step.out[sequence_head * cache.v_dim + thread] = from_float<T>(y);
+  step.out[static_cast<int64_t>(own_head.index) * cache.v_dim + thread] = from_float<T>(y);
 }
 
-// A step of all heads. The blocks of a head read parts of its state and its window; the one that is done last adds up
-// what they have written.
+// A step of all heads of all rows. The blocks of a head read parts of its state and its window; the one that is done
+// last adds up what they have written. Blocks that another row needs for its state or its longer window do nothing.
 template <int kVector, class T>
 __global__ void __launch_bounds__(kThreads, 4) step_kernel(const Step<T> step) {
   __shared__ StepMemory memory;
   const int thread = static_cast<int>(threadIdx.x);
   start_next();
   const int index = static_cast<int>(blockIdx.x), windows = step.all_heads * step.window_blocks;
-  int sequence_head = index / step.blocks(), block = index % step.blocks();
+  int row_head = index / step.blocks(), block = index % step.blocks();
   if (step.windows_first && index < windows) {
-    sequence_head = index / step.window_blocks;
+    row_head = index / step.window_blocks;
     block = index % step.window_blocks;
   } else if (step.windows_first) {
-    sequence_head = (index - windows) / step.state_blocks;
+    row_head = (index - windows) / step.state_blocks;
     block = step.window_blocks + (index - windows) % step.state_blocks;
   }
-  const int batch = sequence_head / step.cache.heads;
-  const int head = sequence_head % step.cache.heads;
-  if (block < step.window_blocks)
-    read_window<kVector>(step, batch, head, block, memory);
-  else
-    read_state(step, batch, head, block - step.window_blocks, memory);
+  const int row = row_head / step.cache.heads;
+  SlotRecord* const record = step.cache.slots + __ldcg(step.rows + row);
+  const RowHead own{row, row_head % step.cache.heads, row_head, load_slot(record)};
+  if (block >= step.window_blocks) {
+    if (own.slot.state != nullptr) read_state(step, own, block - step.window_blocks, memory);
+  } else if (block * step.window_tokens <= own.slot.pending) {
+    read_window<kVector>(step, own, block, memory);
+  }
+  wait_for_previous();  // in blocks that had nothing to read
 
   __syncthreads();
-  int* done = step.counters + kBlocksDone + sequence_head;
+  int* done = step.blocks_done + row_head;
   if (thread == 0) {
     __threadfence();
     memory.last = atomicAdd(done, 1) == step.blocks() - 1;
@@ -371,15 +376,15 @@ __global__ void __launch_bounds__(kThreads, 4) step_kernel(const Step<T> step) {
   }
   __syncthreads();
   if (!memory.last) return;
-  if (thread == kThreads - 1) {  // beside the rest: all blocks of the head have read the counters
+  if (thread == kThreads - 1) {  // beside the rest: all blocks of the head have read the record
     *done = 0;
-    if (atomicAdd(step.counters + kHeadsDone, 1) == step.all_heads - 1) {
-      step.counters[kHeadsDone] = 0;
-      step.counters[kPending] += 1;
-      step.counters[kTokens] += 1;
+    if (atomicAdd(step.heads_done + row, 1) == step.cache.heads - 1) {
+      step.heads_done[row] = 0;
+      record->pending += 1;
+      record->tokens += 1;
     }
   }
-  combine(step, sequence_head, memory);
+  combine(step, own, memory);
 }
 
 // Whether rows that begin there can be read by 16 bytes.
@@ -391,25 +396,29 @@ bool aligned(const Tensor& x) {
 
 }  // namespace
 
-void cache_step(const MixerSpec& spec, const MixerShape& shape, const CacheWindow& window, const Tensor& state,
-                const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& log_decay, const Tensor& out,
-                bool early) {
-  if (recording_program())
-    return record({cache_of(spec, shape, window), token<bfloat16>(q), token<bfloat16>(k), token<bfloat16>(v),
-                   log_decay ? log_decay.data<float>() : nullptr, window.counters.data<int32_t>(), state.data<float>(),
-                   state.stride(1), static_cast<int>(shape.batch * shape.heads)},
-                  out);
-  const int64_t heads = shape.batch * shape.heads;
+void cache_step(const MixerSpec& spec, const MixerShape& shape, const CacheRecords& records,
+                const std::vector<CacheSlot>& slots, const SlotRows& rows, const Tensor& q, const Tensor& k,
+                const Tensor& v, const Tensor& log_decay, const Tensor& out, bool early) {
+  const int64_t heads = rows.size() * shape.heads;
+  const Cache cache = cache_of(spec, shape, k.dtype(), records);
+  const float* const decays = log_decay ? log_decay.data<float>() : nullptr;
+  const auto* const slot_of_row = rows.table.data<int32_t>();
+  int64_t longest = 0;
+  bool any_state = false;
+  for (int32_t slot : rows.slots) {
+    longest = std::max(longest, slots[slot].pending);
+    any_state = any_state || slots[slot].state;
+  }
   // Blocks that a head should have: few heads fill the device once, with one block for the window.
   const int64_t places = kAtOnce * multiprocessors() / heads;
   const int64_t share = places > 2 ? places - 1 : divide_up(kEnoughBlocks, heads);
   int state_blocks = 0, state_rows = 0;
-  if (state) {
+  if (any_state) {
     const int fewest = divide_up(shape.state_rows, kMostRows), most = divide_up(shape.state_rows, kFewestRows);
     state_rows = divide_up(shape.state_rows, std::clamp<int64_t>(share, fewest, most));
     state_blocks = divide_up(shape.state_rows, state_rows);
   }
-  const int64_t chunks = divide_up(window.pending + 1, kChunk);
+  const int64_t chunks = divide_up(longest + 1, kChunk);
   const int window_chunks = divide_up(chunks, std::clamp<int64_t>(share, 1, kMostWindowBlocks));
   const int window_blocks = divide_up(chunks, window_chunks);
   const int64_t blocks = heads * (state_blocks + window_blocks);
@@ -417,14 +426,14 @@ void cache_step(const MixerSpec& spec, const MixerShape& shape, const CacheWindo
   with_activation_type(out.dtype(), [&](auto zero) {
     using T = decltype(zero);
     using OnGpu = typename OnDevice<T>::Type;
-    const Step<OnGpu> step{cache_of(spec, shape, window),
+    const Step<OnGpu> step{cache,
                            token<T>(q),
                            token<T>(k),
                            token<T>(v),
-                           log_decay ? log_decay.data<float>() : nullptr,
-                           window.counters.data<int32_t>(),
-                           state ? state.data<float>() : nullptr,
-                           state ? state.stride(1) : 0,
+                           decays,
+                           slot_of_row,
+                           records.done.data<int32_t>(),
+                           records.done.data<int32_t>() + slots.size(),
                            state_blocks,
                            state_rows,
                            window_blocks,
