@@ -46,16 +46,16 @@ struct StepCall {
   Polynomial polynomial;  // the score, if it is not exponential
   bool softmax, halves;   // halves: pairs that rotary positions turn
   TaggedRows q, k, v;
-  const uint64_t *log_decay, *dt;      // [rows, heads], f32 under a tag; null without
-  const float* d;                      // [heads, v_dim]; null without
-  const double* turns;                 // of each pair of q and k for each position; null without rotary positions
-  int inputs_from;                     // the operation that writes all of these inputs
-  int heads;                           // of all rows
-  int blocks, rows, columns;           // of a head, and for each the rows of the state and the columns that it adds up
-  int first_tokens;                    // of a block's tokens, that come with the first rows of the state
-  int chunk_tokens, stages;            // the others come in chunks, into so many places in turn
-  int rows_at_once;                    // that a warp reads, with four columns to a lane
-  int part_of_row;                     // 2^16 times the part of a row that those are
+  const uint64_t *log_decay, *dt;  // [rows, heads], f32 under a tag; null without
+  const float* d;                  // [heads, v_dim]; null without
+  const double* turns;             // of each pair of q and k for each position; null without rotary positions
+  int inputs_from;                 // the operation that writes all of these inputs
+  int heads;                       // of all rows
+  int blocks, rows, columns;       // of a head, and for each the rows of the state and the columns that it adds up
+  int first_tokens;                // of a block's tokens, that come with the first rows of the state
+  int chunk_tokens, stages;        // the others come in chunks, into so many places in turn
+  int rows_at_once;                // that a warp reads, with four columns to a lane
+  int part_of_row;                 // 2^16 times the part of a row that those are
   int partial_width;
   uint64_t* partials;
   uint32_t* out;  // tagged words [rows, heads * v_dim]
@@ -75,12 +75,12 @@ struct TokenPiece {
   enum class Kind : uint8_t { embedding, linear, step };
   int needs;  // pieces that must have been used before this one is fetched; the fetching warps rely on its place here
   Kind kind;
-  bool first, last;  // of its operation
-  bool final;        // of the last operation
-  int operation;     // its number
-  int at;            // byte of the ring
-  int begin, count;  // tiles or rows of each block's share: the first, and how many
-  int share;         // tiles of a block
+  bool first, last;                      // of its operation
+  bool final;                            // of the last operation
+  int operation;                         // its number
+  int at;                                // byte of the ring
+  int begin, count;                      // tiles or rows of each block's share: the first, and how many
+  int share;                             // tiles of a block
   int x_from, gate_from, residual_from;  // the operations that write what a product reads
   const uint32_t* residual;              // tagged words, as its output
   union {
@@ -95,7 +95,7 @@ static_assert(sizeof(TokenPiece) <= kDescriptionBytes && alignof(TokenPiece) <= 
 struct TokenWork {
   const uint4* pieces;  // each of kDescriptionBytes
   int count;
-  unsigned* tags;            // of each block: the first of this token
+  unsigned* tags;             // of each block: the first of this token
   SlotRecord* const* caches;  // records of every mixer's slots
   int cache_count;
   const int32_t* slots;  // of the rows

@@ -258,8 +258,8 @@ struct StepArea {
   __device__ StepArea(const TokenPiece& piece, char* area) : values(area) {
     const StepCall& step = piece.step;
     normalizers = values + piece.count * padded(step.cache.v_dim) * 4;
-    window = area + max(piece.count * state_row_bytes(step.cache),
-                        step.stages * window_bytes(step.cache, step.chunk_tokens));
+    window = area +
+             max(piece.count * state_row_bytes(step.cache), step.stages * window_bytes(step.cache, step.chunk_tokens));
   }
   __device__ char* stage(const StepCall& step, int i) const {
     return values + i * window_bytes(step.cache, step.chunk_tokens);
@@ -386,8 +386,7 @@ __device__ void fetch_tokens(const Cache& cache, const Page* pages, const PageOf
     const int of_page = (first + j) % kPageTokens;
     run = min(kPageTokens - of_page, count - j);
     const char* const page = page_of(pages, first + j);
-    if (cache.decay)
-      stream_bytes(to.totals + j, page + offsets.total + of_page * 8, (run + 1) / 2 * 16, fetched);
+    if (cache.decay) stream_bytes(to.totals + j, page + offsets.total + of_page * 8, (run + 1) / 2 * 16, fetched);
     pace.copy(to.k + j * k_bytes, page + offsets.k + of_page * k_bytes, run * k_bytes, fetched);
     pace.copy(to.v + j * v_bytes, page + offsets.v + of_page * v_bytes, run * v_bytes, fetched);
   }
@@ -616,8 +615,8 @@ __device__ float load_input(const LinearCall& call, const Columns& own, const Ta
         if (has_norm) load_norm(norm, call.norm, unit);
         if (has_gate)
           gate_factors(factors,
-                       gate_awaited.wait_eight(reinterpret_cast<const uint4*>(words(call.gate) + sequence * call.gate_stride) +
-                                       2 * unit));
+                       gate_awaited.wait_eight(
+                           reinterpret_cast<const uint4*>(words(call.gate) + sequence * call.gate_stride) + 2 * unit));
         eight = awaited.wait_eight(x);
         if (has_norm || has_gate) eight = normed(eight, factors, norm, squares);
       }
@@ -685,7 +684,8 @@ __device__ void multiply(const TokenPiece& piece, Barrier& used, const uint4* we
       load_matrices(w[i][1], w_even + 2);
       load_matrices(w[i + 1][0], w_odd);
       load_matrices(w[i + 1][1], w_odd + 2);
-      // A few units behind the last may be read (SharedMemoryPlan::kBehind), but not many: then the first are read again.
+      // A few units behind the last may be read (SharedMemoryPlan::kBehind), but not many: then the first are read
+      // again.
       const int step = i % 4 == 0 || (i + 2) / 2 * further < left ? further : -further;
       w_even += step;
       w_odd += step;
@@ -809,8 +809,8 @@ struct TokenChunk {
   __device__ int tokens() const { return count + (has_new ? 1 : 0); }
 };
 
-constexpr int kTokensAtOnce = 4 * kWarps;                          // eight lanes for each
-constexpr int kTokenRounds = kChunkTokens / kTokensAtOnce + 1;     // one more for the new token
+constexpr int kTokensAtOnce = 4 * kWarps;                       // eight lanes for each
+constexpr int kTokenRounds = kChunkTokens / kTokensAtOnce + 1;  // one more for the new token
 static_assert(kChunkTokens % kTokensAtOnce == 0 && kMostStages <= kPieceSlots);
 
 // The first of the four tokens that a warp has in a round. The last warps come first, since the first ones make the
@@ -979,7 +979,7 @@ __device__ void combine(const StepCall& step, const StepShare& own, const NewTok
       write_output(step, own, token, y, n, d, thread, written);
   }
   if (step.blocks == 1) return;
-  // The blocks of a head share out its columns. A warp adds up one: half of it y, the others n.
+    // The blocks of a head share out its columns. A warp adds up one: half of it y, the others n.
 #pragma unroll 1
   for (int c = own.column + warp; c < own.columns_end; c += kWarps) {
     float sum = 0, most = -INFINITY;
@@ -1041,8 +1041,7 @@ __device__ void run_step(const TokenPiece& piece, Barrier& used, char* area, con
     const int c = step.blocks == 1 ? thread : own.column + warp;
     if (c < cache.v_dim) d = own.d[c];
   }
-  if (piece.first)
-    load_token(step, own, Tagged(first_tag + step.inputs_from), memory.tokens[state.steps++ % 2]);
+  if (piece.first) load_token(step, own, Tagged(first_tag + step.inputs_from), memory.tokens[state.steps++ % 2]);
   const NewToken& token = memory.tokens[(state.steps - 1) % 2];
   sync_compute_warps();
 #pragma unroll

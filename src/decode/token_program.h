@@ -24,8 +24,8 @@ struct TokenProgramInputs {
   Tensor embedding;                          // f32 [vocabulary, hidden]
   Tensor norm;                               // before the output matrix
   float norm_eps = 0;
-  Tensor head;                           // the output matrix [vocabulary, hidden]
-  std::vector<Tensor> conv;              // [layer]: state [slots, window − 1, channels]; undefined without convolution
+  Tensor head;               // the output matrix [vocabulary, hidden]
+  std::vector<Tensor> conv;  // [layer]: state [slots, window − 1, channels]; undefined without convolution
   std::vector<const MixerCache*> mixers;  // [layer]: of bf16 keys and values, with these slots
   // Row i of the batch is slot rows.table[i]. The table's numbers may change between tokens, its address may not.
   SlotRows rows;

@@ -455,8 +455,8 @@ TokenProgram::TokenProgram(Device device, const TokenProgramInputs& inputs) : pa
   const std::vector<unsigned> tags(static_cast<size_t>(multiprocessors()), 1);  // no word has this one
   made.tags = static_cast<unsigned*>(on_device(tags.data(), tags.size() * sizeof(unsigned)));
   made.operations = static_cast<int>(operations.size());
-  made.caches = static_cast<SlotRecord* const*>(
-      on_device(builder.caches.data(), builder.caches.size() * sizeof(SlotRecord*)));
+  made.caches =
+      static_cast<SlotRecord* const*>(on_device(builder.caches.data(), builder.caches.size() * sizeof(SlotRecord*)));
   made.cache_count = static_cast<int>(builder.caches.size());
   made.slots = inputs.rows.table.data<int32_t>();
   made.rows = static_cast<int>(rows);
