@@ -318,6 +318,7 @@ void add_bench(CLI::App& app) {
   bench->require_subcommand(1);
   add_bench_step(*bench);
   add_bench_decode(*bench);
+  add_bench_sampling(*bench);
   auto automatic = std::make_shared<AutoBench>();
   CLI::App* auto_command = bench->add_subcommand("auto", "Is the automatic choice between forms a good one here?");
   auto_command->add_option("--heads", automatic->heads, "Heads")->check(CLI::Range(1, 4096))->capture_default_str();

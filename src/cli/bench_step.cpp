@@ -13,6 +13,7 @@
 #include "cli/train_flags.h"
 #include "data/batch_rows.h"
 #include "model/cost.h"
+#include "model/plan.h"
 #include "ops/matmul.h"
 #include "tensor/arena.h"
 #include "train/trainer.h"

@@ -13,6 +13,7 @@
 #include "data/corpus_lines.h"
 #include "data/tokenize.h"
 #include "decode/model_parts.h"
+#include "model/plan.h"
 #include "report/chart.h"
 #include "report/table.h"
 #include "train/trainer.h"

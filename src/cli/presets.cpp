@@ -16,6 +16,7 @@
 #include "cli/commands.h"
 #include "cli/json_file.h"
 #include "model/config_json.h"
+#include "model/plan.h"
 #include "report/table.h"
 
 namespace furious::cli {

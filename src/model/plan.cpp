@@ -94,6 +94,12 @@ class Builder {
     return y;
   }
 
+  Value head_norm(const std::string& name, Value x) {
+    const Value y = like(x, "norm(" + plan_.values[x].name + ")");
+    add(RmsNormOp{x, y, kNo, mixing_weight(name, {plan_.values[x].dim}, Start::ones), config_.norm_eps});
+    return y;
+  }
+
   // The products that read h and make q, k, v, time steps and decays.
   void project(Value h) {
     LinearOp linear{h, {mixing_weight("qkv_proj.weight", {config_.qkv_width(), config_.hidden})}, {}};
@@ -132,6 +138,10 @@ class Builder {
       const Value from_q = std::exchange(q, like(q, "act(q)")), from_k = std::exchange(k, like(k, "act(k)"));
       add(ActivationOp{from_q, q, block_.qk_activation});
       add(ActivationOp{from_k, k, block_.qk_activation});
+    }
+    if (block_.qk_norm) {
+      q = head_norm("q_norm.weight", q);
+      k = head_norm("k_norm.weight", k);
     }
     if (block_.rope) {
       const Value from_q = std::exchange(q, like(q, "rope(q)")), from_k = std::exchange(k, like(k, "rope(k)"));
@@ -303,6 +313,12 @@ std::string_view name_of(const Op& op) {
 Plan plan_layer(const ModelConfig& config) {
   check_config(config);
   return Builder(config).build();
+}
+
+int64_t parameter_count(const ModelConfig& config) {
+  int64_t layer = 0;
+  for (const WeightInfo& weight : plan_layer(config).weights) layer += weight.shape.elements();
+  return config.layers * layer + (config.tie_embeddings ? 1 : 2) * config.vocabulary * config.hidden + config.hidden;
 }
 
 }  // namespace furious

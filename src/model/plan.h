@@ -145,4 +145,6 @@ std::string_view name_of(const Op& op);
 // The plan of every layer of such a model. A configuration that cannot work is an error.
 Plan plan_layer(const ModelConfig& config);
 
+int64_t parameter_count(const ModelConfig& config);
+
 }  // namespace furious

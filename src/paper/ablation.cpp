@@ -9,6 +9,7 @@
 
 #include "base/error.h"
 #include "base/file.h"
+#include "model/plan.h"
 #include "tensor/arena.h"
 #include "train/options.h"
 #include "train/trainer.h"

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "base/error.h"
-#include "model/language_model.h"
+#include "decode/decoder.h"
 
 namespace furious {
 namespace {
@@ -24,12 +24,12 @@ ModelConfig one_head(const char* arch, int64_t dim) {
 // What a model's cache holds after each token.
 std::vector<int64_t> cache_bytes(const ModelConfig& config, int64_t tokens, Device device) {
   const LanguageModel model(config, 1, device);
-  ModelCache cache(config, 1, device);
-  const Tensor token = Tensor::zeros({1, 1}, DType::i32);
+  Decoder decoder(model, 1);
+  const int32_t slot = decoder.start(), token = 0;
   std::vector<int64_t> bytes;
-  while (cache.tokens() < tokens) {
-    model.read(cache, token);
-    bytes.push_back(cache.bytes());
+  while (decoder.tokens(slot) < tokens) {
+    decoder.read(slot, {&token, 1});
+    bytes.push_back(decoder.bytes());
   }
   return bytes;
 }
@@ -40,9 +40,12 @@ std::vector<int64_t> state_bytes(const ModelConfig& config, int64_t tokens, Devi
   MixerCache mixer(config.block.mixer(), {1, 1, 1, 1, dim, dim}, device);
   const Tensor x = Tensor::zeros({1, 1, dim}, DType::f32, device);
   const Tensor decay = config.block.mixer().decay ? Tensor::zeros({1, 1}, DType::f32, device) : Tensor();
-  mixer.step(x, x, x, decay);
-  // Before its first token a cache holds what the convolution needs, and nothing else.
-  const auto bytes = static_cast<int64_t>(mixer.state().bytes()) + ModelCache(config, 1, device).bytes();
+  mixer.step(all_slots(1, device), x, x, x, decay);
+  // Before its first token a slot holds what the convolution needs, and nothing else.
+  const LanguageModel model(config, 1, device);
+  Decoder empty(model, 1);
+  empty.start();
+  const auto bytes = static_cast<int64_t>(mixer.state(0).bytes()) + empty.bytes();
   return std::vector<int64_t>(static_cast<size_t>(tokens), bytes);
 }
 

@@ -13,6 +13,7 @@
 #include "base/parallel.h"
 #include "model/checkpoint.h"
 #include "model/cost.h"
+#include "model/plan.h"
 #include "train/log.h"
 #include "train/options.h"
 #include "train/trainer.h"

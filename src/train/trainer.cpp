@@ -19,6 +19,7 @@
 #include "eval/test_loss.h"
 #include "model/checkpoint.h"
 #include "model/cost.h"
+#include "model/plan.h"
 #include "model/safetensors.h"
 #include "ops/elementwise.h"
 #include "ops/nn/cross_entropy.h"

@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "cuda.h"
+#include "decode/batch.h"
 #include "decode/token_program.h"
 #include "model/config_json.h"
 #include "model/language_model.h"
@@ -27,25 +28,25 @@ std::vector<ModelConfig> presets_and_random_switches(Random& random) {
   return configs;
 }
 
-TEST(ModelCacheCuda, ReadsAsTheCpuAndTakesOverItsMemory) {
+TEST(DecoderCuda, ReadsAsTheCpuAndTakesOverItsMemory) {
   SKIP_WITHOUT_GPU();
   Random random(1);
   for (const ModelConfig& config : presets_and_random_switches(random)) {
     SCOPED_TRACE(config_to_json(config));
     const LanguageModel cpu(config, 1), gpu(config, 1, kGpu);
     const Tensor tokens = random_tokens(random, {2, kLength}, config.vocabulary);
-    ModelCache here(config, 2), there(config, 2, kGpu);
+    Batch here(cpu, 2), there(gpu, 2);
     const auto read_both = [&](int64_t begin, int64_t count) {
       const Tensor part = part_of(tokens, begin, count);
-      const Tensor expected = cpu.read(here, part);
-      ASSERT_LE(relative_error(gpu.read(there, part), expected), 1e-3) << "token " << begin;
+      const Tensor expected = here.read(part);
+      ASSERT_LE(relative_error(there.read(part), expected), 1e-3) << "token " << begin;
     };
     read_both(0, kFirst);
     for (int64_t t = kFirst; t < kLength; ++t) {
       if (t % 97 == 0) {  // each goes on from what the other remembers
-        const ModelCache::Contents from_cpu = here.contents(), from_gpu = there.contents();
-        here = ModelCache(config, 2, from_gpu);
-        there = ModelCache(config, 2, from_cpu, kGpu);
+        const std::vector<SlotContents> from_cpu = here.contents(), from_gpu = there.contents();
+        here = Batch(cpu, from_gpu);
+        there = Batch(gpu, from_cpu);
       }
       read_both(t, 1);
     }
@@ -60,34 +61,34 @@ LanguageModel rounded_on_gpu(const ModelConfig& config) {
 }
 
 // One kernel for each linear layer and its neighbours.
-TEST(ModelCacheCuda, RoundedWeightsAndActivations) {
+TEST(DecoderCuda, RoundedWeightsAndActivations) {
   SKIP_WITHOUT_GPU();
   Random random(2);
   for (const ModelConfig& config : presets_and_random_switches(random)) {
     const LanguageModel cpu(config, 1), gpu = rounded_on_gpu(config);
     const int64_t batch = random.pick<int64_t>({1, 3, 9});
     const Tensor tokens = random_tokens(random, {batch, kLength}, config.vocabulary);
-    ModelCache here(config, batch), there(config, batch, kGpu);
+    Batch here(cpu, batch), there(gpu, batch);
     double errors = 0;
     for (int64_t t = 0; t < kLength; ++t) {
       const Tensor part = part_of(tokens, t, 1);
-      const Tensor expected = cpu.read(here, part);
-      errors += relative_error(gpu.read(there, part), expected);
+      const Tensor expected = here.read(part);
+      errors += relative_error(there.read(part), expected);
     }
     EXPECT_LE(errors / kLength, 3e-2) << config_to_json(config) << ", batch " << batch;
   }
 }
 
 // A cache with a state becomes one kernel for a token exactly where that kernel computes every switch.
-TEST(ModelCacheCuda, WhatIsOneKernel) {
+TEST(DecoderCuda, WhatIsOneKernel) {
   SKIP_WITHOUT_GPU();
   Random random(6);
   const auto runs_as = [&](const ModelConfig& config) {
     const LanguageModel model = rounded_on_gpu(config);
-    ModelCache cache(config, 1, kGpu);
-    EXPECT_EQ(model.step_runs_as(cache), "graph") << "before the first fold";
-    model.read(cache, random_tokens(random, {1, 2048}, config.vocabulary));
-    return model.step_runs_as(cache);
+    Batch cache(model, 1);
+    cache.read(random_tokens(random, {1, 2048}, config.vocabulary));
+    for (int i = 0; i < 2; ++i) cache.step(random_tokens(random, {1, 1}, config.vocabulary));
+    return std::string(cache.ran_as());
   };
   const auto with = [&](const char* arch, auto&& change) {
     ModelConfig config = little(preset(arch));
@@ -96,13 +97,13 @@ TEST(ModelCacheCuda, WhatIsOneKernel) {
   };
   const auto unchanged = [](ModelConfig&) {};
   if (TokenProgram::resident_blocks(kGpu, 0) == 0) GTEST_SKIP() << "this device has no code for the kernel";
-  EXPECT_EQ(with("2mamba", unchanged), "one kernel");
+  EXPECT_EQ(with("2mamba", unchanged), "persistent kernel");
   for (const char* arch : {"2mamba-outnorm", "2mamba-square-mask", "conv2-a-original", "linear", "outnorm-z"})
-    EXPECT_EQ(with(arch, unchanged), "one kernel") << arch;
-  EXPECT_EQ(with("2mamba", [](ModelConfig& c) { c.block.decay_bias = true; }), "one kernel");
-  EXPECT_EQ(with("2mamba", [](ModelConfig& c) { c.block.conv_bias = false; }), "one kernel");
-  EXPECT_EQ(with("2mamba", [](ModelConfig& c) { c.block.scale = 0.5f; }), "one kernel");
-  EXPECT_EQ(with("outnorm-z", [](ModelConfig& c) { c.block.z_gate_bias = false; }), "one kernel");
+    EXPECT_EQ(with(arch, unchanged), "persistent kernel") << arch;
+  EXPECT_EQ(with("2mamba", [](ModelConfig& c) { c.block.decay_bias = true; }), "persistent kernel");
+  EXPECT_EQ(with("2mamba", [](ModelConfig& c) { c.block.conv_bias = false; }), "persistent kernel");
+  EXPECT_EQ(with("2mamba", [](ModelConfig& c) { c.block.scale = 0.5f; }), "persistent kernel");
+  EXPECT_EQ(with("outnorm-z", [](ModelConfig& c) { c.block.z_gate_bias = false; }), "persistent kernel");
   for (const char* arch : {"mamba2", "mamba2-paper", "mamba2s", "2mamba-dt", "fox", "2mamba-e", "softmax"})
     EXPECT_EQ(with(arch, unchanged), "graph") << arch;
   EXPECT_EQ(with("2mamba", [](ModelConfig& c) { c.qk_dim = 16; }), "graph");
@@ -114,7 +115,7 @@ TEST(ModelCacheCuda, WhatIsOneKernel) {
 }
 
 // A step that was recorded long ago, and one that runs for the first time.
-TEST(ModelCacheCuda, RecordedStepsGiveTheSameBits) {
+TEST(DecoderCuda, RecordedStepsGiveTheSameBits) {
   SKIP_WITHOUT_GPU();
   Random random(3);
   for (const char* name :
@@ -122,17 +123,17 @@ TEST(ModelCacheCuda, RecordedStepsGiveTheSameBits) {
     const ModelConfig config = little(preset(name));
     LanguageModel model = rounded_on_gpu(config);
     const Tensor tokens = random_tokens(random, {2, kLength}, config.vocabulary);
-    ModelCache cache(config, 2, kGpu);
+    Batch cache(model, 2);
     for (int64_t t = 0; t < kLength; ++t) {
       const Tensor part = part_of(tokens, t, 1);
       if (t == 100) model.set_compute(compute_in(DType::bf16, kGpu));  // the record is no longer good
       if (t % 7 != 3) {
-        model.step(cache, part);
+        cache.step(part);
         continue;
       }
-      ModelCache again(config, 2, cache.contents(kGpu), kGpu);
-      const Tensor expected = model.read(again, part);
-      ASSERT_TRUE(same_bits(model.read(cache, part), expected)) << name << ", token " << t;
+      Batch again(model, cache.contents());
+      const Tensor expected = again.read(part);
+      ASSERT_TRUE(same_bits(cache.read(part), expected)) << name << ", token " << t;
     }
   }
 }
@@ -146,7 +147,7 @@ Tensor as_chosen(const Tensor& ids) {
 }
 
 // The blocks of the one kernel wait for each other: it is only taken where a block fits on every multiprocessor.
-TEST(ModelCacheCuda, OneKernelNeedsAllItsBlocksAtOnce) {
+TEST(DecoderCuda, OneKernelNeedsAllItsBlocksAtOnce) {
   SKIP_WITHOUT_GPU();
   const TokenProgram::Sizes small{1, 2, 16, 64, 64};
   if (TokenProgram::resident_blocks(kGpu, 0) == 0) {
@@ -169,16 +170,16 @@ TEST(ModelCacheCuda, OneKernelNeedsAllItsBlocksAtOnce) {
   const LanguageModel model = rounded_on_gpu(config);
   for (const int64_t batch : {1, 9}) {
     const Tensor tokens = random_tokens(random, {batch, 2050}, config.vocabulary);
-    ModelCache cache(config, batch, kGpu);
+    Batch cache(model, batch);
     EXPECT_EQ(cache.ran_as(), "");
-    model.read(cache, part_of(tokens, 0, 2048));
-    for (int64_t t = 2048; t < 2050; ++t) model.step(cache, part_of(tokens, t, 1));
-    EXPECT_EQ(cache.ran_as(), batch == 1 ? "one kernel" : "graph") << "batch " << batch;
+    cache.read(part_of(tokens, 0, 2048));
+    for (int64_t t = 2048; t < 2050; ++t) cache.step(part_of(tokens, t, 1));
+    EXPECT_EQ(cache.ran_as(), batch == 1 ? "persistent kernel" : "graph") << "batch " << batch;
   }
 }
 
 // Models of many shapes, whose caches have folded: a token as one kernel, as a graph of kernels, and on the CPU.
-TEST(ModelCacheCuda, OneKernelReadsAsManyDo) {
+TEST(DecoderCuda, OneKernelReadsAsManyDo) {
   SKIP_WITHOUT_GPU();
   if (TokenProgram::resident_blocks(kGpu, 0) == 0) GTEST_SKIP() << "this device has no code for the kernel";
   Random random(4);
@@ -212,23 +213,21 @@ TEST(ModelCacheCuda, OneKernelReadsAsManyDo) {
     // Enough to fold, and then steps through a whole window and more.
     const int64_t first = 2048 + random.integer(0, 40), steps = random.integer(1, 90);
     const Tensor tokens = random_tokens(random, {batch, first + steps}, config.vocabulary);
-    ModelCache expected_cache(config, batch, kGpu), cache(config, batch, kGpu), again(config, batch, kGpu);
-    one.read(cache, part_of(tokens, 0, first));
-    many.read(expected_cache, part_of(tokens, 0, first));
-    one.read(again, part_of(tokens, 0, first));
-    ModelCache here(config, batch, cache.contents());
-    ASSERT_EQ(one.step_runs_as(cache), "one kernel");
-    ASSERT_EQ(many.step_runs_as(expected_cache), "graph");
+    Batch expected_cache(many, batch), cache(one, batch), again(one, batch);
+    cache.read(part_of(tokens, 0, first));
+    expected_cache.read(part_of(tokens, 0, first));
+    again.read(part_of(tokens, 0, first));
+    Batch here(cpu, cache.contents());
     double errors = 0, cpu_errors = 0;
     for (int64_t t = first; t < first + steps; ++t) {
       const Tensor token = part_of(tokens, t, 1);
-      const Tensor logits = one.read(cache, token);
-      errors += relative_error(logits, many.read(expected_cache, token));
-      cpu_errors += relative_error(logits, cpu.read(here, token));
-      ASSERT_TRUE(same_bits(logits, one.read(again, as_chosen(token)))) << "token " << t;
-      ASSERT_EQ(cache.ran_as(), "one kernel");
+      const Tensor logits = cache.read(token);
+      errors += relative_error(logits, expected_cache.read(token));
+      cpu_errors += relative_error(logits, here.read(token));
+      ASSERT_TRUE(same_bits(logits, again.read(as_chosen(token)))) << "token " << t;
+      ASSERT_EQ(cache.ran_as(), "persistent kernel");
       ASSERT_EQ(expected_cache.ran_as(), t == first ? "operations" : "graph");
-      if (t % 37 == 0) again = ModelCache(config, batch, cache.contents(kGpu), kGpu);
+      if (t % 37 == 0) again = Batch(one, cache.contents());
     }
     EXPECT_LE(errors / static_cast<double>(steps), 2e-2);
     EXPECT_LE(cpu_errors / static_cast<double>(steps), 3e-2);
@@ -237,7 +236,7 @@ TEST(ModelCacheCuda, OneKernelReadsAsManyDo) {
 }
 
 // Kernels of several caches that follow each other, without the host waiting between them.
-TEST(ModelCacheCuda, SeveralCachesByTurns) {
+TEST(DecoderCuda, SeveralCachesByTurns) {
   SKIP_WITHOUT_GPU();
   Random random(5);
   ModelConfig config = little(preset("2mamba"));
@@ -248,22 +247,22 @@ TEST(ModelCacheCuda, SeveralCachesByTurns) {
   const LanguageModel model = rounded_on_gpu(config);
   constexpr int64_t kBefore = 2048, kSteps = 80;
   const std::vector<int64_t> batches = {1, 2, 5};
-  std::vector<ModelCache> caches;
+  std::vector<Batch> caches;
   std::vector<std::vector<Tensor>> ids(batches.size()), expected(batches.size()), actual(batches.size());
   for (size_t i = 0; i < batches.size(); ++i) {
     const Tensor tokens = random_tokens(random, {batches[i], kBefore + kSteps}, config.vocabulary);
-    ModelCache alone(config, batches[i], kGpu);
-    caches.emplace_back(config, batches[i], kGpu);
-    model.read(alone, part_of(tokens, 0, kBefore));
-    model.read(caches.back(), part_of(tokens, 0, kBefore));
+    Batch alone(model, batches[i]);
+    caches.emplace_back(model, batches[i]);
+    alone.read(part_of(tokens, 0, kBefore));
+    caches.back().read(part_of(tokens, 0, kBefore));
     for (int64_t t = kBefore; t < kBefore + kSteps; ++t) {
       ids[i].push_back(as_chosen(part_of(tokens, t, 1)));
-      expected[i].push_back(model.read(alone, ids[i].back()));
+      expected[i].push_back(alone.read(ids[i].back()));
     }
   }
   for (size_t t = 0; t < kSteps; ++t)
     for (size_t i = 0; i < batches.size(); ++i) {
-      const Tensor logits = model.step(caches[i], ids[i][t]);
+      const Tensor logits = caches[i].step(ids[i][t]);
       actual[i].push_back(Tensor::empty_like(logits));
       copy(actual[i].back(), logits);
     }
