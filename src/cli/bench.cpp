@@ -206,7 +206,7 @@ void MixerBench::run() const {
   file.write(rows);
 }
 
-// Caches that have read `length` tokens, with numbers that are as good as any for their speed.
+// A slot that has read `length` tokens, with numbers that are as good as any for their speed.
 MixerContents contents_after(const MixerSpec& spec, const MixerCache::Sizes& sizes, int64_t length, Device device) {
   const MixerCache empty(spec, sizes);
   const bool folded = state_rows(spec, sizes.qk_dim) > 0 && length > empty.first_fold();
@@ -217,15 +217,14 @@ MixerContents contents_after(const MixerSpec& spec, const MixerCache::Sizes& siz
     return x;
   };
   MixerContents contents{length, folded ? 0 : length, {}, {}, {}, {}};
-  contents.k = numbers({sizes.batch, pages, sizes.k_heads, CachePage::kTokens, sizes.qk_dim});
-  contents.v = numbers({sizes.batch, pages, sizes.v_heads, CachePage::kTokens, sizes.v_dim});
+  contents.k = numbers({1, pages, sizes.k_heads, CachePage::kTokens, sizes.qk_dim});
+  contents.v = numbers({1, pages, sizes.v_heads, CachePage::kTokens, sizes.v_dim});
   const int64_t heads = std::max({sizes.q_heads, sizes.k_heads, sizes.v_heads});
   if (spec.decay) {
-    contents.log_decay = numbers({sizes.batch, pages, heads, CachePage::kTokens});
+    contents.log_decay = numbers({1, pages, heads, CachePage::kTokens});
     fill(contents.log_decay, -0.001f);
   }
-  if (folded)
-    contents.state = numbers({sizes.batch, heads, state_rows(spec, sizes.qk_dim), state_columns(spec, sizes.v_dim)});
+  if (folded) contents.state = numbers({1, heads, state_rows(spec, sizes.qk_dim), state_columns(spec, sizes.v_dim)});
   return contents;
 }
 
@@ -251,8 +250,11 @@ void RecurrentBench::run() const {
   const MixerCache::Sizes sizes{batch, heads, heads, heads, dim, dim};
   for (int64_t length : lengths) {
     std::vector<MixerCache> caches;
-    for (int64_t i = 0; i < layers; ++i)
-      caches.emplace_back(spec, sizes, contents_after(spec, sizes, length, where), where);
+    for (int64_t i = 0; i < layers; ++i) caches.emplace_back(spec, sizes, where);
+    const MixerContents contents = contents_after(spec, sizes, length, where);
+    for (MixerCache& cache : caches)
+      for (int64_t slot = 0; slot < batch; ++slot) cache.restore(slot, contents);
+    const SlotRows rows = all_slots(batch, where);
     const Tensor token = to_device(random_tensor({batch, heads, dim}, 1, dtype_from_name(dtype), 5), where);
     Tensor decay;
     if (spec.decay) {
@@ -262,7 +264,7 @@ void RecurrentBench::run() const {
     constexpr int kSteps = 256;
     const auto steps = [&] {
       for (int i = 0; i < kSteps; ++i)
-        for (MixerCache& cache : caches) cache.step(token, token, token, decay);
+        for (MixerCache& cache : caches) cache.step(rows, token, token, token, decay);
     };
     steps();
     const double per_token = seconds_of(steps, where) / static_cast<double>(kSteps * layers);
@@ -318,7 +320,6 @@ void add_bench(CLI::App& app) {
   bench->require_subcommand(1);
   add_bench_step(*bench);
   add_bench_decode(*bench);
-  add_bench_sampling(*bench);
   auto automatic = std::make_shared<AutoBench>();
   CLI::App* auto_command = bench->add_subcommand("auto", "Is the automatic choice between forms a good one here?");
   auto_command->add_option("--heads", automatic->heads, "Heads")->check(CLI::Range(1, 4096))->capture_default_str();

@@ -68,9 +68,9 @@ void DecodeBench::run() const {
       // Lengths between half of the context and all of it, spread evenly in no order.
       const int64_t length = random_lengths ? context - context / 2 * (i * 37 % batch) / batch : context;
       decoder.read(slots.back(), some_tokens(i, length, vocabulary));
-      Sampling sampling = this->sampling;
-      sampling.seed += static_cast<uint64_t>(i);
-      decoder.set_sampling(slots.back(), sampling);
+      Sampling own = sampling;
+      own.seed += static_cast<uint64_t>(i);
+      decoder.set_sampling(slots.back(), own);
     }
     // The ids come to the host one token late, while the device is at the next.
     const auto write = [&](int64_t count) {

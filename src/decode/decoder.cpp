@@ -1,6 +1,7 @@
 #include "decode/decoder.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "base/error.h"
 #include "decode/token_linear.h"

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "base/error.h"
 #include "ops/elementwise.h"
@@ -33,9 +34,9 @@ MixerCache::MixerCache(const MixerSpec& spec, const Sizes& sizes, Device device)
   const int64_t heads = std::max({sizes.q_heads, sizes.k_heads, sizes.v_heads});
   for (int64_t own : {sizes.q_heads, sizes.k_heads, sizes.v_heads})
     require(own >= 1 && heads % own == 0, "mixer_cache: {} heads, expected a divisor of {}", own, heads);
-  require(sizes.batch >= 1, "mixer_cache: batch {}, expected 1 or more", sizes.batch);
+  require(sizes.slots >= 1, "mixer_cache: {} slots, expected 1 or more", sizes.slots);
   check_spec("mixer_cache", spec);
-  shape_.batch = sizes.batch;
+  shape_.batch = 1;
   shape_.length = 1;
   shape_.heads = heads;
   shape_.q_heads = sizes.q_heads;
@@ -47,6 +48,8 @@ MixerCache::MixerCache(const MixerSpec& spec, const Sizes& sizes, Device device)
   shape_.state_rows = state_rows(spec, sizes.qk_dim);
   shape_.state_columns = state_columns(spec, sizes.v_dim);
   shape_.scale = spec.scale > 0 ? spec.scale : 1.0f / std::sqrt(static_cast<float>(sizes.qk_dim));
+  slots_.resize(static_cast<size_t>(sizes.slots));
+  records_ = FURIOUS_DISPATCH(device_, new_records(shape_, sizes.slots, device_));
   if (!has_state()) return;
   const int64_t token = sizes.k_heads * sizes.qk_dim + sizes.v_heads * sizes.v_dim + (spec.decay ? heads : 0);
   // Counted as on the CPU, so that every device folds at the same tokens.
@@ -57,233 +60,316 @@ MixerCache::MixerCache(const MixerSpec& spec, const Sizes& sizes, Device device)
   first_fold_ = CachePage::kTokens * ((state + page - 1) / page + pages_for(window_));
 }
 
-MixerCache::MixerCache(const MixerSpec& spec, const Sizes& sizes, const MixerContents& contents, Device device)
-    : MixerCache(spec, sizes, device) {
-  const ArgumentCheck check("mixer_cache");
-  const bool folded = contents.state.defined();
-  require(!folded || has_state(), "mixer_cache: contents with a state, but there is none for {}", to_string(spec));
-  require(spec.decay || !contents.log_decay, "mixer_cache: contents with decays, but the spec has no decay");
-  const int64_t most = folded ? window_ : has_state() ? first_fold_ : contents.tokens;
-  require(contents.pending >= 0 && contents.pending <= most && contents.pending <= contents.tokens &&
-              contents.tokens <= kMostTokens && (folded || contents.pending == contents.tokens),
-          "mixer_cache: {} tokens of {} in the window cannot be", contents.pending, contents.tokens);
-  const auto dense = [&](std::string_view name, const Tensor& x, std::vector<int64_t> sizes_wanted) {
-    check.dense(name, x, DType::f32, std::move(sizes_wanted), x.device());
-    return to_device(x, device_);
-  };
-  if (folded) {
-    const Tensor state =
-        dense("state", contents.state, {shape_.batch, shape_.heads, shape_.state_rows, shape_.state_columns});
-    state_ = new_state();
-    FURIOUS_DISPATCH(device_, cache_load(spec_, shape_, state, state_));
-  }
-  recent_.tokens = contents.tokens;
-  const int64_t pages = pages_kept(folded, contents.pending);
-  if (pages == 0) return;
-  constexpr int64_t kTokens = CachePage::kTokens;
-  const Tensor k = dense("k", contents.k, {shape_.batch, pages, shape_.k_heads, kTokens, shape_.qk_dim});
-  const Tensor v = dense("v", contents.v, {shape_.batch, pages, shape_.v_heads, kTokens, shape_.v_dim});
-  Tensor log_decay;
-  if (spec_.decay) log_decay = dense("log_decay", contents.log_decay, {shape_.batch, pages, shape_.heads, kTokens});
-  reserve(pages * kTokens);
-  for (int64_t p = 0; p < pages; ++p) {
-    const CachePage& page = recent_.pages[p];
-    copy(page.k, k.select(1, p));
-    copy(page.v, v.select(1, p));
-    if (spec_.decay) copy(page.log_decay, log_decay.select(1, p));
-  }
-  recent_.pending = contents.pending;
-  FURIOUS_DISPATCH(device_, cache_window_changed(device_, shape_, recent_));
-  if (spec_.decay) FURIOUS_DISPATCH(device_, cache_sum_decay(shape_, recent_));
+const CacheSlot& MixerCache::at(int64_t slot) const {
+  require(slot >= 0 && slot < slots(), "mixer_cache: slot {}, expected 0 to {}", slot, slots() - 1);
+  return slots_[static_cast<size_t>(slot)];
+}
+
+CacheSlot& MixerCache::at(int64_t slot) {
+  return const_cast<CacheSlot&>(std::as_const(*this).at(slot));
+}
+
+// To be called when anything of a slot has changed but by advance().
+void MixerCache::changed(int64_t slot) {
+  const auto index = static_cast<int32_t>(slot);
+  FURIOUS_DISPATCH(device_, cache_slots_changed(records_, slots_, {&index, 1}));
 }
 
 int64_t MixerCache::pages_kept(bool folded, int64_t pending) const {
   return pages_for(folded ? window_ : pending);
 }
 
-MixerContents MixerCache::contents(Device where) const {
-  MixerContents contents{recent_.tokens, recent_.pending, {}, {}, {}, {}};
-  if (state_) {
-    const Tensor state =
-        Tensor::empty({shape_.batch, shape_.heads, shape_.state_rows, shape_.state_columns}, DType::f32, device_);
-    FURIOUS_DISPATCH(device_, cache_store(spec_, shape_, state_, state));
+void MixerCache::restore(int64_t index, const MixerContents& contents) {
+  CacheSlot& slot = at(index);
+  const ArgumentCheck check("mixer_cache");
+  const bool folded = contents.state.defined();
+  require(!folded || has_state(), "mixer_cache: contents with a state, but there is none for {}", to_string(spec_));
+  require(spec_.decay || !contents.log_decay, "mixer_cache: contents with decays, but the spec has no decay");
+  const int64_t most = folded ? window_ : has_state() ? first_fold_ : contents.tokens;
+  require(contents.pending >= 0 && contents.pending <= most && contents.pending <= contents.tokens &&
+              contents.tokens <= kMostTokens && (folded || contents.pending == contents.tokens),
+          "mixer_cache: {} tokens of {} in the window cannot be", contents.pending, contents.tokens);
+  const auto dense = [&](std::string_view name, const Tensor& x, std::vector<int64_t> sizes) {
+    check.dense(name, x, DType::f32, std::move(sizes), x.device());
+    return to_device(x, device_);
+  };
+  constexpr int64_t kTokens = CachePage::kTokens;
+  const int64_t pages = pages_kept(folded, contents.pending);
+  Tensor state, k, v, log_decay;
+  if (folded) state = dense("state", contents.state, {1, shape_.heads, shape_.state_rows, shape_.state_columns});
+  if (pages > 0) {
+    k = dense("k", contents.k, {1, pages, shape_.k_heads, kTokens, shape_.qk_dim});
+    v = dense("v", contents.v, {1, pages, shape_.v_heads, kTokens, shape_.v_dim});
+    if (spec_.decay) log_decay = dense("log_decay", contents.log_decay, {1, pages, shape_.heads, kTokens});
+  }
+  slot = {};
+  if (folded) {
+    slot.state = new_state();
+    FURIOUS_DISPATCH(device_, cache_load(spec_, shape_, state, slot.state));
+  }
+  reserve(slot, pages * kTokens);
+  for (int64_t p = 0; p < pages; ++p) {
+    const CachePage& page = slot.pages[p];
+    furious::copy(page.k, k.select(0, 0).select(0, p));
+    furious::copy(page.v, v.select(0, 0).select(0, p));
+    if (spec_.decay) furious::copy(page.log_decay, log_decay.select(0, 0).select(0, p));
+  }
+  slot.tokens = contents.tokens;
+  slot.pending = contents.pending;
+  changed(index);
+  if (spec_.decay && slot.pending > 0) FURIOUS_DISPATCH(device_, cache_sum_decay(spec_, shape_, slot));
+}
+
+MixerContents MixerCache::contents(int64_t index, Device where) const {
+  const CacheSlot& slot = at(index);
+  MixerContents contents{slot.tokens, slot.pending, {}, {}, {}, {}};
+  if (slot.state) {
+    const Tensor state = Tensor::empty({1, shape_.heads, shape_.state_rows, shape_.state_columns}, DType::f32, device_);
+    FURIOUS_DISPATCH(device_, cache_store(spec_, shape_, slot.state, state));
     contents.state = to_device(state, where);
   }
-  const int64_t pages = pages_kept(state_.defined(), recent_.pending);
+  const int64_t pages = pages_kept(slot.state.defined(), slot.pending);
   if (pages == 0) return contents;
-  const auto gather = [&](Tensor CachePage::*member) {
-    const Tensor page = new_page(DType::f32).*member;
-    std::vector<int64_t> sizes(page.shape().begin(), page.shape().end());
-    sizes.insert(sizes.begin() + 1, pages);
-    const Tensor all = Tensor::zeros(Shape(sizes), DType::f32, device_);
-    for (int64_t p = 0; p < pages_for(recent_.pending); ++p) {
-      const int64_t used = std::min(CachePage::kTokens, recent_.pending - p * CachePage::kTokens);
-      copy(all.select(1, p).slice(2, 0, used), (recent_.pages[p].*member).slice(2, 0, used));
+  const auto gather = [&](Tensor CachePage::*member, int64_t heads, int64_t dim) {
+    const Shape shape =
+        dim > 0 ? Shape{1, pages, heads, CachePage::kTokens, dim} : Shape{1, pages, heads, CachePage::kTokens};
+    const Tensor all = Tensor::zeros(shape, DType::f32, device_);
+    for (int64_t p = 0; p < pages_for(slot.pending); ++p) {
+      const int64_t used = std::min(CachePage::kTokens, slot.pending - p * CachePage::kTokens);
+      furious::copy(all.select(0, 0).select(0, p).slice(1, 0, used), (slot.pages[p].*member).slice(1, 0, used));
     }
     return to_device(all, where);
   };
-  contents.k = gather(&CachePage::k);
-  contents.v = gather(&CachePage::v);
-  if (spec_.decay) contents.log_decay = gather(&CachePage::log_decay);
+  contents.k = gather(&CachePage::k, shape_.k_heads, shape_.qk_dim);
+  contents.v = gather(&CachePage::v, shape_.v_heads, shape_.v_dim);
+  if (spec_.decay) contents.log_decay = gather(&CachePage::log_decay, shape_.heads, 0);
   return contents;
 }
 
-int64_t MixerCache::bytes() const {
-  size_t sum = state_ ? state_.bytes() : 0;
-  for (const CachePage& page : recent_.pages)
-    for (const Tensor& x : {page.k, page.v, page.log_decay, page.total}) sum += x ? x.bytes() : 0;
+void MixerCache::clear(int64_t slot) {
+  at(slot) = {};
+  changed(slot);
+}
+
+void MixerCache::copy(int64_t from, int64_t to) {
+  const CacheSlot& source = at(from);
+  CacheSlot& target = at(to);
+  if (from == to) return;
+  target = {};
+  if (source.state) {
+    target.state = Tensor::empty_like(source.state);
+    furious::copy(target.state, source.state);
+  }
+  for (int64_t p = 0; p < pages_for(source.pending); ++p) {
+    target.pages.push_back(new_page());
+    furious::copy(target.pages.back().memory, source.pages[p].memory);
+  }
+  target.pending = source.pending;
+  target.tokens = source.tokens;
+  changed(to);
+}
+
+int64_t MixerCache::bytes(int64_t index) const {
+  const CacheSlot& slot = at(index);
+  size_t sum = slot.state ? slot.state.bytes() : 0;
+  for (const CachePage& page : slot.pages) sum += page.memory.bytes();
   return static_cast<int64_t>(sum);
 }
 
-CachePage MixerCache::new_page(DType dtype) const {
+int64_t MixerCache::bytes() const {
+  int64_t sum = 0;
+  for (int64_t slot = 0; slot < slots(); ++slot) sum += bytes(slot);
+  return sum;
+}
+
+CachePage MixerCache::new_page() const {
+  const PageLayout layout(shape_, spec_.decay, dtype_, !device_.is_cpu());
   CachePage page;
-  page.k = Tensor::empty({shape_.batch, shape_.k_heads, CachePage::kTokens, shape_.qk_dim}, dtype, device_);
-  page.v = Tensor::empty({shape_.batch, shape_.v_heads, CachePage::kTokens, shape_.v_dim}, dtype, device_);
-  const Shape decays{shape_.batch, shape_.heads, CachePage::kTokens};
-  if (spec_.decay) page.log_decay = Tensor::empty(decays, DType::f32, device_);
-  if (spec_.decay && !device_.is_cpu()) page.total = Tensor::empty(decays, DType::f64, device_);
+  page.memory = Tensor::empty({layout.bytes / 4}, DType::i32, device_);
+  const auto owner = std::make_shared<Tensor>(page.memory);
+  const auto part = [&](int64_t begin, const Shape& shape, DType dtype) {
+    return Tensor::wrap(static_cast<char*>(page.memory.raw()) + begin, shape, dtype, device_, owner);
+  };
+  page.k = part(0, {shape_.k_heads, CachePage::kTokens, shape_.qk_dim}, dtype_);
+  page.v = part(layout.v, {shape_.v_heads, CachePage::kTokens, shape_.v_dim}, dtype_);
+  if (spec_.decay) page.log_decay = part(layout.log_decay, {shape_.heads, CachePage::kTokens}, DType::f32);
   return page;
 }
 
-// Makes room for so many pending tokens.
-void MixerCache::reserve(int64_t tokens) {
-  std::vector<CachePage>& pages = recent_.pages;
-  if (static_cast<int64_t>(pages.size()) >= pages_for(tokens)) return;
-  while (static_cast<int64_t>(pages.size()) < pages_for(tokens)) pages.push_back(new_page(dtype_));
-  FURIOUS_DISPATCH(device_, cache_window_changed(device_, shape_, recent_));
+// Makes room for so many pending tokens. Whether that took a page.
+bool MixerCache::reserve(CacheSlot& slot, int64_t tokens) {
+  const size_t before = slot.pages.size();
+  while (static_cast<int64_t>(slot.pages.size()) < pages_for(tokens)) slot.pages.push_back(new_page());
+  return slot.pages.size() > before;
 }
 
-// From here on the pages hold k and v so: as the model computes, which a cache made from contents cannot know before.
+// From here on the pages hold k and v so: as the model computes, which a slot made from contents cannot know before.
 void MixerCache::keep_as(DType dtype) {
   if (dtype == dtype_) return;
   dtype_ = dtype;
-  for (CachePage& page : recent_.pages) {
-    page.k = to_dtype(page.k, dtype);
-    page.v = to_dtype(page.v, dtype);
+  for (int64_t index = 0; index < slots(); ++index) {
+    CacheSlot& slot = slots_[static_cast<size_t>(index)];
+    if (slot.pages.empty()) continue;
+    for (CachePage& page : slot.pages) {
+      const CachePage before = std::exchange(page, new_page());
+      furious::copy(page.k, before.k);
+      furious::copy(page.v, before.v);
+      if (spec_.decay) furious::copy(page.log_decay, before.log_decay);
+    }
+    slot.listed = 0;
+    changed(index);
+    if (spec_.decay && slot.pending > 0) FURIOUS_DISPATCH(device_, cache_sum_decay(spec_, shape_, slot));
   }
-  recent_.listed = 0;
-  FURIOUS_DISPATCH(device_, cache_window_changed(device_, shape_, recent_));
 }
 
 Tensor MixerCache::new_state() const {
   const int64_t numbers = FURIOUS_DISPATCH(device_, head_state_numbers(shape_));
-  return Tensor::zeros({shape_.batch, shape_.heads, numbers}, DType::f32, device_);
+  return Tensor::zeros({shape_.heads, numbers}, DType::f32, device_);
 }
 
-void MixerCache::fold() {
-  if (!state_) state_ = new_state();
-  FURIOUS_DISPATCH(device_, cache_fold(spec_, shape_, recent_, state_));
-  drop_window();
-}
-
-void MixerCache::drop_window() {
-  recent_.pending = 0;
+void MixerCache::drop_window(CacheSlot& slot) {
+  slot.pending = 0;
   // The pages of a window are used again; those of the long first window go back.
-  recent_.pages.resize(std::min<size_t>(recent_.pages.size(), pages_for(window_)));
-  FURIOUS_DISPATCH(device_, cache_window_changed(device_, shape_, recent_));
+  slot.pages.resize(std::min<size_t>(slot.pages.size(), pages_for(window_)));
 }
 
-Tensor MixerCache::step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& log_decay) {
+Tensor MixerCache::step(const SlotRows& rows, const Tensor& q, const Tensor& k, const Tensor& v,
+                        const Tensor& log_decay) {
   const ArgumentCheck check("mixer_cache.step");
   check.present("q", q);
+  check_slots(check, rows, ArgumentCheck::kAny, slots(), device_);
   const std::vector<DType> dtypes = dtypes_on(device_);
-  const auto check_rows = [&](std::string_view argument, const Tensor& x, int64_t heads, int64_t dim) {
-    check.shape(argument, x, {shape_.batch, heads, dim});
+  const auto check_token = [&](std::string_view argument, const Tensor& x, int64_t heads, int64_t dim) {
+    check.shape(argument, x, {rows.size(), heads, dim});
     check.dtype(argument, x, dtypes);
     check.dtype(argument, x, {q.dtype()});
     check.device(argument, x, device_);
     check.unit_inner_stride(argument, x);
   };
-  check_rows("q", q, shape_.q_heads, shape_.qk_dim);
-  check_rows("k", k, shape_.k_heads, shape_.qk_dim);
-  check_rows("v", v, shape_.v_heads, shape_.v_dim);
+  check_token("q", q, shape_.q_heads, shape_.qk_dim);
+  check_token("k", k, shape_.k_heads, shape_.qk_dim);
+  check_token("v", v, shape_.v_heads, shape_.v_dim);
   require(spec_.decay == log_decay.defined(), "mixer_cache.step: argument \"log_decay\" {}",
           spec_.decay ? "is missing, but the spec has decay" : "was given, but the spec has no decay");
   if (spec_.decay) {
-    check.dense("log_decay", log_decay, DType::f32, {shape_.batch, shape_.heads}, device_);
+    check.dense("log_decay", log_decay, DType::f32, {rows.size(), shape_.heads}, device_);
     for (int64_t i = 0; device_.is_cpu() && i < log_decay.elements(); ++i)
       require(std::isfinite(log_decay.data<float>()[i]) && (spec_.signed_decay || log_decay.data<float>()[i] <= 0),
               "mixer_cache.step: argument \"log_decay\" holds {}, expected finite values{}", log_decay.data<float>()[i],
               spec_.signed_decay ? "" : " of at most 0");
   }
-  const bool early = prepared_;
-  make_room(q.dtype());
-  const Tensor out = Tensor::empty({shape_.batch, shape_.heads, shape_.v_dim}, q.dtype(), device_);
-  FURIOUS_DISPATCH(device_, cache_step(spec_, shape_, recent_, state_, q, k, v, log_decay, out, early));
-  advance();
+  const Tensor out = Tensor::empty({rows.size(), shape_.heads, shape_.v_dim}, q.dtype(), device_);
+  if (rows.size() == 0) return out;
+  const bool early = std::ranges::all_of(rows.slots, [&](int32_t slot) { return slots_[slot].prepared; });
+  if (!early) make_room(rows, q.dtype());
+  FURIOUS_DISPATCH(device_, cache_step(spec_, shape_, records_, slots_, rows, q, k, v, log_decay, out, early));
+  advance(rows);
   return out;
 }
 
-void MixerCache::prepare(DType dtype) {
-  make_room(dtype);
-  prepared_ = true;
+void MixerCache::prepare(const SlotRows& rows, DType dtype) {
+  check_slots(ArgumentCheck("mixer_cache.prepare"), rows, ArgumentCheck::kAny, slots(), device_);
+  make_room(rows, dtype);
+  for (int32_t slot : rows.slots) slots_[slot].prepared = true;
 }
 
-void MixerCache::make_room(DType dtype) {
+void MixerCache::make_room(const SlotRows& rows, DType dtype) {
   keep_as(dtype);
-  if (first_fold_ > 0 && recent_.pending >= (state_ ? window_ : first_fold_)) fold();
-  reserve(recent_.pending + 1);
+  std::vector<CacheFold> folds;
+  std::vector<int32_t> changed_slots;
+  for (int32_t index : rows.slots) {
+    CacheSlot& slot = slots_[index];
+    if (first_fold_ == 0 || slot.pending < (slot.state ? window_ : first_fold_)) continue;
+    if (!slot.state) slot.state = new_state();
+    folds.push_back({&slot, slot.state});
+    changed_slots.push_back(index);
+  }
+  if (!folds.empty()) FURIOUS_DISPATCH(device_, cache_fold(spec_, shape_, folds));
+  for (int32_t index : changed_slots) drop_window(slots_[index]);  // which leaves room for the next token
+  for (int32_t index : rows.slots)
+    if (reserve(slots_[index], slots_[index].pending + 1)) changed_slots.push_back(index);
+  if (!changed_slots.empty()) FURIOUS_DISPATCH(device_, cache_slots_changed(records_, slots_, changed_slots));
 }
 
-std::array<const void*, 4> MixerCache::recording() const {
-  const int64_t pieces = recent_.pending / kStepTokens;
-  return {state_.raw(), recent_.table.raw(), recent_.counters.raw(), reinterpret_cast<const void*>(pieces)};
+std::vector<int64_t> MixerCache::recording(const SlotRows& rows) const {
+  const auto address = [](const Tensor& x) { return static_cast<int64_t>(reinterpret_cast<intptr_t>(x.raw())); };
+  int64_t longest = 0, any_state = 0;
+  for (int32_t index : rows.slots) {
+    const CacheSlot& slot = at(index);
+    longest = std::max(longest, slot.pending);
+    if (slot.state) any_state = 1;
+  }
+  return {address(records_.slots), address(records_.done), address(rows.table), rows.size(), any_state,
+          longest / kStepTokens};
 }
 
-void MixerCache::advance() {
-  ++recent_.pending;
-  ++recent_.tokens;
-  prepared_ = false;
+void MixerCache::advance(const SlotRows& rows) {
+  for (int32_t index : rows.slots) {
+    CacheSlot& slot = at(index);
+    ++slot.pending;
+    ++slot.tokens;
+    slot.prepared = false;
+  }
 }
 
-Tensor MixerCache::prefill(const MixerInputs& inputs, const MixerOptions& options) {
+Tensor MixerCache::positions() const {
+  if (records_.slots) return records_.slots.select(1, CacheRecords::kTokensWord);
+  const Tensor positions = Tensor::empty({slots()}, DType::i32);
+  for (int64_t slot = 0; slot < slots(); ++slot)
+    positions.data<int32_t>()[slot] = static_cast<int32_t>(slots_[static_cast<size_t>(slot)].tokens);
+  return positions;
+}
+
+Tensor MixerCache::prefill(int64_t index, const MixerInputs& inputs, const MixerOptions& options) {
   constexpr std::string_view kOperation = "mixer_cache.prefill";
+  CacheSlot& slot = at(index);
   const MixerShape given = check_mixer(kOperation, spec_, inputs, options.form);
   const ArgumentCheck check(kOperation);
-  check.shape("q", inputs.q, {shape_.batch, given.length, shape_.q_heads, shape_.qk_dim});
-  check.shape("k", inputs.k, {shape_.batch, given.length, shape_.k_heads, shape_.qk_dim});
-  check.shape("v", inputs.v, {shape_.batch, given.length, shape_.v_heads, shape_.v_dim});
+  check.shape("q", inputs.q, {1, given.length, shape_.q_heads, shape_.qk_dim});
+  check.shape("k", inputs.k, {1, given.length, shape_.k_heads, shape_.qk_dim});
+  check.shape("v", inputs.v, {1, given.length, shape_.v_heads, shape_.v_dim});
   check.dtype("q", inputs.q, dtypes_on(device_));
   check.device("q", inputs.q, device_);
   require(!inputs.boundaries && !inputs.initial_state,
           "{}: boundaries and an initial state are not taken; the cache is the state", kOperation);
-  const auto token = [&](const Tensor& x, int64_t t) { return x ? x.select(1, t) : Tensor(); };
-  if (recent_.tokens > 0 && !has_state()) {  // a KV cache grows token by token
-    const Tensor out =
-        Tensor::empty({shape_.batch, given.length, shape_.heads, shape_.v_dim}, inputs.v.dtype(), device_);
-    for (int64_t t = 0; t < given.length; ++t) {
-      const Tensor decay = spec_.decay ? to_dtype(token(inputs.log_decay, t), DType::f32) : Tensor();
-      copy(out.select(1, t), step(token(inputs.q, t), token(inputs.k, t), token(inputs.v, t), decay));
-    }
-    return out;
+  keep_as(inputs.q.dtype());
+  slot.prepared = false;
+  const auto append = [&] {
+    if (reserve(slot, slot.pending + given.length)) changed(index);  // where the kernels look for the pages
+    FURIOUS_DISPATCH(device_, cache_append(spec_, shape_, slot, inputs.k, inputs.v, inputs.log_decay));
+    slot.pending += given.length;
+    slot.tokens += given.length;
+    changed(index);
+  };
+  if (slot.tokens > 0 && !has_state()) {
+    append();
+    return FURIOUS_DISPATCH(device_, cache_read(spec_, shape_, slot, inputs.q, options));
   }
   MixerInputs with_state = inputs;
   MixerOptions forward = options;
-  keep_as(inputs.q.dtype());
   // Tokens that still fit into the first window stay plain, also when earlier ones were read through a state.
-  forward.final_state = has_state() && (state_ || recent_.pending + given.length >= first_fold_);
-  if (recent_.tokens > 0) with_state.initial_state = state();
+  forward.final_state = has_state() && (slot.state || slot.pending + given.length >= first_fold_);
+  if (slot.tokens > 0) with_state.initial_state = state(index);
   const MixerResult result = mixer_forward(spec_, with_state, forward);
-  recent_.tokens += given.length;
-  if (forward.final_state) {
-    if (!state_) state_ = new_state();
-    FURIOUS_DISPATCH(device_, cache_load(spec_, shape_, result.final_state, state_));
-    drop_window();
-  } else {
-    reserve(recent_.pending + given.length);
-    FURIOUS_DISPATCH(device_, cache_append(spec_, shape_, recent_, inputs.k, inputs.v, inputs.log_decay));
-    recent_.pending += given.length;
-    FURIOUS_DISPATCH(device_, cache_window_changed(device_, shape_, recent_));
+  if (!forward.final_state) {
+    append();
+    return result.out;
   }
+  if (!slot.state) slot.state = new_state();
+  FURIOUS_DISPATCH(device_, cache_load(spec_, shape_, result.final_state, slot.state));
+  drop_window(slot);
+  slot.tokens += given.length;
+  changed(index);
   return result.out;
 }
 
-Tensor MixerCache::state() const {
+Tensor MixerCache::state(int64_t index) const {
+  const CacheSlot& slot = at(index);
   require(has_state(), "mixer_cache.state: there is no state of constant size for {}", to_string(spec_));
-  const Tensor packed = state_ ? to_dtype(state_, DType::f32) : new_state();
-  if (recent_.pending > 0) FURIOUS_DISPATCH(device_, cache_fold(spec_, shape_, recent_, packed));
-  const Tensor out =
-      Tensor::empty({shape_.batch, shape_.heads, shape_.state_rows, shape_.state_columns}, DType::f32, device_);
+  const Tensor packed = slot.state ? to_dtype(slot.state, DType::f32) : new_state();
+  const CacheFold fold{&slot, packed};
+  if (slot.pending > 0) FURIOUS_DISPATCH(device_, cache_fold(spec_, shape_, {&fold, 1}));
+  const Tensor out = Tensor::empty({1, shape_.heads, shape_.state_rows, shape_.state_columns}, DType::f32, device_);
   FURIOUS_DISPATCH(device_, cache_store(spec_, shape_, packed, out));
   return out;
 }

@@ -23,7 +23,7 @@ namespace furious {
 // Some tokens of a slot's window, head by head, so that a head's tokens lie together. All are views of one memory.
 struct CachePage {
   static constexpr int64_t kTokens = 32;
-  Tensor memory;     // f32
+  Tensor memory;     // i32, for copies to the bit
   Tensor k;          // [k_heads, kTokens, qk_dim]
   Tensor v;          // [v_heads, kTokens, v_dim]
   Tensor log_decay;  // [heads, kTokens]; with decay only
@@ -43,8 +43,9 @@ struct CacheSlot {
 
 // What the kernels of a GPU know of all slots, so that a step is the same work from token to token.
 struct CacheRecords {
-  Tensor slots;  // i32 [slots, words of a record]
-  Tensor done;   // i32 counters of a step that runs: heads of a row, and blocks of a head, that are done
+  static constexpr int64_t kTokensWord = 5;  // of a record: where it counts the tokens
+  Tensor slots;                              // i32 [slots, words of a record]
+  Tensor done;  // i32 counters of a step that runs: heads of a row, and blocks of a head, that are done
 };
 
 // Everything that a slot of a MixerCache holds, to keep elsewhere and go on from later. A slot with a state has room
@@ -116,14 +117,11 @@ class MixerCache {
   bool has_state() const { return shape_.state_rows > 0; }
   const CacheSlot& at(int64_t slot) const;
   CacheSlot& at(int64_t slot);
-  void check_rows(std::string_view operation, const SlotRows& rows) const;
   void make_room(const SlotRows& rows, DType dtype);
   bool reserve(CacheSlot& slot, int64_t tokens);
   void keep_as(DType dtype);
   void drop_window(CacheSlot& slot);
   void changed(int64_t slot);
-  Tensor prefill_further(int64_t slot, const MixerInputs& inputs, const MixerOptions& options);
-  Tensor gathered(const CacheSlot& slot, Tensor CachePage::*member) const;
   Tensor new_state() const;
   CachePage new_page() const;
   // The pages of contents(): a whole window after the first fold, before it those that hold tokens.

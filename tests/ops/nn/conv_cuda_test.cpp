@@ -132,7 +132,7 @@ TEST(ConvCuda, StepsAndPiecesGiveTheBitsOfOnePass) {
       EXPECT_TRUE(same_gpu_bits(pieces, whole.slice(1, 37, 13))) << window;
       for (int64_t token = 37; token < 50; ++token)
         EXPECT_TRUE(
-            same_gpu_bits(conv_step(state, x.select(1, token), weight, bias, Activation::silu), whole.select(1, token)))
+            same_gpu_bits(conv_step(state, all_slots(state.size(0), state.device()), x.select(1, token), weight, bias, Activation::silu), whole.select(1, token)))
             << window << " at " << token;
       EXPECT_TRUE(same_gpu_bits(state, conv_state(x, window)));
     }

@@ -178,7 +178,7 @@ TEST(Conv, StepsEqualOnePass) {
     const Tensor whole = conv_forward(data.x, data.weight, data.bias, c.activation);
     const Tensor state = Tensor::zeros({c.batch, window - 1, c.channels}, DType::f32);
     for (int64_t t = 0; t < c.length; ++t) {
-      const Tensor y = conv_step(state, data.x.select(1, t), data.weight, data.bias, c.activation);
+      const Tensor y = conv_step(state, all_slots(state.size(0)), data.x.select(1, t), data.weight, data.bias, c.activation);
       EXPECT_TRUE(same_bits(y, dense(whole.select(1, t)))) << "token " << t;
     }
     EXPECT_TRUE(same_bits(state, conv_state(data.x, window)));
@@ -242,8 +242,8 @@ TEST(Conv, TheBiasIsOptional) {
     EXPECT_TRUE(same_bits(weight.gradient(), expected.weight));
     const Tensor state = random.normal_tensor({2, window - 1, 13}), same = dense(state);
     const Tensor token = random.normal_tensor({2, 13});
-    EXPECT_TRUE(same_bits(conv_step(state, token, data.weight, {}, c.activation),
-                          conv_step(same, token, data.weight, data.bias, c.activation)));
+    EXPECT_TRUE(same_bits(conv_step(state, all_slots(state.size(0)), token, data.weight, {}, c.activation),
+                          conv_step(same, all_slots(same.size(0)), token, data.weight, data.bias, c.activation)));
     EXPECT_TRUE(same_bits(state, same));
   }
 }

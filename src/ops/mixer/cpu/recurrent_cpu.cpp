@@ -44,25 +44,24 @@ struct RowProduct {
   }
 };
 
-// One sequence and head of a cache.
+// One head of a slot, up to one of its pending tokens.
 struct CachedHead {
-  const std::vector<CachePage>& pages;
+  const CacheSlot& slot;
   size_t pending;
-  int64_t batch, head;
+  int64_t head;
   const MixerShape& shape;
 
   float* row(Tensor CachePage::*member, size_t token) const {
-    const Tensor& x = pages[token / CachePage::kTokens].*member;
-    const int64_t own = head / (shape.heads / x.size(1));
-    return x.data<float>() + batch * x.stride(0) + own * x.stride(1) +
-           static_cast<int64_t>(token % CachePage::kTokens) * x.stride(2);
+    const Tensor& x = slot.pages[token / CachePage::kTokens].*member;
+    const int64_t own = head / (shape.heads / x.size(0));
+    return x.data<float>() + own * x.stride(0) + static_cast<int64_t>(token % CachePage::kTokens) * x.stride(1);
   }
   // Σ_{s>j} a_s for each token j of the window: its decay until now. Returns that of all of it, the first included.
   double decay_until_now(std::vector<float>& out) const {
     double sum = 0;
     for (size_t j = pending; j-- > 0;) {
       out[j] = static_cast<float>(sum);
-      if (pages[0].log_decay) sum += static_cast<double>(*row(&CachePage::log_decay, j));
+      if (slot.pages[0].log_decay) sum += static_cast<double>(*row(&CachePage::log_decay, j));
     }
     return sum;
   }
@@ -126,7 +125,7 @@ inline HWY_ATTR float read_state(const HeadState& state, const float* q, float d
 }
 
 template <Kind kKind>
-void read_head(const MixerSpec& spec, const CachedHead& cached, float* state_numbers, const float* q_in, float* out) {
+void read_head(const MixerSpec& spec, const CachedHead& cached, const float* q_in, float* out) {
   const MixerShape& shape = cached.shape;
   const auto v_dim = static_cast<size_t>(shape.v_dim);
   alignas(64) float q[kLargestDim + 2 * kPad] = {};
@@ -136,8 +135,8 @@ void read_head(const MixerSpec& spec, const CachedHead& cached, float* state_num
   std::vector<float> weights(cached.pending);
   const double since_fold = cached.decay_until_now(weights);
   float normalizer = 0;
-  if (state_numbers != nullptr && !(since_fold < kErased)) {
-    const HeadState state(shape, state_numbers);
+  if (cached.slot.state && !(since_fold < kErased)) {
+    const HeadState state(shape, cached.slot.state.data<float>() + cached.head * cached.slot.state.stride(0));
     normalizer = read_state(state, q, static_cast<float>(std::exp(since_fold)), spec.norm == Norm::sum, y);
   }
   window_weights<kKind>(cached, polynomial_of(spec), q, weights);
@@ -149,19 +148,21 @@ void read_head(const MixerSpec& spec, const CachedHead& cached, float* state_num
   for (size_t c = 0; c < v_dim; ++c) out[c] = y[c] * factor;
 }
 
-void read_cache(const MixerSpec& spec, const MixerShape& shape, const std::vector<CachePage>& pages, int64_t pending,
-                const Tensor& state, const Tensor& q, const Tensor& out) {
-  const int64_t per_head = pending * (shape.qk_dim + shape.v_dim) + (state ? shape.state_rows * shape.v_dim : 0);
-  const bool worth_threads = static_cast<size_t>(shape.batch * shape.heads * per_head) > kWorthThreads / 8;
+// Row i of q and out, [rows, heads, dim], belongs to tokens[i].
+void read_cache(const MixerSpec& spec, const MixerShape& shape, const std::vector<CachedToken>& tokens, const Tensor& q,
+                const Tensor& out) {
+  int64_t per_head = 0;
+  for (const CachedToken& token : tokens)
+    per_head += token.pending * (shape.qk_dim + shape.v_dim) + (token.slot->state ? shape.state_rows * shape.v_dim : 0);
+  const bool worth_threads = static_cast<size_t>(shape.heads * per_head) > kWorthThreads / 8;
   with_kind(spec, [&]<Kind kKind, Mask>() {
-    parallel_for_if(worth_threads, shape.batch * shape.heads, [&](int64_t i) {
+    parallel_for_if(worth_threads, static_cast<int64_t>(tokens.size()) * shape.heads, [&](int64_t i) {
       const FlushSubnormals flush;
-      const int64_t batch = i / shape.heads;
-      const int64_t head = i % shape.heads;
+      const int64_t row = i / shape.heads, head = i % shape.heads;
       const int64_t q_head = head / (shape.heads / shape.q_heads);
-      read_head<kKind>(spec, {pages, static_cast<size_t>(pending), batch, head, shape},
-                       cpu::state_of(state, batch, head), q.data<float>() + batch * q.stride(0) + q_head * q.stride(1),
-                       out.data<float>() + i * shape.v_dim);
+      const CachedToken& token = tokens[static_cast<size_t>(row)];
+      read_head<kKind>(spec, {*token.slot, static_cast<size_t>(token.pending), head, shape},
+                       q.data<float>() + row * q.stride(0) + q_head * q.stride(1), out.data<float>() + i * shape.v_dim);
     });
   });
 }
@@ -186,14 +187,17 @@ void fold_head(const MixerSpec& spec, const CachedHead& cached, float* state_num
                spec.norm == Norm::sum ? weights.data() : nullptr);
 }
 
-void fold_cache(const MixerSpec& spec, const MixerShape& shape, const std::vector<CachePage>& pages, int64_t pending,
-                const Tensor& state) {
-  const int64_t work = shape.batch * shape.heads * pending * shape.state_rows * shape.v_dim;
-  parallel_for_if(static_cast<size_t>(work) > kWorthThreads, shape.batch * shape.heads, [&](int64_t i) {
+void fold_cache(const MixerSpec& spec, const MixerShape& shape, std::span<const CacheFold> folds) {
+  int64_t pending = 0;
+  for (const CacheFold& fold : folds) pending += fold.slot->pending;
+  const int64_t work = shape.heads * pending * shape.state_rows * shape.v_dim;
+  const auto heads = static_cast<int64_t>(folds.size()) * shape.heads;
+  parallel_for_if(static_cast<size_t>(work) > kWorthThreads, heads, [&](int64_t i) {
     const FlushSubnormals flush;
-    const int64_t batch = i / shape.heads;
+    const CacheFold& fold = folds[static_cast<size_t>(i / shape.heads)];
     const int64_t head = i % shape.heads;
-    fold_head(spec, {pages, static_cast<size_t>(pending), batch, head, shape}, cpu::state_of(state, batch, head));
+    fold_head(spec, {*fold.slot, static_cast<size_t>(fold.slot->pending), head, shape},
+              fold.state.data<float>() + head * fold.state.stride(0));
   });
 }
 
@@ -201,9 +205,9 @@ void fold_cache(const MixerSpec& spec, const MixerShape& shape, const std::vecto
 void convert_cache(const MixerSpec&, const MixerShape& shape, const Tensor& packed, const Tensor& open,
                    bool to_packed) {
   const auto columns = static_cast<size_t>(shape.state_columns);
-  parallel_for(shape.batch * shape.heads, [&](int64_t i) {
+  parallel_for(shape.heads, [&](int64_t i) {
     const FlushSubnormals flush;
-    HeadState state(shape, packed.data<float>() + i * packed.stride(1));
+    HeadState state(shape, packed.data<float>() + i * packed.stride(0));
     float* rows = open.data<float>() + i * open.stride(1);
     if (to_packed)
       state.load(rows, columns);
@@ -235,32 +239,52 @@ int64_t cpu::head_state_numbers(const MixerShape& shape) {
 
 namespace {
 
-void append_token(const CacheWindow& window, int64_t slot, const Tensor& k, const Tensor& v, const Tensor& log_decay) {
-  const CachePage& page = window.pages[slot / CachePage::kTokens];
-  const int64_t at = slot % CachePage::kTokens;
-  copy(page.k.select(2, at), k);
-  copy(page.v.select(2, at), v);
-  if (log_decay) copy(page.log_decay.select(2, at), log_decay);
+// Token `at` of a slot, [heads, dim].
+void append_token(const CacheSlot& slot, int64_t at, const Tensor& k, const Tensor& v, const Tensor& log_decay) {
+  const CachePage& page = slot.pages[at / CachePage::kTokens];
+  const int64_t in_page = at % CachePage::kTokens;
+  copy(page.k.select(1, in_page), k);
+  copy(page.v.select(1, in_page), v);
+  if (log_decay) copy(page.log_decay.select(1, in_page), log_decay);
+}
+
+Tensor row_of(const Tensor& x, int64_t row) {
+  return x ? x.select(0, row) : x;
 }
 
 }  // namespace
 
-void cpu::cache_append(const MixerSpec&, const MixerShape&, const CacheWindow& window, const Tensor& k, const Tensor& v,
+void cpu::cache_append(const MixerSpec&, const MixerShape&, const CacheSlot& slot, const Tensor& k, const Tensor& v,
                        const Tensor& log_decay) {
+  const Tensor ks = row_of(k, 0), vs = row_of(v, 0), decays = row_of(log_decay, 0);
   for (int64_t t = 0; t < k.size(1); ++t)
-    append_token(window, window.pending + t, k.select(1, t), v.select(1, t),
-                 log_decay ? log_decay.select(1, t) : Tensor());
+    append_token(slot, slot.pending + t, row_of(ks, t), row_of(vs, t), row_of(decays, t));
 }
 
-void cpu::cache_step(const MixerSpec& spec, const MixerShape& shape, const CacheWindow& window, const Tensor& state,
-                     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& log_decay, const Tensor& out,
-                     bool) {
-  append_token(window, window.pending, k, v, log_decay);
-  HWY_DYNAMIC_DISPATCH(read_cache)(spec, shape, window.pages, window.pending + 1, state, q, out);
+void cpu::cache_step(const MixerSpec& spec, const MixerShape& shape, const CacheRecords&,
+                     const std::vector<CacheSlot>& slots, const SlotRows& rows, const Tensor& q, const Tensor& k,
+                     const Tensor& v, const Tensor& log_decay, const Tensor& out, bool) {
+  std::vector<CachedToken> tokens;
+  for (int64_t i = 0; i < rows.size(); ++i) {
+    const CacheSlot& slot = slots[rows.slots[i]];
+    append_token(slot, slot.pending, row_of(k, i), row_of(v, i), row_of(log_decay, i));
+    tokens.push_back({&slot, slot.pending + 1});
+  }
+  HWY_DYNAMIC_DISPATCH(read_cache)(spec, shape, tokens, q, out);
 }
 
-void cpu::cache_fold(const MixerSpec& spec, const MixerShape& shape, const CacheWindow& window, const Tensor& state) {
-  HWY_DYNAMIC_DISPATCH(fold_cache)(spec, shape, window.pages, window.pending, state);
+Tensor cpu::cache_read(const MixerSpec& spec, const MixerShape& shape, const CacheSlot& slot, const Tensor& q,
+                       const MixerOptions&) {
+  const int64_t length = q.size(1);
+  std::vector<CachedToken> tokens;
+  for (int64_t t = 0; t < length; ++t) tokens.push_back({&slot, slot.pending - length + 1 + t});
+  const Tensor out = Tensor::empty({1, length, shape.heads, shape.v_dim}, DType::f32);
+  HWY_DYNAMIC_DISPATCH(read_cache)(spec, shape, tokens, q.select(0, 0), out);
+  return out;
+}
+
+void cpu::cache_fold(const MixerSpec& spec, const MixerShape& shape, std::span<const CacheFold> folds) {
+  HWY_DYNAMIC_DISPATCH(fold_cache)(spec, shape, folds);
 }
 
 void cpu::cache_load(const MixerSpec& spec, const MixerShape& shape, const Tensor& from, const Tensor& state) {

@@ -5,6 +5,8 @@
 // normalizer's column apart keeps the rows aligned.
 #pragma once
 
+#include <cstddef>
+
 #include "ops/mixer/features.h"
 #include "ops/mixer/gpu/heads.cuh"
 #include "ops/mixer/recurrent_kernels.h"
@@ -29,7 +31,7 @@ struct alignas(16) SlotRecord {
   int32_t pending, tokens;
   int32_t unused[2];
 };
-static_assert(sizeof(SlotRecord) == 32);
+static_assert(sizeof(SlotRecord) == 32 && offsetof(SlotRecord, tokens) == 4 * CacheRecords::kTokensWord);
 
 // In two loads, past the first-level cache: an earlier kernel may have changed it.
 __device__ inline SlotRecord load_slot(const SlotRecord* from) {

@@ -1,4 +1,5 @@
 #include "gpu/launch.cuh"
+#include "ops/elementwise.h"
 #include "ops/mixer/gpu/recurrent.cuh"
 
 namespace furious::cuda {
@@ -29,7 +30,7 @@ __global__ void sum_decay_kernel(Cache cache, const Page* pages, int first, int 
 // A tensor [1, tokens, own heads, dim].
 template <class T>
 struct Tokens {
-  const T* data;
+  T* data;
   int64_t token_stride, head_stride;
 };
 
@@ -38,25 +39,32 @@ auto tokens(const Tensor& x) {
   return Tokens<typename OnDevice<T>::Type>{pointer<T>(x), x.stride(1), x.stride(2)};
 }
 
-// One block for one token.
-template <class T>
-__global__ void append_kernel(Cache cache, const Page* pages, Tokens<T> k, Tokens<T> v, Tokens<float> log_decay,
-                              int first) {
+// One block for one token: into its page, or from there.
+template <class T, bool kToPage>
+__global__ void move_kernel(Cache cache, const Page* pages, Tokens<T> k, Tokens<T> v, Tokens<float> log_decay,
+                            int first) {
   const int64_t t = blockIdx.x;
-  const int token = first + static_cast<int>(t), at = token % kPageTokens;
+  const int token = first + static_cast<int>(t), thread = static_cast<int>(threadIdx.x);
   const Page page = pages[token / kPageTokens];
-  const auto keep = [&](char* to, const Tokens<T>& from, int heads, int dim) {
-    for (int i = static_cast<int>(threadIdx.x); i < heads * dim; i += kThreads) {
+  const auto move = [&](auto& in_page, auto& outside) {
+    if constexpr (kToPage)
+      in_page = outside;
+    else
+      outside = in_page;
+  };
+  const auto move_heads = [&](char* part, const Tokens<T>& x, int heads, int dim) {
+    for (int i = thread; i < heads * dim; i += kThreads) {
       const int head = i / dim, c = i % dim;
-      reinterpret_cast<T*>(to)[(head * kPageTokens + at) * dim + c] =
-          from.data[t * from.token_stride + head * from.head_stride + c];
+      move(reinterpret_cast<T*>(part)[(head * kPageTokens + token % kPageTokens) * dim + c],
+           x.data[t * x.token_stride + head * x.head_stride + c]);
     }
   };
-  keep(page.memory, k, cache.k_heads, cache.qk_dim);
-  keep(page.memory + cache.v_begin, v, cache.v_heads, cache.v_dim);
+  move_heads(page.memory, k, cache.k_heads, cache.qk_dim);
+  move_heads(page.memory + cache.v_begin, v, cache.v_heads, cache.v_dim);
   if (!cache.decay) return;
-  for (int head = static_cast<int>(threadIdx.x); head < cache.heads; head += kThreads)
-    *cache.log_decay(page, head, token) = log_decay.data[t * log_decay.token_stride + head * log_decay.head_stride];
+  for (int head = thread; head < cache.heads; head += kThreads)
+    move(*cache.log_decay(page, head, token),
+         log_decay.data[t * log_decay.token_stride + head * log_decay.head_stride]);
 }
 
 // state = exp(A_end)·state + Σ_j exp(A_end − A_j) φ(k_j)[v_j, 1]ᵀ over the pending tokens. A block has 64 rows and 64
@@ -270,23 +278,48 @@ void cache_slots_changed(const CacheRecords& records, std::vector<CacheSlot>& sl
   flush();
 }
 
-void cache_append(const MixerSpec& spec, const MixerShape& shape, const CacheSlot& slot, const Tensor& k,
-                  const Tensor& v, const Tensor& log_decay) {
-  const Cache cache = cache_of(spec, shape, k.dtype());
-  const auto first = static_cast<int>(slot.pending), length = static_cast<int>(k.size(1));
-  if (length == 0) return;
-  const cudaStream_t s = stream(k.device());
+namespace {
+
+// Tokens [1, tokens, heads, dim] into the pages of a slot, from token `first` on, or from there.
+template <bool kToPage>
+void move_tokens(const Cache& cache, const CacheSlot& slot, const Tensor& k, const Tensor& v, const Tensor& log_decay,
+                 int64_t first) {
   with_activation_type(k.dtype(), [&](auto zero) {
     using T = decltype(zero);
-    append_kernel<<<static_cast<unsigned>(length), kThreads, 0, s>>>(
-        cache, table_of(slot), tokens<T>(k), tokens<T>(v), spec.decay ? tokens<float>(log_decay) : Tokens<float>{},
-        first);
+    move_kernel<typename OnDevice<T>::Type, kToPage><<<blocks_for(k.size(1), 1), kThreads, 0, stream(k.device())>>>(
+        cache, table_of(slot), tokens<T>(k), tokens<T>(v), log_decay ? tokens<float>(log_decay) : Tokens<float>{},
+        static_cast<int>(first));
   });
   check_launch("mixer_cache.prefill");
+}
+
+}  // namespace
+
+void cache_append(const MixerSpec& spec, const MixerShape& shape, const CacheSlot& slot, const Tensor& k,
+                  const Tensor& v, const Tensor& log_decay) {
+  if (k.size(1) == 0) return;
+  const Cache cache = cache_of(spec, shape, k.dtype());
+  move_tokens<true>(cache, slot, k, v, log_decay, slot.pending);
   if (!spec.decay) return;
-  sum_decay_kernel<<<blocks_for(shape.heads, kThreads / 32), kThreads, 0, s>>>(cache, table_of(slot), first,
-                                                                               first + length);
+  sum_decay_kernel<<<blocks_for(shape.heads, kThreads / 32), kThreads, 0, stream(k.device())>>>(
+      cache, table_of(slot), static_cast<int>(slot.pending), static_cast<int>(slot.pending + k.size(1)));
   check_launch("mixer_cache.prefill");
+}
+
+// With the forward pass of all tokens. Its tensor cores are so much faster than a pass over the window for each token
+// that it may as well compute what nobody asks for, the output of the tokens before.
+Tensor cache_read(const MixerSpec& spec, const MixerShape& shape, const CacheSlot& slot, const Tensor& q,
+                  const MixerOptions& options) {
+  const int64_t length = slot.pending, first = length - q.size(1);
+  const Device device = q.device();
+  MixerInputs all;
+  all.q = Tensor::zeros({1, length, shape.q_heads, shape.qk_dim}, q.dtype(), device);
+  furious::copy(all.q.slice(1, first, q.size(1)), q);
+  all.k = Tensor::empty({1, length, shape.k_heads, shape.qk_dim}, q.dtype(), device);
+  all.v = Tensor::empty({1, length, shape.v_heads, shape.v_dim}, q.dtype(), device);
+  if (spec.decay) all.log_decay = Tensor::empty({1, length, shape.heads}, DType::f32, device);
+  move_tokens<false>(cache_of(spec, shape, q.dtype()), slot, all.k, all.v, all.log_decay, 0);
+  return mixer_forward(spec, all, options).out.slice(1, first, q.size(1));
 }
 
 void cache_sum_decay(const MixerSpec& spec, const MixerShape& shape, const CacheSlot& slot) {
