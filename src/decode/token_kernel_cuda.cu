@@ -337,11 +337,11 @@ struct OwnHead {
 };
 
 // By one thread. A row has no state before its first fold.
-__device__ void fetch_state(const TokenPiece& piece, const int32_t* slots, Barrier& fetched, char* area, Pace& pace) {
+__device__ void fetch_state(const TokenPiece& piece, int slot, Barrier& fetched, char* area, Pace& pace) {
   constexpr int kAtOnce = 4096;
   const OwnHead own(piece);
   if (!own.active || own.rows == 0) return;
-  const float* state = load_slot(piece.step.cache.slots + __ldcg(slots + own.row)).state;
+  const float* state = load_slot(piece.step.cache.slots + slot).state;
   if (state == nullptr) return;
   const Cache& cache = piece.step.cache;
   const StepArea to(piece, area);
@@ -443,17 +443,17 @@ __device__ void describe_share(const StepCall& step, const OwnHead& own, const S
 }
 
 // By a warp: what a step needs besides its state.
-__device__ void fetch_window(const TokenPiece& piece, const int32_t* slots, int piece_slot, char* area,
-                             StageCursor& cursor, Pace& pace, Memory& memory) {
+__device__ void fetch_window(const TokenPiece& piece, int slot, int place, char* area, StageCursor& cursor, Pace& pace,
+                             Memory& memory) {
   const StepCall& step = piece.step;
   const Cache& cache = step.cache;
   const int lane = lane_of_thread();
   const OwnHead own(piece);
-  StepShare& share = memory.shares[piece_slot];
-  Barrier& fetched = memory.fetched[piece_slot];
+  StepShare& share = memory.shares[place];
+  Barrier& fetched = memory.fetched[place];
   if (lane == 0) share.active = own.active;
   if (!own.active) return fetched.arrive();
-  const SlotRecord record = load_slot(cache.slots + __ldcg(slots + own.row));
+  const SlotRecord record = load_slot(cache.slots + slot);
   // Shares begin at multiples of four tokens; the last block, which has the fewest, adds the new one.
   const int each = (record.pending + step.blocks - 1) / step.blocks + 3 & ~3;
   const int first = own.block * each, tokens = max(0, min(each, record.pending - first));
@@ -480,6 +480,14 @@ __device__ void fetch_window(const TokenPiece& piece, const int32_t* slots, int 
   }
 }
 
+// Waits for earlier kernels, which may have written states, windows and slots, but no weights. Returns the slot of the
+// row that this block has in every step.
+__device__ int wait_for_slot(const TokenWork& program, const TokenPiece& piece) {
+  wait_for_previous();
+  const OwnHead own(piece);
+  return own.active ? __ldcg(program.slots + own.row) : 0;
+}
+
 // One warp fetches descriptions, weights and states. The descriptions of two further pieces are on their way meanwhile.
 __device__ void fetch(const TokenWork& program, Memory& memory, char* ring) {
   const int lane = lane_of_thread();
@@ -488,30 +496,27 @@ __device__ void fetch(const TokenWork& program, Memory& memory, char* ring) {
   };
   uint4 next = description(0), after = description(1);
   Pace pace{2 * Pace::kCycles, static_cast<unsigned>(clock())}, state_pace{Pace::kCycles, pace.next};
-  bool waited = false;  // for earlier kernels, which may have written states, windows and slots, but no weights
+  int slot = -1;  // not known yet
 #pragma unroll 1
   for (int p = 0; p < program.count; ++p) {
     const uint4 own = next;
     next = after;
     after = description(p + 2);
-    const int slot = p % kPieceSlots, last = __shfl_sync(0xFFFFFFFFu, static_cast<int>(own.x), 0) - 1;
+    const int place = p % kPieceSlots, last = __shfl_sync(0xFFFFFFFFu, static_cast<int>(own.x), 0) - 1;
     if (last >= 0) memory.used[last % kPieceSlots].wait(last / kPieceSlots);
-    reinterpret_cast<uint4*>(memory.pieces[slot])[lane] = own;
+    reinterpret_cast<uint4*>(memory.pieces[place])[lane] = own;
     __syncwarp();
-    const TokenPiece& piece = *reinterpret_cast<const TokenPiece*>(memory.pieces[slot]);
-    Barrier& fetched = memory.fetched[slot];
-    if (!waited && piece.kind == TokenPiece::Kind::step) {
-      wait_for_previous();
-      waited = true;
-    }
+    const TokenPiece& piece = *reinterpret_cast<const TokenPiece*>(memory.pieces[place]);
+    Barrier& fetched = memory.fetched[place];
+    if (slot < 0 && piece.kind == TokenPiece::Kind::step) slot = wait_for_slot(program, piece);
     if (blockIdx.x == 0 && piece.kind == TokenPiece::Kind::linear && piece.linear.norm != nullptr)
       for (int i = 32 * lane; i < piece.linear.k; i += 1024) prefetch(piece.linear.norm + i);
-    memory.described[slot].arrive();
+    memory.described[place].arrive();
     if (lane == 0) {
       if (piece.kind == TokenPiece::Kind::linear)
         fetch_linear(piece, fetched, ring + piece.at, 0, pace);
       else if (piece.kind == TokenPiece::Kind::step)
-        fetch_state(piece, program.slots, fetched, ring + piece.at, state_pace);
+        fetch_state(piece, slot, fetched, ring + piece.at, state_pace);
     }
     fetched.arrive();
     __syncwarp();
@@ -522,22 +527,19 @@ __device__ void fetch(const TokenWork& program, Memory& memory, char* ring) {
 __device__ void fetch_windows(const TokenWork& program, Memory& memory, char* ring) {
   Pace pace{2 * Pace::kCycles, static_cast<unsigned>(clock())}, window_pace{Pace::kCycles, pace.next};
   StageCursor cursor{};
-  bool waited = false;
+  int slot = -1;  // not known yet
 #pragma unroll 1
   for (int p = 0; p < program.count; ++p) {
-    const int slot = p % kPieceSlots;
-    memory.described[slot].wait(p / kPieceSlots);
-    const TokenPiece& piece = *reinterpret_cast<const TokenPiece*>(memory.pieces[slot]);
-    if (!waited && piece.kind == TokenPiece::Kind::step) {
-      wait_for_previous();
-      waited = true;
-    }
+    const int place = p % kPieceSlots;
+    memory.described[place].wait(p / kPieceSlots);
+    const TokenPiece& piece = *reinterpret_cast<const TokenPiece*>(memory.pieces[place]);
+    if (slot < 0 && piece.kind == TokenPiece::Kind::step) slot = wait_for_slot(program, piece);
     if (piece.kind == TokenPiece::Kind::step) {
-      fetch_window(piece, program.slots, slot, ring + piece.at, cursor, window_pace, memory);
+      fetch_window(piece, slot, place, ring + piece.at, cursor, window_pace, memory);
     } else {
       if (lane_of_thread() == 0 && piece.kind == TokenPiece::Kind::linear)
-        fetch_linear(piece, memory.fetched[slot], ring + piece.at, 1, pace);
-      memory.fetched[slot].arrive();
+        fetch_linear(piece, memory.fetched[place], ring + piece.at, 1, pace);
+      memory.fetched[place].arrive();
     }
     __syncwarp();
   }

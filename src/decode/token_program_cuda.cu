@@ -25,16 +25,17 @@ void share_out(StepCall& step, int64_t window, int64_t first_fold, const SharedM
   step.rows_at_once = 128 / cache.v_dim;
   step.part_of_row = divide_up(1 << 18, cache.v_dim);
   step.partial_width = cache.v_dim + (step.softmax ? 2 : 1);
+  step.first_tokens = step.chunk_tokens = kChunkTokens;
+  int stages = kMostStages;
   if (cache.state_rows > 0) {
-    // After the first fold a block has first_tokens at most, and no others before it than fit into the stages.
+    // After the first fold a block has no more than first_tokens, before it those of the long first window.
     step.first_tokens = fours(divide_up(window, step.blocks));
     const int further = fours(divide_up(first_fold, step.blocks)) - step.first_tokens;
     step.chunk_tokens = std::clamp(further, 4, kChunkTokens);
-    step.stages = std::clamp(divide_up(further, step.chunk_tokens), 1, 2);
-  } else {
-    step.first_tokens = step.chunk_tokens = kChunkTokens;
-    step.stages = std::clamp(memory.largest() / window_bytes(cache, kChunkTokens) - 1, 0, kMostStages);
+    stages = std::clamp(divide_up(further, step.chunk_tokens), 1, 2);
   }
+  const int free = memory.largest() - window_bytes(cache, step.first_tokens);
+  step.stages = std::clamp(free / window_bytes(cache, step.chunk_tokens), 0, stages);
 }
 
 // Bytes of the part of a step's piece that holds rows of the state, or in their place chunks of a window.
@@ -199,7 +200,7 @@ class Builder {
     }
     for (const FusedLinear::Part& from : op.parts) {
       LinearPart& part = call.part[call.parts++];
-      part.kind = static_cast<TokenPart::Kind>(from.kind);
+      part.kind = from.kind;
       part.after_conv = from.activation;
       part.qk_activation = from.qk_activation;
       part.rows = static_cast<int>(weight(from.weight).size(0));
@@ -245,10 +246,15 @@ class Builder {
     operations_.push_back(piece);
   }
 
-  TaggedRows tagged_rows(Value value, int heads, int from) const {
-    const auto [buffer, offset] = find(value);
-    require(buffer->operation == from, "token_program: the mixer's inputs come from several operations");
-    return {reinterpret_cast<const uint32_t*>(buffer->words) + offset, buffer->width,
+  // The buffer of an input of the mixer, which one operation writes together with the others.
+  const Buffer& written_with(Value value, int operation) const {
+    const Buffer& buffer = *find(value).first;
+    require(buffer.operation == operation, "token_program: the inputs of a mixer come from several operations");
+    return buffer;
+  }
+  TaggedRows tagged_rows(Value value, int heads, int operation) const {
+    const Buffer& buffer = written_with(value, operation);
+    return {reinterpret_cast<const uint32_t*>(buffer.words) + find(value).second, buffer.width,
             heads / static_cast<int>(plan_.values[value].heads)};
   }
 
@@ -266,9 +272,8 @@ class Builder {
     step.q = tagged_rows(op.q, heads, step.inputs_from);
     step.k = tagged_rows(op.k, heads, step.inputs_from);
     step.v = tagged_rows(op.v, heads, step.inputs_from);
-    const auto numbers = [&](Value value) -> const uint64_t* {
-      if (value == kNo) return nullptr;
-      return reinterpret_cast<const uint64_t*>(tagged_rows(value, 0, step.inputs_from).data);
+    const auto numbers = [&](Value value) {
+      return value == kNo ? nullptr : reinterpret_cast<const uint64_t*>(written_with(value, step.inputs_from).words);
     };
     step.log_decay = numbers(op.mixer.log_decay);
     step.dt = numbers(op.dt);
