@@ -2,7 +2,7 @@
 
 #include "decode/token_program.cuh"
 #include "gpu/rows.cuh"
-#include "ops/nn/embedding.h"
+#include "ops/nn/embedding_kernels.h"
 
 namespace furious::cuda {
 namespace {

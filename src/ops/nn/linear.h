@@ -32,13 +32,4 @@ Variable linear(Tape& tape, const Variable& x, const Variable& weight, const Var
 Variable joined_linear(Tape& tape, const Variable& x, const std::vector<Variable>& weights,
                        MatmulPrecision precision = MatmulPrecision::f32);
 
-namespace cpu {
-void fill_rows(const Tensor& matrix, const Tensor& row);  // each row of the matrix becomes `row`
-void linear_backward_bias(const GradientTarget& dbias, const Tensor& dy);
-}  // namespace cpu
-namespace cuda {
-void fill_rows(const Tensor& matrix, const Tensor& row);
-void linear_backward_bias(const GradientTarget& dbias, const Tensor& dy);
-}  // namespace cuda
-
 }  // namespace furious
