@@ -1,5 +1,5 @@
 # For people; CMake does the work. `make test` on a fresh Debian machine installs what is missing, builds and tests.
-.PHONY: help setup build demo test install asan tsan fuzz cuda bench findings format tidy clean
+.PHONY: help setup build demo test install asan tsan fuzz cuda test-cuda bench findings format tidy clean
 JOBS ?= $(shell nproc)
 PREFIX ?= /usr/local
 FUZZ_SECONDS ?= 20
@@ -14,6 +14,7 @@ help:
 	@echo "make tsan    the tests with threads under the thread sanitizer"
 	@echo "make fuzz    the fuzzers of tests/fuzz, FUZZ_SECONDS=20 each (needs clang)"
 	@echo "make cuda    build the CUDA preset (needs nvcc)"
+	@echo "make test-cuda   build the CUDA preset and run all GPU tests (needs nvcc and a GPU)"
 	@echo "make bench   mixer speed on this machine, beside its floor"
 	@echo "make findings   tables and figures of docs/findings.md, from the results beside it"
 	@echo "make format  clang-format over the sources;   make tidy  clang-tidy"
@@ -57,6 +58,9 @@ fuzz:
 cuda: setup
 	cmake --preset cuda
 	cmake --build --preset cuda -j $(JOBS)
+
+test-cuda:
+	@scripts/test_cuda.sh $(JOBS)
 
 bench: build
 	build/release/furious bench mixer --preset 2mamba --length 512,2048 --backward

@@ -1,24 +1,14 @@
-// The mixers on a GPU: what mixer.cpp calls after all checks, and what the kernels share on the host.
+// What the kernels of the mixer on a GPU share on the host, and the sets of kernels behind mixer_cuda.cu.
 #pragma once
 
-#include "ops/mixer/shape.h"
+#include "ops/mixer/mixer_kernels.h"
 
 namespace furious::cuda {
 
-struct MixerCall {
-  const MixerSpec& spec;
-  const MixerShape& shape;
-  const MixerInputs& inputs;
-  const std::vector<Segment>& segments;
-  int64_t chunk;  // the whole length in the parallel form
-  const MixerResult& result;
-  MixerPrecision precision = MixerPrecision::automatic;
-  std::string_view* kernel = nullptr;  // receives the name of the kernels that ran forward
-};
-
 // While it lives, mixers of this thread run the kernels of this name (MixerResult::kernel: "hopper", "tensor cores",
-// "tiles" or "simple") instead of the fastest, also inside chunks; those that cannot are an Error. With "tensor cores"
-// a Hopper does what older devices do.
+// "tiles" or "simple") instead of the fastest; a call that they cannot compute is an Error. With "tensor cores" a
+// Hopper device runs what older devices run. Inside chunks, "hopper" and "tensor cores" compute what no earlier chunk
+// adds to; with a past, "tiles" compute the forward pass in their place.
 class KernelScope {
  public:
   explicit KernelScope(std::string_view kernel);
@@ -31,15 +21,7 @@ class KernelScope {
 };
 std::string_view forced_kernel();  // empty: none
 
-// The faster form for a call without states.
-Form choose_form(const MixerCall& call);
-
-// Gives the states of the chunks, where the backward pass can use them again.
-Tensor mixer_forward(const MixerCall& call);
-void mixer_backward(const MixerCall& call, const Tensor& out_gradient, const Tensor& final_state_gradient,
-                    const MixerGradients& gradients);
-
-// What the kernels know of the tokens of a call. Without decay or boundaries the tensors are not there.
+// Tables of the tokens of a call. Without decay or boundaries the tensors are undefined.
 struct TokenTables {
   Tensor decay;   // f64 [batch, heads, length]: A, summed over the whole row; only differences within a document count
   Tensor starts;  // i32 [batch, length]: where the document of a token starts
@@ -51,8 +33,8 @@ TokenTables token_tables(const MixerCall& call);
 struct HeadGradients {
   Tensor q, k, v;  // [batch, length, heads, dim]
   // f64 [batch, heads, length]: the part of dA that queries give, and that which keys give. Under the sum norm the
-  // first is zero but for rounding. It is there (and rounding of a pair cancels in da, where t does not lie between its
-  // tokens) where kernels sum over pairs in both; kernels that round pairs to bf16 for each differently leave it out.
+  // first is zero but for rounding. It is defined (and rounding of a pair cancels in da, where t does not lie between
+  // its tokens) where kernels sum over pairs in both; kernels that round pairs to bf16 differently for each have none.
   Tensor row_decay, key_decay;
 };
 
@@ -62,13 +44,13 @@ void simple_forward(const MixerCall& call, const TokenTables& tables, const Tens
 void simple_backward(const MixerCall& call, const TokenTables& tables, const Tensor& out_gradient,
                      const HeadGradients& gradients);
 
-// The precision of the call's products: what was asked for, or what suits the inputs.
+// The precision of the call's products: the requested one, or that of the inputs.
 MixerPrecision product_precision(const MixerCall& call);
 
 // Any spec and dtype, products in product_precision(call); dimensions up to this that are multiples of 8. `past` as
 // above.
 inline constexpr int64_t kLargestTileDim = 128;
-bool tiles_take(const MixerCall& call);
+bool tiles_support(const MixerCall& call);
 void tiles_forward(const MixerCall& call, const TokenTables& tables, const Tensor& past);
 void tiles_backward(const MixerCall& call, const TokenTables& tables, const Tensor& out_gradient,
                     const HeadGradients& gradients);
@@ -80,7 +62,7 @@ struct ScaledGradient {
 };
 
 // bf16 on tensor cores, heads of 64 or 128.
-bool parallel_takes(const MixerCall& call);
+bool parallel_supports(const MixerCall& call);
 void parallel_forward(const MixerCall& call, const TokenTables& tables);
 ScaledGradient scale_gradient(const MixerCall& call, const Tensor& out_gradient);
 void parallel_backward(const MixerCall& call, const TokenTables& tables, const ScaledGradient& scaled,
@@ -95,7 +77,7 @@ void inside_chunks_forward(const MixerCall& call, const TokenTables& tables, int
 void inside_chunks_backward(const MixerCall& call, const TokenTables& tables, int64_t chunk,
                             const ScaledGradient& scaled, const HeadGradients& gradients);
 
-// What decay and boundaries do to states. Without both the factors are all 1, and not there.
+// What decay and boundaries do to states. Without both the factors are all 1, and undefined.
 struct ChunkTables {
   Tensor in;           // f32 [batch, heads, length]: what of the state before a token's chunk reaches the token
   Tensor out;          // f32 [batch, heads, length]: what of a token reaches the end of its chunk
@@ -106,7 +88,7 @@ struct ChunkTables {
 ChunkTables chunk_tables(const MixerCall& call, const TokenTables& tokens);
 
 // The chunked form but for what happens inside the chunks; any dtype, dimension and score with a state.
-// Forward: `past` (not there where nothing comes in), and the final state if it is asked for.
+// Forward: `past` (undefined where nothing comes in), and the final state if it is requested.
 Tensor chunked_past(const MixerCall& call, const ChunkTables& tables);
 // Backward: adds to the gradients, and writes that of an initial state.
 void chunked_backward(const MixerCall& call, const ChunkTables& tables, const Tensor& out_gradient,
