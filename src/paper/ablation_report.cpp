@@ -1,4 +1,4 @@
-#include "report/ablation_report.h"
+#include "paper/ablation_report.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -58,7 +58,7 @@ Statistic rate(const RowResult& row) {
   return statistic(row, [](const RowRun& run) { return run.tokens_per_second; });
 }
 
-// Also of runs that diverged: there it matters most.
+// Including diverged runs, where it matters most.
 double last_value(const RowResult& row) {
   double largest = kNaN;
   for (const RowRun& run : row.runs)
@@ -156,7 +156,7 @@ Chart curves(const Ablation& ablation, const std::string& title, const std::stri
   chart.y_label = y_label;
   int colour = 0;
   for (const RowResult& row : ablation.rows) {
-    // Runs that diverged would take the others with them: they are lines of their own.
+    // Diverged runs would distort the mean: they are separate lines.
     std::vector<Curve> kept, diverged;
     for (const RowRun& run : row.runs) (run.diverged.empty() ? kept : diverged).push_back(run.*curve);
     if (kept.empty()) kept.swap(diverged);
@@ -258,7 +258,7 @@ RowResult row_from_json(const JsonValue& json) {
   row.options = json.at("options").texts();
   for (const char* name : {"length", "batch", "hidden", "intermediate", "heads", "layers"})
     if (row.options.contains(name) && !parse_number<uint32_t>(row.options[name]))
-      json.at("options").at(name).unexpected("a whole number");
+      json.at("options").at(name).unexpected("an integer");
   for (const JsonValue& run : json.at("runs").items()) row.runs.push_back(run_from_json(run));
   return row;
 }
@@ -289,7 +289,7 @@ std::string shared_option(const Ablation& ablation, const std::string& name) {
   return any(ablation, [&](const RowResult& row) { return option(row, name) != value; }) ? "" : value;
 }
 
-// Options that all rows share, and were chosen; the rest says nothing.
+// Options that all rows share and that are set.
 Table options_table(const Ablation& ablation) {
   Table table{{"option", "value"}, {}};
   for (const auto& [name, ignored] : ablation.rows.front().options)
@@ -348,7 +348,7 @@ std::map<std::string, std::set<std::string>> paper_settings(const Ablation& abla
   return settings;
 }
 
-// What the paper has for a row. Where rows have it from several settings, one that is not the row's own is named.
+// The paper's losses for a row. Where rows have them from several settings, one that differs from the row's is named.
 std::string paper_cell(const RowResult& row, double PaperRow::*loss, bool several) {
   if (!row.paper) return "-";
   const PaperRow& paper = *row.paper;
@@ -393,7 +393,7 @@ std::vector<NamedChart> ablation_charts(const Ablation& ablation) {
   std::vector<NamedChart> charts;
   if (any(ablation, [](const RowResult& row) { return test_loss(row).count > 0; }))
     charts.push_back({"test-loss", curves(ablation, "Test loss", "test loss", &RowRun::test)});
-  // All models learn the frequencies of tokens alike; that would take most of the height.
+  // The first drop of the loss is alike in all models and would fill most of the height.
   Chart training = curves(ablation, "Training loss, without the first tenth", "training loss", &RowRun::training,
                           std::floor(steps / 10));
   for (Series& series : training.series)
@@ -432,8 +432,9 @@ std::string ablation_notes(const Ablation& ablation) {
   text += fmt::format(" on {}, {}.\n", shared("device"),
                       seeds == 1 ? "1 seed" : fmt::format("{} seeds (mean ± standard deviation)", seeds));
   text += fmt::format(
-      "Train loss: mean of the last twentieth of the steps. KB at {}k: what one sequence holds in memory while it is "
-      "written, after {} tokens, in f32.\n",
+      "Train loss: mean of the last twentieth of the steps. KB at {}k: cache memory of one sequence after {} tokens, "
+      "in "
+      "f32.\n",
       kStateTokens >> 10, kStateTokens);
   std::vector<std::string> sources;
   for (const auto& [setting, tables] : paper_settings(ablation))
@@ -441,8 +442,8 @@ std::string ablation_notes(const Ablation& ablation) {
   if (!sources.empty())
     text += fmt::format("Paper: {}. Compare differences between rows, not losses.\n", fmt::join(sources, "; "));
   if (const auto [pairs, agreeing] = order_of_the_paper(ablation); pairs > 0)
-    text += fmt::format("Of {} pair{} of rows whose test losses differ in the paper, {} come{} in its order here.\n",
-                        pairs, pairs == 1 ? "" : "s", agreeing, agreeing == 1 ? "s" : "");
+    text += fmt::format("Of {} pair{} of rows whose test losses differ in the paper, {} {} the same order here.\n",
+                        pairs, pairs == 1 ? "" : "s", agreeing, agreeing == 1 ? "has" : "have");
   if (has_values(ablation))
     text +=
         "Value RMS: root mean square of the values that enter the mixer, of the layer where it is largest, at the "
@@ -483,9 +484,9 @@ Ablation ablation_from_json(const std::string& text, const std::string& origin) 
     for (const JsonValue& word : json.at("words").items()) ablation.words.push_back(word.text());
     ablation.stopped = !json.at("finished").flag();
     for (const JsonValue& row : json.at("rows").items()) ablation.rows.push_back(row_from_json(row));
-    require(!ablation.rows.empty(), "{}: there are no rows", origin);
+    require(!ablation.rows.empty(), "{}: has no rows", origin);
   } catch (const Error& error) {
-    fail("{}; it is not the results.json of an ablation", error.what());
+    fail("{}; expected the results.json of an ablation", error.what());
   }
   return ablation;
 }

@@ -1,4 +1,4 @@
-#include "dist/shards.h"
+#include "dist/sharded_optimizer.h"
 
 #include <algorithm>
 #include <limits>
@@ -9,10 +9,10 @@
 namespace furious {
 namespace {
 
-// Every parameter and every part begins at such a place: kernels like it.
+// Alignment of parameters and parts in elements, for vector loads.
 constexpr int64_t kAligned = 64;
 
-// Large enough that a message is worth its start, small enough that the last one, which nothing hides, is short.
+// Large enough to amortize latency, small enough that the last message, which nothing overlaps, is short.
 int64_t bucket_for(Device device) {
   return device.is_cpu() ? 1 << 20 : 8 << 20;
 }
@@ -23,9 +23,10 @@ int64_t rounded_up(int64_t count, int64_t to) {
 
 }  // namespace
 
-Shards::Shards(Communicator& communicator, std::span<const Variable> parameters, DType sent, int64_t bucket)
+ShardedOptimizer::ShardedOptimizer(Communicator& communicator, std::span<const Variable> parameters, DType sent,
+                                   int64_t bucket)
     : communicator_(communicator), sent_(sent), variables_(parameters.begin(), parameters.end()) {
-  require(!parameters.empty(), "shards: no parameters");
+  require(!parameters.empty(), "sharded optimizer: no parameters");
   device_ = parameters.front().value().device();
   offsets_.resize(parameters.size());
   int64_t used = 0;
@@ -33,7 +34,7 @@ Shards::Shards(Communicator& communicator, std::span<const Variable> parameters,
     offsets_[i] = used;
     used = rounded_up(used + parameters[i].value().elements(), kAligned);
   }
-  const int64_t unit = kAligned * communicator.size();  // that every rank has the same of
+  const int64_t unit = kAligned * communicator.size();  // so that parts are equal
   const int64_t all = rounded_up(used, unit);
   bucket = rounded_up(bucket > 0 ? bucket : bucket_for(device_), unit);
   for (int64_t begin = 0; begin < all; begin += bucket) begins_.push_back(begin);
@@ -53,54 +54,54 @@ Shards::Shards(Communicator& communicator, std::span<const Variable> parameters,
   for (size_t i = 0; i < variables_.size(); ++i) for_each_bucket(i, [this](int64_t which) { ++parameters_in_[which]; });
 }
 
-Shards::~Shards() {
+ShardedOptimizer::~ShardedOptimizer() {
   for (size_t i = 0; i < variables_.size(); ++i) variables_[i].settle(variables_[i].value(), gradients_[i], {});
 }
 
-int64_t Shards::bytes(int64_t parameters, int ranks) {
+int64_t ShardedOptimizer::bytes(int64_t parameters, int ranks) {
   return parameters * static_cast<int64_t>(sizeof(float)) * 2 +
          parameters * static_cast<int64_t>(sizeof(float)) * 3 / ranks;
 }
 
-Tensor Shards::bucket_of(const Tensor& flat, int64_t bucket) const {
+Tensor ShardedOptimizer::bucket_of(const Tensor& flat, int64_t bucket) const {
   return flat.slice(0, begins_[bucket], begins_[bucket + 1] - begins_[bucket]);
 }
 
-Tensor Shards::own_part_of(const Tensor& bucket) const {
+Tensor ShardedOptimizer::own_part_of(const Tensor& bucket) const {
   const int64_t part = bucket.elements() / communicator_.size();
   return bucket.slice(0, communicator_.rank() * part, part);
 }
 
-Tensor Shards::part_in_shard(const Tensor& shard, int64_t bucket) const {
+Tensor ShardedOptimizer::part_in_shard(const Tensor& shard, int64_t bucket) const {
   const int64_t ranks = communicator_.size();
   return shard.slice(0, begins_[bucket] / ranks, (begins_[bucket + 1] - begins_[bucket]) / ranks);
 }
 
-Tensor Shards::place_of(const Tensor& flat, size_t parameter) const {
+Tensor ShardedOptimizer::place_of(const Tensor& flat, size_t parameter) const {
   const Shape& shape = variables_[parameter].value().shape();
   return flat.slice(0, offsets_[parameter], shape.elements()).view(shape);
 }
 
-void Shards::for_each_bucket(size_t parameter, const std::function<void(int64_t)>& f) const {
+void ShardedOptimizer::for_each_bucket(size_t parameter, const std::function<void(int64_t)>& f) const {
   const int64_t begin = offsets_[parameter], end = begin + variables_[parameter].value().elements();
-  const auto after = std::ranges::upper_bound(begins_, begin);  // behind the bucket that it begins in
+  const auto after = std::ranges::upper_bound(begins_, begin);  // the bucket after the one it begins in
   for (int64_t bucket = after - begins_.begin() - 1; bucket < buckets() && begins_[bucket] < end; ++bucket) f(bucket);
 }
 
-void Shards::begin_step() {
-  if (!link_) link_ = make_link(communicator_, device_, sent_);
-  link_->begin_step();
+void ShardedOptimizer::begin_step() {
+  if (!collectives_) collectives_ = make_collectives(communicator_, device_, sent_);
+  collectives_->begin_step();
   sending_ = false;
   next_ = 0;
   complete_.assign(variables_.size(), false);
   missing_ = parameters_in_;
 }
 
-void Shards::send() {
+void ShardedOptimizer::send() {
   sending_ = true;
 }
 
-void Shards::complete(size_t parameter) {
+void ShardedOptimizer::complete(size_t parameter) {
   if (!sending_ || complete_[parameter]) return;
   complete_[parameter] = true;
   for_each_bucket(parameter, [this](int64_t bucket) { --missing_[bucket]; });
@@ -108,37 +109,37 @@ void Shards::complete(size_t parameter) {
 }
 
 // In one order on all ranks.
-void Shards::send_ready() {
+void ShardedOptimizer::send_ready() {
   for (; next_ < buckets() && missing_[next_] == 0; ++next_)
-    link_->reduce(bucket_of(gradient_, next_), part_in_shard(sum_, next_));
+    collectives_->reduce_scatter(bucket_of(gradient_, next_), part_in_shard(sum_, next_));
 }
 
-void Shards::fail() {
+void ShardedOptimizer::fail() {
   for (size_t i = 0; i < variables_.size(); ++i) {
     fill(gradients_[i], std::numeric_limits<float>::quiet_NaN());
     complete_[i] = true;
   }
 }
 
-void Shards::finish() {
+void ShardedOptimizer::finish() {
   for (size_t i = 0; i < variables_.size(); ++i)
-    if (!complete_[i] && !variables_[i].gradient()) fill(gradients_[i], 0);  // nothing has used it
+    if (!complete_[i] && !variables_[i].gradient()) fill(gradients_[i], 0);  // unused parameter
   std::ranges::fill(missing_, 0);
   send_ready();
-  link_->finish_reduce();
+  collectives_->finish_reduce();
 }
 
-std::vector<Tensor> Shards::sums() const {
+std::vector<Tensor> ShardedOptimizer::sums() const {
   std::vector<Tensor> sums;
   for (int64_t bucket = 0; bucket < buckets(); ++bucket) sums.push_back(part_in_shard(sum_, bucket));
   return sums;
 }
 
-void Shards::add_squares(const Tensor& squares) {
-  link_->all_reduce(squares);
+void ShardedOptimizer::add_squares(const Tensor& squares) {
+  collectives_->all_reduce(squares);
 }
 
-std::vector<AdamWTensors> Shards::to_update() const {
+std::vector<AdamWTensors> ShardedOptimizer::to_update() const {
   std::vector<AdamWTensors> tensors;
   for (int64_t bucket = 0; bucket < buckets(); ++bucket)
     tensors.push_back({own_part_of(bucket_of(parameters_, bucket)), part_in_shard(sum_, bucket),
@@ -146,17 +147,17 @@ std::vector<AdamWTensors> Shards::to_update() const {
   return tensors;
 }
 
-void Shards::gather_parameters() {
+void ShardedOptimizer::gather_parameters() {
   std::vector<Tensor> all;
   for (int64_t bucket = 0; bucket < buckets(); ++bucket) all.push_back(bucket_of(parameters_, bucket));
-  link_->all_gather(all);
+  collectives_->all_gather(all);
 }
 
-LinkTimes Shards::end_step() {
-  return link_->end_step();
+StepTimes ShardedOptimizer::end_step() {
+  return collectives_->end_step();
 }
 
-void Shards::set_moments(size_t parameter, const Tensor& first, const Tensor& second) {
+void ShardedOptimizer::set_moments(size_t parameter, const Tensor& first, const Tensor& second) {
   const int64_t offset = offsets_[parameter], count = first.elements();
   for (int64_t bucket = 0; bucket < buckets(); ++bucket) {
     const int64_t part = (begins_[bucket + 1] - begins_[bucket]) / communicator_.size();
@@ -172,11 +173,11 @@ void Shards::set_moments(size_t parameter, const Tensor& first, const Tensor& se
   }
 }
 
-// A shard of every rank as tensors like the parameters, on the CPU of rank 0.
-std::vector<Tensor> Shards::whole(const Tensor& shard) const {
+// The shards of all ranks as tensors of the parameters' shapes, on the CPU of rank 0.
+std::vector<Tensor> ShardedOptimizer::whole(const Tensor& shard) const {
   const Tensor own = to_device(shard, {});
   const Tensor all = communicator_.leads() ? Tensor::empty({begins_.back()}, DType::f32) : Tensor();
-  std::vector<Communicator::Piece> receive, send;
+  std::vector<Communicator::Message> receive, send;
   for (int64_t bucket = 0; bucket < buckets(); ++bucket) {
     const Tensor part = part_in_shard(own, bucket);
     if (!communicator_.leads()) {
@@ -196,7 +197,7 @@ std::vector<Tensor> Shards::whole(const Tensor& shard) const {
   return tensors;
 }
 
-Shards::Moments Shards::moments() const {
+ShardedOptimizer::Moments ShardedOptimizer::moments() const {
   return {whole(first_), whole(second_)};
 }
 

@@ -25,8 +25,8 @@ class WorldTrainer : public ::testing::Test {
   Communicator& ranks = Communicator::world();
 
   // The same batches by this process alone and by all together.
-  void expect_same(const Team& team, double tolerance, const std::string& what) {
-    Trainer alone(options), all(options, team);
+  void expect_same(const DataParallel& parallel, double tolerance, const std::string& what) {
+    Trainer alone(options), all(options, parallel);
     EXPECT_NEAR(*all.test_loss(), *alone.test_loss(), 1e-5) << what;
     for (int i = 0; i < 6; ++i) {
       const TrainStep expected = alone.step(), actual = all.step();
@@ -81,7 +81,7 @@ TEST_F(WorldTrainer, DivergesOnAllRanksWithTheOneThatDid) {
     for (const Parameter& parameter : trainer.model().parameters())
       if (parameter.name == name && ranks.rank() == last) fill(parameter.value.value(), std::nanf(""));
     const std::string rank = last > 0 ? fmt::format("rank {}: step 2", last) : "step 2";
-    expect_error([&] { trainer.step(); }, {rank, "not a number"});
+    expect_error([&] { trainer.step(); }, {rank, "not finite"});
   }
   // The loss of all has exploded: no rank is to blame.
   options.lr = 10;
@@ -95,30 +95,30 @@ TEST_F(WorldTrainer, DivergesOnAllRanksWithTheOneThatDid) {
 }
 
 // One rank with shards does what one without does, to the bit, and remembers it the same way.
-TEST(Team, OfOneIsTheProcessAlone) {
+TEST(DataParallel, OfOneIsTheProcessAlone) {
   const TemporaryFolder folder;
   TrainOptions options = small_options(small_data(folder), folder.path("run"));
   options.accumulate = 2;
-  const Team team{Communicator::alone(), true, 512};
-  Trainer plain(options), sharded(options, team);
+  const DataParallel parallel{Communicator::alone(), true, 512};
+  Trainer plain(options), sharded(options, parallel);
   for (int i = 0; i < 5; ++i) EXPECT_EQ(sharded.step().loss, plain.step().loss);
   EXPECT_EQ(weights_of(sharded), weights_of(plain));
   for (const char* name : {"plain", "sharded"}) std::filesystem::create_directory(folder.path(name));
   plain.save(folder.path("plain"));
   sharded.save(folder.path("sharded"));
   EXPECT_TRUE(read_folder(folder.path("plain")) == read_folder(folder.path("sharded")));
-  Trainer plain_on(options, folder.path("sharded")), sharded_on(options, folder.path("plain"), team);
+  Trainer plain_on(options, folder.path("sharded")), sharded_on(options, folder.path("plain"), parallel);
   for (int i = 0; i < 5; ++i) EXPECT_EQ(sharded_on.step().loss, plain_on.step().loss);
   EXPECT_EQ(weights_of(sharded_on), weights_of(plain_on));
 }
 
-TEST(Team, ABatchThatRanksCannotShareIsRefused) {
+TEST(DataParallel, ABatchThatRanksCannotShareIsRefused) {
   TrainOptions options;
   options.batch = 12;
   options.accumulate = 2;
   for (const int ranks : {1, 2, 3, 6}) check_division(options, ranks);
   expect_error([&] { check_division(options, 4); },
-               {"batch of 12", "4 ranks in 2 parts", "start 1, 2, 3, 6 of them", "a batch of 8 or 16"});
+               {"batch of 12", "4 ranks with 2 micro-batches", "start 1, 2, 3, 6 of them", "a batch of 8 or 16"});
 }
 
 }  // namespace

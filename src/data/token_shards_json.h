@@ -2,7 +2,7 @@
 #pragma once
 
 #include "base/json.h"
-#include "data/shards.h"
+#include "data/token_shards.h"
 
 namespace furious {
 

@@ -1,5 +1,4 @@
-// What an ablation found, for people and programs: a table, charts, a page that needs no network, and JSON that all of
-// them can be made from again.
+// The report of an ablation: a table, charts, a self-contained page, and JSON from which all of them can be rebuilt.
 #pragma once
 
 #include <filesystem>
@@ -20,7 +19,7 @@ struct NamedChart {
 };
 std::vector<NamedChart> ablation_charts(const Ablation& ablation);
 
-std::string ablation_notes(const Ablation& ablation);  // how the numbers of the table came about, in a few lines
+std::string ablation_notes(const Ablation& ablation);  // explains the columns of the table
 std::string ablation_page(const Ablation& ablation);   // HTML
 
 std::string ablation_to_json(const Ablation& ablation);

@@ -1,21 +1,20 @@
-// Token shards: what a tokenized corpus is on disk.
+// Token shards: the format of a tokenized corpus on disk.
 //
-//   DIR/manifest.json          what is here: tokenizer, options, counts, every shard with its size and CRC-32
+//   DIR/manifest.json          contents: tokenizer, options, counts, every shard with its size and CRC-32
 //   DIR/tokenizer.model        a copy of the tokenizer's model, where it has one
 //   DIR/train-00000.tokens     a ShardHeader, then the token ids: little-endian u16, or u32 for large vocabularies
 //   DIR/train-00000.documents  a ShardHeader, then for each document the index after its last token: little-endian u64
-//   DIR/train-00000.checks     a ShardHeader, then the CRC-32 of each block of kBlockBytes after the header of .tokens,
-//   and
-//                              then of .documents: little-endian u32
-//   DIR/test-00000.…           the held-out part, the same way
+//   DIR/train-00000.checks     a ShardHeader, then the CRC-32 of each block of kBlockBytes of .tokens (without its
+//                              header), then of .documents: little-endian u32
+//   DIR/test-00000.…           the test split, likewise
 //
 // A document lies in one shard, whole. The manifest is written last: a folder without one is unfinished.
 //
-// Nothing is given out that was not compared with its checksum. The manifest has one of itself, and is compared with
+// All data is compared with a checksum before it is used. The manifest has one of itself, and is compared with
 // the headers of all shards and with the CRC-32 of .checks when the folder is opened, which reads 0.03 % of it. A block
 // of .tokens or .documents is checked when it is first touched (dataset.h): opening a large corpus stays fast, and a
-// batch costs some microseconds for each row that touches a new block. A shard without .checks, as they were made once,
-// is one block.
+// batch costs some microseconds for each row that reads a new block. A shard of an older version without .checks is one
+// block.
 #pragma once
 
 #include <array>
@@ -63,7 +62,7 @@ std::string checks_file(Split split, int64_t shard);     // "train-00000.checks"
 
 int token_bytes_for(int32_t vocabulary_size);
 
-// What a split holds, and where writing stands.
+// The contents of a split, and the state of writing it.
 struct SplitInfo {
   std::vector<ShardInfo> shards;  // finished
   ShardInfo current;              // being written
@@ -79,7 +78,7 @@ class SplitWriter {
   SplitWriter(std::string folder, Split split, int token_bytes, int64_t shard_tokens, SplitInfo start);
 
   void append(std::span<const int32_t> tokens, int64_t text_bytes);  // to the open document
-  void end_document();  // one without tokens leaves no trace; a shard that is full is finished
+  void end_document();  // an empty one is dropped; a full shard is finished
   void checkpoint();    // everything in info() is on the disk after it
   void finish();
   const SplitInfo& info() const { return info_; }
@@ -116,7 +115,7 @@ struct Manifest {
   const SplitInfo& operator[](Split split) const { return splits[static_cast<size_t>(split)]; }
 };
 
-// Throws if DIR has no manifest (unfinished, or no tokenized corpus), or one that makes no sense.
+// Throws if DIR has no manifest (unfinished, or not a tokenized corpus), or an invalid one.
 Manifest read_manifest(const std::string& folder);
 Manifest manifest_from_json(std::string_view text, const std::string& origin);  // its manifest.json
 

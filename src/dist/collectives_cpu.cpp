@@ -3,15 +3,15 @@
 #include <vector>
 
 #include "base/error.h"
-#include "dist/link.h"
+#include "dist/collectives.h"
 
 namespace furious {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-using Piece = Communicator::Piece;
+using Message = Communicator::Message;
 
-constexpr int64_t kBlock = 4096;  // numbers that are summed at a time: they stay in the cache
+constexpr int64_t kBlock = 4096;  // elements that are summed at a time, so that they stay in the cache
 
 double seconds_between(Clock::time_point begin, Clock::time_point end) {
   return std::chrono::duration<double>(end - begin).count();
@@ -26,18 +26,18 @@ void add(float* sum, const T* x, int64_t count, bool first) {
     for (int64_t i = 0; i < count; ++i) sum[i] += static_cast<float>(x[i]);
 }
 
-// Each rank receives what the others have for its part, and adds it up in the order of ranks: the same bits wherever
-// the part lies. Runs on the thread that talks, and on no other.
-class CpuLink final : public Link {
+// Each rank receives the contributions to its own part and adds them in the order of ranks, which makes the sums
+// reproducible. Runs on the transport thread.
+class CpuCollectives final : public Collectives {
  public:
-  CpuLink(Communicator& communicator, DType sent) : communicator_(communicator), sent_(sent) {}
+  CpuCollectives(Communicator& communicator, DType sent) : communicator_(communicator), sent_(sent) {}
 
   void begin_step() override {
     begun_ = Clock::now();
     waiting_ = 0;
   }
 
-  void reduce(const Tensor& in, const Tensor& out) override {
+  void reduce_scatter(const Tensor& in, const Tensor& out) override {
     communicator_.post([this, in, out] {
       if (sent_ == DType::bf16)
         reduce_as<bfloat16>(in, out);
@@ -60,7 +60,7 @@ class CpuLink final : public Link {
   }
 
   void all_gather(std::span<const Tensor> all) override {
-    std::vector<Piece> receive, send;
+    std::vector<Message> receive, send;
     for (const Tensor& tensor : all) {
       const size_t bytes = tensor.bytes() / static_cast<size_t>(communicator_.size());
       auto* const data = static_cast<std::byte*>(tensor.raw());
@@ -74,7 +74,7 @@ class CpuLink final : public Link {
     wait();
   }
 
-  LinkTimes end_step() override {
+  StepTimes end_step() override {
     const double all = seconds_between(begun_, Clock::now());
     return {all - waiting_, waiting_};
   }
@@ -96,7 +96,7 @@ class CpuLink final : public Link {
       return reinterpret_cast<T*>(received_.data() + static_cast<size_t>(rank) * bytes);
     };
     const auto given = [&](int rank) { return in.data<float>() + rank * count; };
-    std::vector<Piece> receive, send;
+    std::vector<Message> receive, send;
     for (int rank = 0; rank < ranks; ++rank) {
       if (rank == own) continue;
       receive.push_back({rank, received(rank), bytes});
@@ -137,10 +137,10 @@ class CpuLink final : public Link {
 
 }  // namespace
 
-std::unique_ptr<Link> make_link(Communicator& communicator, Device device, DType sent) {
-  require(sent == DType::f32 || sent == DType::bf16, "gradients are sent in f32 or bf16, not {}", name_of(sent));
-  if (!device.is_cpu()) return make_cuda_link(communicator, device, sent);
-  return std::make_unique<CpuLink>(communicator, sent);
+std::unique_ptr<Collectives> make_collectives(Communicator& communicator, Device device, DType sent) {
+  require(sent == DType::f32 || sent == DType::bf16, "gradients can be sent in f32 or bf16, got {}", name_of(sent));
+  if (!device.is_cpu()) return make_cuda_collectives(communicator, device, sent);
+  return std::make_unique<CpuCollectives>(communicator, sent);
 }
 
 #ifndef FURIOUS_NCCL
@@ -148,10 +148,10 @@ std::string nccl_library() {
   return {};
 }
 
-std::unique_ptr<Link> make_cuda_link(Communicator& communicator, Device, DType) {
+std::unique_ptr<Collectives> make_cuda_collectives(Communicator& communicator, Device, DType) {
   fail(
-      "{} processes cannot train on GPUs together: this furious was built without NCCL; install it (it comes with "
-      "NVIDIA's packages libnccl2 and libnccl-dev) and build again, or use --device cpu",
+      "{} processes cannot train on GPUs: furious was built without NCCL; install it (NVIDIA's packages libnccl2 and "
+      "libnccl-dev) and build again, or use --device cpu",
       communicator.size());
 }
 #endif

@@ -6,13 +6,13 @@
 #include <array>
 #include <type_traits>
 
-#include "dist/link.h"
+#include "dist/collectives.h"
 #include "tensor/cuda.cuh"
 
 namespace furious {
 namespace {
 
-// The library is loaded when ranks meet: it is large, and one GPU does without it.
+// Loaded on first use: the library is large, and a single GPU does not need it.
 struct Nccl {
   decltype(&ncclGetVersion) version;
   decltype(&ncclGetErrorString) error;
@@ -28,10 +28,10 @@ struct Nccl {
   Nccl() {
     void* library = ::dlopen("libnccl.so.2", RTLD_NOW);
     if (library == nullptr) library = ::dlopen(FURIOUS_NCCL, RTLD_NOW);  // where the build found it
-    require(library != nullptr, "NCCL, through which several GPUs train together, cannot be loaded: {}", ::dlerror());
+    require(library != nullptr, "NCCL, which several GPUs need, cannot be loaded: {}; install libnccl2", ::dlerror());
     const auto load = [&](auto& function, const char* name) {
       function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(::dlsym(library, name));
-      require(function != nullptr, "NCCL: there is no {} in it; it may be too old", name);
+      require(function != nullptr, "NCCL: the library has no function {}; install a newer version", name);
     };
     load(version, "ncclGetVersion");
     load(error, "ncclGetErrorString");
@@ -71,11 +71,11 @@ __global__ void __launch_bounds__(kThreads) widen_kernel(float* out, const __nv_
   if (i < count) out[i] = __bfloat162float(in[i]);
 }
 
-// All that goes between GPUs runs on a stream beside the device's own, which it leaves and joins again by events: so it
-// goes on beside the backward pass, and a graph that captures the device's stream captures it too.
-class CudaLink final : public Link {
+// Communication runs on a side stream, forked from the device's stream and joined to it by events: so it overlaps the
+// backward pass, and a graph that captures the device's stream captures it too.
+class CudaCollectives final : public Collectives {
  public:
-  CudaLink(Communicator& communicator, Device device, DType sent)
+  CudaCollectives(Communicator& communicator, Device device, DType sent)
       : communicator_(communicator), device_(device), sent_(sent) {
     Id own{};
     if (communicator.leads()) check(nccl().unique_id(&own.nccl), "start");
@@ -83,14 +83,14 @@ class CudaLink final : public Link {
     (void)cuda::stream(device);  // makes it current
     const Communicator::Watch watch(communicator);
     check(nccl().init(&ranks_, communicator.size(), id, communicator.rank()),
-          "meeting the other ranks (NCCL_DEBUG=WARN says more)");
+          "initialization (set NCCL_DEBUG=WARN for details)");
     cuda::check(cudaStreamCreateWithFlags(&side_, cudaStreamNonBlocking), "nccl");
     cuda::check(cudaEventCreateWithFlags(&fork_, cudaEventDisableTiming), "nccl");
     cuda::check(cudaEventCreateWithFlags(&join_, cudaEventDisableTiming), "nccl");
     for (cudaEvent_t& event : times_) cuda::check(cudaEventCreate(&event), "nccl");
   }
 
-  ~CudaLink() override {
+  ~CudaCollectives() override {
     (void)cudaSetDevice(device_.index);
     if (ranks_ != nullptr) (void)nccl().destroy(ranks_);
     for (const cudaEvent_t event : times_) (void)cudaEventDestroy(event);
@@ -101,14 +101,14 @@ class CudaLink final : public Link {
 
   void begin_step() override { mark(kBegun); }
 
-  void reduce(const Tensor& in, const Tensor& out) override {
-    leave();
+  void reduce_scatter(const Tensor& in, const Tensor& out) override {
+    fork();
     const auto count = static_cast<size_t>(out.elements());
     if (sent_ == DType::f32) {
       check(nccl().reduce_scatter(in.raw(), out.raw(), count, ncclFloat, ncclSum, ranks_, side_), "sum of gradients");
       return;
     }
-    // Only the side stream works on them, one bucket after the other.
+    // Used by the side stream only, one bucket after the other.
     if (!rounded_ || rounded_.elements() < in.elements()) rounded_ = Tensor::empty(in.shape(), DType::bf16, device_);
     if (!rounded_sum_ || rounded_sum_.elements() < out.elements())
       rounded_sum_ = Tensor::empty(out.shape(), DType::bf16, device_);
@@ -129,7 +129,7 @@ class CudaLink final : public Link {
   }
 
   void all_reduce(const Tensor& x) override {
-    leave();
+    fork();
     check(nccl().all_reduce(x.raw(), x.raw(), static_cast<size_t>(x.elements()), ncclDouble, ncclSum, ranks_, side_),
           "sum");
     join();
@@ -137,7 +137,7 @@ class CudaLink final : public Link {
 
   void all_gather(std::span<const Tensor> all) override {
     mark(kUpdated);
-    leave();
+    fork();
     check(nccl().group_start(), "parameters");
     for (const Tensor& tensor : all) {
       const int64_t part = tensor.elements() / communicator_.size();
@@ -150,7 +150,7 @@ class CudaLink final : public Link {
     mark(kGathered);
   }
 
-  LinkTimes end_step() override {
+  StepTimes end_step() override {
     const auto between = [&](Moment begin, Moment end) {
       float milliseconds = 0;
       cuda::check(cudaEventElapsedTime(&milliseconds, times_[begin], times_[end]), "nccl");
@@ -163,7 +163,7 @@ class CudaLink final : public Link {
  private:
   enum Moment { kBegun, kComputed, kReduced, kUpdated, kGathered, kMoments };
 
-  void leave() {
+  void fork() {
     cuda::check(cudaEventRecord(fork_, cuda::stream(device_)), "nccl");
     cuda::check(cudaStreamWaitEvent(side_, fork_), "nccl");
   }
@@ -171,7 +171,7 @@ class CudaLink final : public Link {
     cuda::check(cudaEventRecord(join_, side_), "nccl");
     cuda::check(cudaStreamWaitEvent(cuda::stream(device_), join_), "nccl");
   }
-  // In a graph the time is taken each time it runs.
+  // In a captured graph the event is recorded each time the graph runs.
   void mark(Moment moment) {
     const cudaStream_t stream = cuda::stream(device_);
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -199,13 +199,13 @@ std::string nccl_library() {
   try {
     check(nccl().version(&version), "version");
   } catch (const Error&) {
-    return "NCCL, built in; its library was not found";
+    return "NCCL, built in; the library was not found";
   }
   return fmt::format("NCCL {}.{}.{}", version / 10000, version / 100 % 100, version % 100);
 }
 
-std::unique_ptr<Link> make_cuda_link(Communicator& communicator, Device device, DType sent) {
-  return std::make_unique<CudaLink>(communicator, device, sent);
+std::unique_ptr<Collectives> make_cuda_collectives(Communicator& communicator, Device device, DType sent) {
+  return std::make_unique<CudaCollectives>(communicator, device, sent);
 }
 
 }  // namespace furious

@@ -1,4 +1,4 @@
-#include "report/ablation_report.h"
+#include "paper/ablation_report.h"
 
 #include <cmath>
 #include <filesystem>
@@ -126,7 +126,7 @@ TEST(AblationReport, SettingsOfThePaperAreKeptApart) {
         "Paper: Table 3 (300 M parameters, FineWeb, 32 x 2048 tokens, after 90,000 of 100,000 steps); Figure 6 (700 M "
         "parameters, FineWeb, 32 x 2048 tokens, after 90,000 of 100,000 steps); Figure 6 (700 M parameters, FineWeb, "
         "32 x 4096 tokens, after 90,000 of 100,000 steps). Compare",
-        "Of 1 pair of rows whose test losses differ in the paper, 1 comes in its order here."})
+        "Of 1 pair of rows whose test losses differ in the paper, 1 has the same order here."})
     EXPECT_NE(notes.find(part), std::string::npos) << part << "\n" << notes;
   const std::string json = ablation_to_json(ablation);
   EXPECT_EQ(ablation_to_json(ablation_from_json(json, "test")), json);

@@ -1,6 +1,6 @@
 // The way of several GPUs, NCCL, walked by one rank.
 #include "cuda.h"
-#include "dist/link.h"
+#include "dist/collectives.h"
 #include "train/small_run.h"
 #include "train/trainer.h"
 
@@ -27,7 +27,7 @@ TEST(TeamCuda, OfOneIsTheProcessAlone) {
       options.reduce = reduce;
       options.accumulate = graph ? 2 : 1;
       Trainer plain(options), sharded(options, {Communicator::alone(), true, 512});
-      if (!graph) sharded.launch_one_by_one();
+      if (!graph) sharded.disable_graph();
       TrainStep expected, actual;
       for (int i = 0; i < 8; ++i) {
         expected = plain.step();
@@ -49,14 +49,14 @@ TEST(TeamCuda, SavesWhatTheProcessAloneSaves) {
   const TemporaryFolder folder;
   TrainOptions options = small_options(small_data(folder), folder.path("run"));
   options.device = "cuda";
-  const Team team{Communicator::alone(), true, 512};
-  Trainer plain(options), sharded(options, team);
+  const DataParallel parallel{Communicator::alone(), true, 512};
+  Trainer plain(options), sharded(options, parallel);
   for (int i = 0; i < 4; ++i) EXPECT_EQ(sharded.step().loss, plain.step().loss);
   for (const char* name : {"plain", "sharded"}) std::filesystem::create_directory(folder.path(name));
   plain.save(folder.path("plain"));
   sharded.save(folder.path("sharded"));
   EXPECT_TRUE(read_folder(folder.path("plain")) == read_folder(folder.path("sharded")));
-  Trainer on(options, folder.path("sharded"), team);
+  Trainer on(options, folder.path("sharded"), parallel);
   for (int i = 0; i < 4; ++i) EXPECT_EQ(on.step().loss, plain.step().loss);
 }
 

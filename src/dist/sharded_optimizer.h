@@ -1,49 +1,49 @@
-// The parameters of one model over several ranks (ZeRO, stage 1: Rajbhandari and others, 2020).
+// Optimizer state sharded over ranks (ZeRO, stage 1: Rajbhandari and others, 2020).
 //
-// All parameters lie one after the other in one piece of memory, the last first: in about the order in which the
-// backward pass completes their gradients, which lie the same way. Both are cut into buckets, whatever parameter a cut
-// goes through, and each bucket into as many parts as there are ranks. A bucket is summed over the ranks as soon as its
-// last gradient is complete, while the backward pass goes on. A rank receives only the sum of its own part, keeps the
-// moments of its own part, updates it, and gives the parameters to the others:
+// All parameters are contiguous in one block of memory, the last first: about the order in which the backward pass
+// completes their gradients, which have the same layout. Both are divided into buckets, also in the middle of a
+// parameter, and each bucket into one part per rank. A bucket is reduced as soon as its last gradient is complete,
+// while the backward pass continues. A rank receives only the sum of its own part, keeps the moments of that part,
+// updates it, and broadcasts the new parameters (reduce-scatter and all-gather):
 //
 //   bucket 0            bucket 1            ...
 //   rank 0 | rank 1     rank 0 | rank 1
 //
-// So a rank holds all parameters and its own gradients, but the sum and the moments only of 1/n of them.
+// So a rank holds all parameters and its own gradients, but sums and moments of only 1/n of them.
 #pragma once
 
 #include <memory>
 #include <span>
 #include <vector>
 
-#include "dist/link.h"
+#include "dist/collectives.h"
 #include "ops/optim/adamw.h"
 #include "ops/tape.h"
 
 namespace furious {
 
-class Shards {
+class ShardedOptimizer {
  public:
-  // The parameters move into its memory, with their values. `bucket` is the number of elements to aim at; 0: what suits
-  // the device. Talks to nobody: the ranks meet in the first step.
-  Shards(Communicator& communicator, std::span<const Variable> parameters, DType sent, int64_t bucket = 0);
-  ~Shards();
+  // Moves the parameters, with their values, into its memory. `bucket`: the approximate number of elements; 0: the
+  // default of the device. Does not communicate before the first step.
+  ShardedOptimizer(Communicator& communicator, std::span<const Variable> parameters, DType sent, int64_t bucket = 0);
+  ~ShardedOptimizer();
 
-  // A step: between send() and finish(), a gradient that is complete is sent.
+  // A step: between send() and finish(), completed gradients are sent.
   void begin_step();
   void send();
-  void fail();    // the gradients of this rank will not be there: they count as NaN
-  void finish();  // the sums are there for what the device is given from now on
+  void fail();    // this rank has no gradients: they count as NaN
+  void finish();  // work submitted to the device from now on sees the sums
   std::vector<Tensor> sums() const;
-  void add_squares(const Tensor& squares);  // those of the other ranks
+  void add_squares(const Tensor& squares);  // adds those of the other ranks
   std::vector<AdamWTensors> to_update() const;
   void gather_parameters();
-  LinkTimes end_step();
+  StepTimes end_step();
 
   const Tensor& gradient(size_t parameter) const { return gradients_[parameter]; }  // of this rank alone
 
-  // Moments of whole parameters, on the CPU: taken apart, and put together again on rank 0 (there is nothing elsewhere;
-  // all ranks must call it).
+  // Moments of whole parameters, on the CPU: set_moments keeps the part of this rank, moments() gathers all on rank 0
+  // and is empty on the others; all ranks must call it.
   struct Moments {
     std::vector<Tensor> first, second;
   };
@@ -51,7 +51,7 @@ class Shards {
   Moments moments() const;
 
   int64_t buckets() const { return static_cast<int64_t>(begins_.size()) - 1; }
-  // Bytes of all that belongs to so many parameters on each of so many ranks.
+  // Bytes per rank of parameters, gradients, sums and moments.
   static int64_t bytes(int64_t parameters, int ranks);
 
  private:
@@ -73,7 +73,7 @@ class Shards {
   Tensor parameters_, gradient_;  // f32, all
   Tensor sum_, first_, second_;   // f32, of this rank's parts, one after the other
   std::vector<Tensor> gradients_;
-  std::unique_ptr<Link> link_;
+  std::unique_ptr<Collectives> collectives_;
 
   bool sending_ = false;
   std::vector<bool> complete_;

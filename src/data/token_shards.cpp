@@ -1,4 +1,4 @@
-#include "data/shards.h"
+#include "data/token_shards.h"
 
 #include <filesystem>
 #include <limits>
@@ -7,7 +7,7 @@
 #include "base/error.h"
 #include "base/file.h"
 #include "base/hash.h"
-#include "data/shards_json.h"
+#include "data/token_shards_json.h"
 
 namespace furious {
 namespace {
@@ -146,7 +146,7 @@ void SplitWriter::close_shard() {
 }
 
 // Reads the shard once more, for the checksums of its blocks; and since most of it may have been written by a process
-// that was killed, sees that it holds what was written.
+// that was killed, verifies what was written.
 void SplitWriter::write_checks() {
   const auto index = static_cast<int64_t>(info_.shards.size());
   ShardInfo& shard = info_.current;
@@ -158,7 +158,8 @@ void SplitWriter::write_checks() {
                                   {documents_file(split_, index), shard.documents_crc}}) {
     const MappedFile file(folder_ + "/" + name);
     const BlockCrcs found = crc32_of_blocks(file.bytes().subspan(sizeof(ShardHeader)), kBlockBytes);
-    require(found.all == crc, "shard \"{}\" does not hold what was written to it; delete the folder and begin anew",
+    require(found.all == crc,
+            "shard \"{}\" is damaged: it differs from what was written; delete the folder and start again",
             file.path().string());
     checks.append(found.blocks.data(), found.blocks.size() * sizeof(uint32_t));
   }
@@ -193,7 +194,7 @@ ShardInfo shard_from_json(const JsonValue& json) {
   const auto crc = [&](const char* key) { return static_cast<uint32_t>(json.at(key).integer(0, 0xFFFFFFFF)); };
   ShardInfo shard;
   shard.tokens = json.at("tokens").integer(0, kMost);
-  shard.documents = json.at("documents").integer(0, shard.tokens);  // one without tokens leaves no trace
+  shard.documents = json.at("documents").integer(0, shard.tokens);  // an empty one is dropped
   shard.bytes = json.at("bytes").integer(0, kMost);
   shard.tokens_crc = crc("tokens_crc32");
   shard.documents_crc = crc("documents_crc32");
@@ -232,12 +233,12 @@ void check_checksum(const JsonValue& json, const std::string& origin) {
 
 Manifest read_manifest(const std::string& folder) {
   namespace fs = std::filesystem;
-  require(fs::exists(folder), "data \"{}\" does not exist", folder);
+  require(fs::exists(folder), "data \"{}\" does not exist; give a folder written by `furious tokenize`", folder);
   const std::string path = folder + "/manifest.json";
   if (!fs::exists(path)) {
     require(!fs::exists(folder + "/plan.json"), "data \"{}\" is unfinished; run the same `furious tokenize` again",
             folder);
-    fail("\"{}\" is no tokenized corpus: it has no manifest.json; make one with `furious tokenize`", folder);
+    fail("\"{}\" is not a tokenized corpus: it has no manifest.json; create one with `furious tokenize`", folder);
   }
   return manifest_from_json(read_text(path), path);
 }
@@ -248,7 +249,7 @@ Manifest manifest_from_json(std::string_view text, const std::string& origin) {
   const JsonValue json(parsed, origin);
   check_checksum(json, origin);
   require(json.at("format").text() == "furious-tokens" && json.at("version").integer(0, kMostIds) == 1,
-          "{}: another format or version than furious-tokens 1", origin);
+          "{}: unsupported format or version, expected furious-tokens 1", origin);
   const JsonValue tokenizer = json.at("tokenizer");
   Manifest manifest;
   manifest.tokenizer.kind = tokenizer.at("kind").text();

@@ -1,4 +1,4 @@
-#include "dist/talk.h"
+#include "dist/mpi_transport.h"
 
 #include "base/error.h"
 #include "base/parallel.h"
@@ -22,14 +22,14 @@ namespace {
 
 using namespace std::chrono_literals;
 
-constexpr auto kGlance = 50ms;  // between looks at the other ranks
-constexpr auto kHaste = 500ms;  // mpirun gives a second from its signal to the end
-constexpr auto kGrace = 2s;     // that the rank which is to tell of a fault is given to do so
-constexpr int kPatience = 50;   // tests of a message before the thread sleeps between them
-constexpr auto kNap = 50us;
-constexpr double kBeat = 0.25;  // seconds between the signs of life of a rank that works alone
-constexpr double kStep = 0.5;   // most that may lie between two looks of a process that was not stopped
-constexpr int kPieces = 0, kSaid = 1, kBeats = 2;  // kinds of messages
+constexpr auto kCheckInterval = 50ms;  // between checks of the other ranks
+constexpr auto kStopGrace = 500ms;     // mpirun kills a second after its signal
+constexpr auto kAbortGrace = 2s;       // for the rank that reports an error, before another one does
+constexpr int kBusyPolls = 50;         // polls before the thread sleeps between them
+constexpr auto kPollSleep = 50us;
+constexpr double kHeartbeatSeconds = 0.25;  // between the heartbeats of a rank with solo work
+constexpr double kLongestGap = 0.5;         // between two checks; a longer one means that this process was stopped
+constexpr int kDataTag = 0, kAbortTag = 1, kHeartbeatTag = 2;  // MPI tags
 
 std::string error_text(int status) {
   char text[MPI_MAX_ERROR_STRING] = "";
@@ -42,8 +42,8 @@ void check(int status, const char* what) {
   if (status != MPI_SUCCESS) fail("MPI: {}: {}", what, error_text(status));
 }
 
-// When a process of this machine was started, in the system's ticks; 0 where there is none or it has ended (one that
-// nobody has asked for yet is a zombie). A number of a process may be given again, and mean another one in a container.
+// The start time of a process of this machine in clock ticks; 0 if it does not exist or is a zombie. Tells apart
+// processes with the same id, which is reused, and differs between containers.
 int64_t start_of(int process) {
   std::ifstream file(fmt::format("/proc/{}/stat", process));
   std::string text;
@@ -57,7 +57,7 @@ int64_t start_of(int process) {
   return state == "Z" || state == "X" ? 0 : start;
 }
 
-// A core that several ranks may run on is shared by them, and so is a quota.
+// Cores that several ranks may run on, and a CPU quota, are divided among them.
 int share_of_cores(MPI_Comm local, int ranks) {
   cpu_set_t own;
   CPU_ZERO(&own);
@@ -84,8 +84,8 @@ std::string mpi_library() {
   return version;
 }
 
-Communicator::Talk::Talk() {
-  // Signals are for the thread that trains: their handler's stack is its own.
+Communicator::Transport::Transport() {
+  // Signals are handled by the training thread.
   sigset_t all, before;
   ::sigfillset(&all);
   ::pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -96,7 +96,7 @@ Communicator::Talk::Talk() {
     problem = error.code().message();
   }
   ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
-  require(problem.empty(), "MPI: its thread cannot be started: {}; raise the limit of threads (ulimit -u)", problem);
+  require(problem.empty(), "MPI: cannot start its thread: {}; raise the limit of threads (ulimit -u)", problem);
   std::unique_lock lock(mutex);
   changed.wait(lock, [this] { return !busy; });
   if (!failed) return;
@@ -105,7 +105,7 @@ Communicator::Talk::Talk() {
   std::rethrow_exception(failed);
 }
 
-Communicator::Talk::~Talk() {
+Communicator::Transport::~Transport() {
   if (!thread.joinable()) return;
   {
     const std::lock_guard lock(mutex);
@@ -115,9 +115,9 @@ Communicator::Talk::~Talk() {
   thread.join();
 }
 
-void Communicator::Talk::run() {
+void Communicator::Transport::run() {
   try {
-    join_world();
+    initialize();
   } catch (...) {
     failed = std::current_exception();
   }
@@ -130,19 +130,20 @@ void Communicator::Talk::run() {
   if (met) work();
 }
 
-void Communicator::Talk::join_world() {
+void Communicator::Transport::initialize() {
   int initialized = 0;
   MPI_Initialized(&initialized);
-  require(initialized == 0, "MPI was started by the program already; furious starts it itself");
+  require(initialized == 0, "MPI is already initialized by the program; furious initializes it itself");
   int level = 0;
   check(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED, &level), "start");
   MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
   check(MPI_Comm_rank(MPI_COMM_WORLD, &rank), "rank");
   check(MPI_Comm_size(MPI_COMM_WORLD, &size), "size");
-  require(size == launched_processes(),
-          "{} processes were started together, but MPI sees {}: its library was built without the launcher's way to "
-          "meet (with Slurm: try srun --mpi=pmix, or mpirun inside the allocation)",
-          launched_processes(), size);
+  require(
+      size == launched_processes(),
+      "{} processes were started together, but MPI sees {}; its library does not support this launcher (with Slurm: "
+      "try srun --mpi=pmix, or mpirun inside the allocation)",
+      launched_processes(), size);
   MPI_Comm local = MPI_COMM_NULL;
   check(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &local), "ranks of this machine");
   MPI_Comm_rank(local, &local_rank);
@@ -168,30 +169,30 @@ void Communicator::Talk::join_world() {
   }
 }
 
-void Communicator::Talk::work() {
+void Communicator::Transport::work() {
   std::unique_lock lock(mutex);
   for (;;) {
-    changed.wait_for(lock, kGlance, [this] { return quit || !posted.empty() || !last_words.empty(); });
-    if (!last_words.empty()) {
-      const std::string words = last_words;
+    changed.wait_for(lock, kCheckInterval, [this] { return quit || !posted.empty() || !abort_message.empty(); });
+    if (!abort_message.empty()) {
+      const std::string words = abort_message;
       lock.unlock();
       end_all(words);
     }
     if (posted.empty()) {
       if (quit) break;
       lock.unlock();
-      look_around({});
+      check_ranks({});
       lock.lock();
       continue;
     }
     const std::function<void()> job = std::move(posted.front());
     posted.pop_front();
     busy = true;
-    const bool doomed = failed != nullptr;
+    const bool skip = failed != nullptr;
     lock.unlock();
     std::exception_ptr problem;
     try {
-      if (!doomed) job();
+      if (!skip) job();
     } catch (...) {
       problem = std::current_exception();
     }
@@ -201,33 +202,33 @@ void Communicator::Talk::work() {
     changed.notify_all();
   }
   lock.unlock();
-  hear_beats();  // none is left when MPI ends
+  receive_heartbeats();  // MPI_Finalize needs all messages received
   MPI_Finalize();
 }
 
-void Communicator::Talk::exchange(std::span<const Piece> receive, std::span<const Piece> send) {
+void Communicator::Transport::exchange(std::span<const Message> receive, std::span<const Message> send) {
   std::vector<MPI_Request> requests;
   std::vector<int> with;
-  const auto start = [&](const Piece& piece, bool incoming) {
-    require(piece.bytes <= static_cast<size_t>(std::numeric_limits<int>::max()), "MPI: a message of {} bytes",
-            piece.bytes);
-    const int bytes = static_cast<int>(piece.bytes);
+  const auto start = [&](const Message& message, bool incoming) {
+    require(message.bytes <= static_cast<size_t>(std::numeric_limits<int>::max()),
+            "MPI: a message of {} bytes is too large", message.bytes);
+    const int bytes = static_cast<int>(message.bytes);
     MPI_Request& request = requests.emplace_back();
-    with.push_back(piece.rank);
+    with.push_back(message.rank);
     if (incoming)
-      check(MPI_Irecv(piece.data, bytes, MPI_BYTE, piece.rank, kPieces, MPI_COMM_WORLD, &request), "receive");
+      check(MPI_Irecv(message.data, bytes, MPI_BYTE, message.rank, kDataTag, MPI_COMM_WORLD, &request), "receive");
     else
-      check(MPI_Isend(piece.data, bytes, MPI_BYTE, piece.rank, kPieces, MPI_COMM_WORLD, &request), "send");
+      check(MPI_Isend(message.data, bytes, MPI_BYTE, message.rank, kDataTag, MPI_COMM_WORLD, &request), "send");
   };
-  for (const Piece& piece : receive) start(piece, true);
-  for (const Piece& piece : send) start(piece, false);
+  for (const Message& message : receive) start(message, true);
+  for (const Message& message : send) start(message, false);
   const int count = static_cast<int>(requests.size());
   std::vector<int> done(requests.size());
   std::vector<MPI_Status> statuses(requests.size());
   int left = count;
-  live();
-  silent_since = lived;
-  auto looked_at = Clock::now();
+  advance_clock();
+  waiting_since = elapsed;
+  auto checked_at = Clock::now();
   for (int tests = 0; left > 0; ++tests) {
     int completed = 0;
     const int status = MPI_Testsome(count, requests.data(), &completed, done.data(), statuses.data());
@@ -239,147 +240,145 @@ void Communicator::Talk::exchange(std::span<const Piece> receive, std::span<cons
     if (completed > 0) {
       left -= completed;
       tests = 0;
-      silent_since = lived;
+      waiting_since = elapsed;
     }
     if (left == 0) break;
-    if (tests < kPatience) {
+    if (tests < kBusyPolls) {
       std::this_thread::yield();
       continue;
     }
-    std::this_thread::sleep_for(kNap);
-    if (const auto now = Clock::now(); now - looked_at > kGlance) {
-      looked_at = now;
+    std::this_thread::sleep_for(kPollSleep);
+    if (const auto now = Clock::now(); now - checked_at > kCheckInterval) {
+      checked_at = now;
       std::vector<int> missing;
       for (int i = 0; i < count; ++i)
         if (requests[i] != MPI_REQUEST_NULL) missing.push_back(with[i]);
       std::ranges::sort(missing);
       missing.erase(std::unique(missing.begin(), missing.end()), missing.end());
-      look_around(missing);
+      check_ranks(missing);
     }
   }
 }
 
-// Each rank watches the next one of its machine, and sees at once when that has ended; others are missed when they keep
-// it waiting.
-void Communicator::Talk::look_around(const std::vector<int>& waited_for) {
-  live();
+// Each rank monitors the process of the next one on its machine; ranks on other machines are detected by the timeout.
+void Communicator::Transport::check_ranks(const std::vector<int>& waited_for) {
+  advance_clock();
   {
     const std::lock_guard lock(mutex);
-    if (quit) return;  // all have ended their work; some are gone
+    if (quit) return;  // all work is done; other ranks may have exited
   }
-  notice_stop();
-  beat();
-  if (hear_beats()) silent_since = lived;
+  check_stop();
+  send_heartbeat();
+  if (receive_heartbeats()) waiting_since = elapsed;
   std::string own_end;
   double seconds = 0;
   {
     const std::lock_guard lock(mutex);
-    own_end = last_words;
+    own_end = abort_message;
     seconds = timeout;
     if (watch != watches) {
       watch = watches;
-      watch_since = lived;
+      watch_since = elapsed;
     }
-    if (own_end.empty() && watch % 2 != 0 && lived - watch_since > seconds)
-      own_end =
-          fmt::format("{}{}: the device has not done its work for {:.3g} s: it, or that of another rank, is stuck",
-                      named(rank), place, seconds);
+    if (own_end.empty() && watch % 2 != 0 && elapsed - watch_since > seconds)
+      own_end = fmt::format("{}{}: the device has not finished for {:.3g} s; it, or the device of another rank, hangs",
+                            named(rank), step_text, seconds);
   }
   if (!own_end.empty()) end_all(own_end);
   if (next >= 0 && start_of(peers[static_cast<size_t>(next)].process) != peers[static_cast<size_t>(next)].start)
-    end_all(fmt::format("{} has ended{}", named(next), in_step()));
-  if (waited_for.empty() || lived - silent_since < seconds) return;
+    end_all(fmt::format("{} has exited{}", named(next), in_step()));
+  if (waited_for.empty() || elapsed - waiting_since < seconds) return;
   lost(waited_for, fmt::format("has not answered for {:.3g} s", seconds));
 }
 
-void Communicator::Talk::live() {
+void Communicator::Transport::advance_clock() {
   const auto now = Clock::now();
-  lived += std::min(kStep, std::chrono::duration<double>(now - lived_at).count());
-  lived_at = now;
+  elapsed += std::min(kLongestGap, std::chrono::duration<double>(now - clock_at).count());
+  clock_at = now;
 }
 
-void Communicator::Talk::beat() {
+void Communicator::Transport::send_heartbeat() {
   {
     const std::lock_guard lock(mutex);
-    if (!works_alone || lived - beat_at < kBeat) return;
+    if (!solo_work || elapsed - heartbeat_at < kHeartbeatSeconds) return;
   }
-  beat_at = lived;
+  heartbeat_at = elapsed;
   for (int other = 0; other < size; ++other) {
     if (other == rank) continue;
     MPI_Request request;
-    if (MPI_Isend(nullptr, 0, MPI_BYTE, other, kBeats, MPI_COMM_WORLD, &request) == MPI_SUCCESS)
+    if (MPI_Isend(nullptr, 0, MPI_BYTE, other, kHeartbeatTag, MPI_COMM_WORLD, &request) == MPI_SUCCESS)
       MPI_Request_free(&request);
   }
 }
 
-bool Communicator::Talk::hear_beats() {
+bool Communicator::Transport::receive_heartbeats() {
   for (bool heard = false;; heard = true) {
     int there = 0;
     MPI_Status from;
-    MPI_Iprobe(MPI_ANY_SOURCE, kBeats, MPI_COMM_WORLD, &there, &from);
+    MPI_Iprobe(MPI_ANY_SOURCE, kHeartbeatTag, MPI_COMM_WORLD, &there, &from);
     if (there == 0) return heard;
-    MPI_Recv(nullptr, 0, MPI_BYTE, from.MPI_SOURCE, kBeats, MPI_COMM_WORLD, MPI_STATUS_IGNORE);
+    MPI_Recv(nullptr, 0, MPI_BYTE, from.MPI_SOURCE, kHeartbeatTag, MPI_COMM_WORLD, MPI_STATUS_IGNORE);
   }
 }
 
-// Most runs end so soon after a signal that there is nothing to say.
-void Communicator::Talk::notice_stop() {
+// Most runs stop so soon after a signal that no message is needed.
+void Communicator::Transport::check_stop() {
   std::string words;
   {
     const std::lock_guard lock(mutex);
-    if (rank != 0 || stop_told || !stop || !stop()) return;
+    if (rank != 0 || stop_reported || !stop || !stop()) return;
     if (stop_since == Clock::time_point{}) stop_since = Clock::now();
-    if (Clock::now() - stop_since < kHaste) return;
-    stop_told = true;
-    words = place + resume;
+    if (Clock::now() - stop_since < kStopGrace) return;
+    stop_reported = true;
+    words = step_text + resume;
   }
-  if (is_said()) return;
-  std::fprintf(stderr, "furious: a signal came%s, should this end before it has saved\n", words.c_str());
+  if (abort_announced()) return;
+  std::fprintf(stderr, "furious: received a signal%s if this process ends before it has saved\n", words.c_str());
   std::fflush(stderr);
 }
 
-// Whether another rank has told why all end.
-bool Communicator::Talk::is_said() {
+// Whether another rank has printed why all ranks end.
+bool Communicator::Transport::abort_announced() {
   int said = 0;
-  // One look takes in a message or two, of which this may be the last.
-  for (int i = 0; i < kPatience && said == 0; ++i)
-    MPI_Iprobe(MPI_ANY_SOURCE, kSaid, MPI_COMM_WORLD, &said, MPI_STATUS_IGNORE);
+  // A probe makes progress on a message or two, so one is not enough.
+  for (int i = 0; i < kBusyPolls && said == 0; ++i)
+    MPI_Iprobe(MPI_ANY_SOURCE, kAbortTag, MPI_COMM_WORLD, &said, MPI_STATUS_IGNORE);
   return said != 0;
 }
 
-std::string Communicator::Talk::named(int which) const {
+std::string Communicator::Transport::named(int which) const {
   const Peer& peer = peers[static_cast<size_t>(which)];
   return fmt::format("rank {} ({}, process {})", which, peer.host, peer.process);
 }
 
-std::string Communicator::Talk::in_step() {
+std::string Communicator::Transport::in_step() {
   const std::lock_guard lock(mutex);
-  return place;
+  return step_text;
 }
 
-// The first of those that are left tells; the others let it.
-void Communicator::Talk::lost(const std::vector<int>& ranks, const std::string& what) {
-  int teller = 0;
-  while (std::ranges::find(ranks, teller) != ranks.end()) ++teller;
-  if (rank != teller) std::this_thread::sleep_for(kGrace);
+// The first remaining rank prints the message; the others wait for it.
+void Communicator::Transport::lost(const std::vector<int>& ranks, const std::string& what) {
+  int reporter = 0;
+  while (std::ranges::find(ranks, reporter) != ranks.end()) ++reporter;
+  if (rank != reporter) std::this_thread::sleep_for(kAbortGrace);
   std::vector<std::string> names;
   for (const int lost_rank : ranks) names.push_back(named(lost_rank));
   end_all(fmt::format("{} {}{}", fmt::join(names, ", "), what, in_step()));
 }
 
-// With one line, whoever comes first: the others are told that it was said.
-void Communicator::Talk::end_all(const std::string& line) {
+// Prints one line, unless another rank has, and aborts all ranks.
+void Communicator::Transport::end_all(const std::string& line) {
   std::string words;
   {
     const std::lock_guard lock(mutex);
     words = resume;
   }
-  if (!is_said()) {
+  if (!abort_announced()) {
     std::fprintf(stderr, "furious: %s%s\n", line.c_str(), words.c_str());
     std::fflush(stderr);
     MPI_Request ignored;
     for (int other = 0; other < size; ++other)
-      if (other != rank) MPI_Isend(nullptr, 0, MPI_BYTE, other, kSaid, MPI_COMM_WORLD, &ignored);
+      if (other != rank) MPI_Isend(nullptr, 0, MPI_BYTE, other, kAbortTag, MPI_COMM_WORLD, &ignored);
   }
   MPI_Abort(MPI_COMM_WORLD, 1);
   ::_exit(1);
@@ -395,12 +394,12 @@ std::string mpi_library() {
   return {};
 }
 
-Communicator::Talk::Talk() {
-  fail("this furious was built without MPI");
+Communicator::Transport::Transport() {
+  fail("furious was built without MPI; build it with MPI, or start one process");
 }
-Communicator::Talk::~Talk() = default;
-void Communicator::Talk::exchange(std::span<const Piece>, std::span<const Piece>) {}
-std::string Communicator::Talk::named(int) const {
+Communicator::Transport::~Transport() = default;
+void Communicator::Transport::exchange(std::span<const Message>, std::span<const Message>) {}
+std::string Communicator::Transport::named(int) const {
   return {};
 }
 

@@ -1,5 +1,5 @@
 // Suites whose name begins with World also run under mpirun (tests/CMakeLists.txt); without it they are a world of one.
-#include "dist/shards.h"
+#include "dist/sharded_optimizer.h"
 
 #include <chrono>
 #include <thread>
@@ -39,7 +39,7 @@ TEST(WorldCommunicator, AllFailWithWhatOneFailsWith) {
 TEST(WorldCommunicator, WaitsForARankThatWorksAlone) {
   world().set_timeout(1);
   if (world().leads() && world().size() > 1) {
-    const Communicator::Alone alone(world());
+    const Communicator::SoloWork alone(world());
     std::this_thread::sleep_for(std::chrono::milliseconds(2500));
   }
   EXPECT_EQ(world().all_gather(1).size(), static_cast<size_t>(world().size()));
@@ -88,7 +88,7 @@ TEST(WorldShards, SumsTheGradientsOfAllRanks) {
   for (const DType sent : {DType::f32, DType::bf16}) {
     for (const int64_t bucket : kBuckets) {
       Model model(kSizes);
-      Shards shards(world(), model.parameters, sent, bucket);
+      ShardedOptimizer shards(world(), model.parameters, sent, bucket);
       EXPECT_EQ(shards.buckets() == 1, bucket >= 4096) << bucket;
       for (int step = 0; step < 2; ++step) {
         shards.begin_step();
@@ -118,14 +118,14 @@ TEST(WorldShards, SumsTheGradientsOfAllRanks) {
 TEST(WorldShards, KeepValuesAndMoments) {
   for (const int64_t bucket : kBuckets) {
     Model model(kSizes);
-    Shards shards(world(), model.parameters, DType::f32, bucket);
+    ShardedOptimizer shards(world(), model.parameters, DType::f32, bucket);
     for (size_t i = 0; i < kSizes.size(); ++i) {
       EXPECT_EQ(model.parameters[i].value().data<float>()[0], Model::number(i, 0));
       const Tensor first = to_dtype(model.parameters[i].value(), DType::f32), second = to_dtype(first, DType::f32);
       fill(second, static_cast<float>(i));
       shards.set_moments(i, first, second);
     }
-    const Shards::Moments moments = shards.moments();
+    const ShardedOptimizer::Moments moments = shards.moments();
     if (!world().leads()) {
       EXPECT_TRUE(moments.first.empty());
       continue;
@@ -139,7 +139,7 @@ TEST(WorldShards, KeepValuesAndMoments) {
 
 TEST(WorldShards, ARankThatFailsMakesTheSumNotANumber) {
   Model model({100, 200});
-  Shards shards(world(), model.parameters, DType::f32, 64);
+  ShardedOptimizer shards(world(), model.parameters, DType::f32, 64);
   shards.begin_step();
   shards.send();
   Tape tape;
@@ -153,10 +153,10 @@ TEST(WorldShards, ARankThatFailsMakesTheSumNotANumber) {
 }
 
 // The order in which buckets are sent is that of the backward pass, and a parameter that nothing uses has zero.
-TEST(Shards, CountsAnUnusedParameterAsZero) {
+TEST(ShardedOptimizer, CountsAnUnusedParameterAsZero) {
   Model model({100, 200});
   model.parameters.insert(model.parameters.begin() + 1, Variable(tensor_of({7, 8, 9}, {3}), true));
-  Shards shards(Communicator::alone(), model.parameters, DType::f32, 64);
+  ShardedOptimizer shards(Communicator::alone(), model.parameters, DType::f32, 64);
   for (int step = 0; step < 2; ++step) {
     shards.begin_step();
     shards.send();
