@@ -59,13 +59,25 @@ class FURIOUS_API Model {
   std::shared_ptr<const Parts> parts_;
 };
 
+// Added to the logit of a token. Minus infinity: the token is never chosen.
+struct LogitBias {
+  int32_t id = 0;
+  double value = 0;
+};
+
 // How the next token is chosen. A choice is a function of these, of what came before, and of its place in the text.
+// The penalties look at the last 256 tokens of the sequence, its prompt included.
 struct Sampling {
-  double temperature = 0.8;       // 0: always the most probable token
-  int64_t top_k = 0;              // only the k most probable tokens; 0: all
-  double top_p = 0.95;            // only the most probable tokens that together have this probability; 1: all
-  double repetition_penalty = 1;  // above 1: tokens among the last 256 become less probable
-  uint64_t seed = 123;            // sequence i draws from seed + i
+  double temperature = 0.8;                // 0: always the most probable token
+  int64_t top_k = 0;                       // only the k most probable tokens; 0: all
+  double top_p = 0.95;                     // only the most probable tokens that together have this probability; 1: all
+  double repetition_penalty = 1;           // above 1: tokens that occurred become less probable
+  uint64_t seed = 123;                     // sequence i draws from seed + i
+  double min_p = 0;                        // only tokens with at least this times the largest probability; 0: all
+  double frequency_penalty = 0;            // subtracted from a token's logit for each time it occurred
+  double presence_penalty = 0;             // subtracted once if it occurred
+  std::vector<LogitBias> logit_bias = {};  // at most 300, of different tokens
+  int64_t log_probabilities = -1;  // 0: of the chosen token; k: also of the k most probable, at most 20; -1: none
 };
 
 struct WriteOptions {

@@ -1,128 +1,64 @@
-// furious::Session: reading by the chunked form, writing one token at a time.
+// furious::Session: sequences in the slots of a decoder, and the text around their tokens.
 #include <algorithm>
-#include <iterator>
-#include <span>
+#include <numeric>
 
 #include "base/boundary.h"
 #include "base/error.h"
 #include "base/parallel.h"
+#include "decode/decoder.h"
 #include "decode/model_parts.h"
-#include "decode/sampling.h"
 #include "decode/state_file.h"
 #include "decode/text_stream.h"
-#include "ops/elementwise.h"
-#include "ops/sampling/argmax.h"
-#include "tensor/host_copy.h"
 
 namespace furious {
-namespace {
-
-// Tokens read at once: the activations of a long text must not grow with it.
-constexpr int64_t kPiece = 4096;
-
-// Every row of `x` `times` times.
-Tensor repeated(const Tensor& x, int64_t times) {
-  std::vector<int64_t> sizes(x.shape().begin(), x.shape().end());
-  sizes[0] *= times;
-  const Tensor out = Tensor::empty(Shape(sizes), x.dtype(), x.device());
-  for (int64_t i = 0; i < times; ++i) copy(out.slice(0, i * x.size(0), x.size(0)), x);
-  return out;
-}
-
-}  // namespace
 
 struct Session::Memory {
   Model model;
   int64_t sequences;
-  ModelCache cache;  // of one sequence as long as all are the same
-  Tensor logits;     // [rows of the cache, vocabulary] after the last token, on any device; not there before the first
-  std::vector<std::vector<int32_t>> history;  // the last tokens of each row
+  Decoder decoder;
+  std::vector<int32_t> slots;  // one for each sequence; one for all as long as they are the same
+  std::vector<int32_t> last;   // the last token of each slot; −1 before the first
+
+  Memory(const Model& its_model, int64_t its_sequences)
+      : model(its_model),
+        sequences(its_sequences),
+        decoder(language_model(), its_sequences, tokenizer().vocabulary_size()),
+        slots{decoder.start()},
+        last{-1} {}
 
   const LanguageModel& language_model() const { return model.parts().language_model; }
   const Tokenizer& tokenizer() const { return *model.parts().tokenizer; }
-
-  bool at_start_of_text(size_t row) const {
-    const int32_t last = history[row].empty() ? -1 : history[row].back();
-    return last < 0 || last == tokenizer().bos() || last == tokenizer().eos();
-  }
-
-  void read(const std::vector<std::vector<int32_t>>& rows);
-  void remember(const std::vector<std::vector<int32_t>>& rows);
-  int32_t choose(const Tensor& all, size_t row, Sampling sampling) const;
-  Tensor read_ahead();
-  void start();
-  void spread();
   std::string own_fingerprint() const { return fingerprint(language_model(), tokenizer().fingerprint()); }
+
+  bool at_start_of_text(size_t i) const {
+    return last[i] < 0 || last[i] == tokenizer().bos() || last[i] == tokenizer().eos();
+  }
+  bool has_read() const { return decoder.tokens(slots[0]) > 0; }
+
+  void read(const std::vector<int32_t>& tokens) {
+    if (tokens.empty()) return;
+    for (size_t i = 0; i < slots.size(); ++i) {
+      decoder.read(slots[i], tokens);
+      last[i] = tokens.back();
+    }
+  }
+  // The mark before the text.
+  void start() {
+    if (!has_read() && model.parts().start >= 0) read({model.parts().start});
+  }
+  // From here on every sequence has a slot of its own.
+  void spread() {
+    while (static_cast<int64_t>(slots.size()) < sequences) {
+      slots.push_back(decoder.fork(slots[0]));
+      last.push_back(last[0]);
+    }
+  }
 };
-
-// More tokens, the same number for each row of the cache.
-void Session::Memory::read(const std::vector<std::vector<int32_t>>& rows) {
-  const auto length = static_cast<int64_t>(rows[0].size());
-  // Without a state the first piece must be all of it: a KV cache reads what follows token by token.
-  const ModelConfig& config = language_model().config();
-  const int64_t longest = state_rows(config.block.mixer(), config.qk_dim) > 0 ? kPiece : length;
-  for (int64_t begin = 0; begin < length; begin += longest) {
-    const int64_t count = std::min(longest, length - begin);
-    const Tensor tokens = Tensor::empty({cache.batch(), count}, DType::i32);
-    for (int64_t row = 0; row < cache.batch(); ++row)
-      std::copy_n(rows[row].begin() + begin, count, tokens.data<int32_t>() + row * count);
-    logits = count == 1 ? language_model().step(cache, tokens) : language_model().read(cache, tokens);
-  }
-  remember(rows);
-}
-
-// What the rows have read.
-void Session::Memory::remember(const std::vector<std::vector<int32_t>>& rows) {
-  for (size_t row = 0; row < history.size(); ++row) {
-    std::vector<int32_t>& recent = history[row];
-    recent.insert(recent.end(), rows[row].begin(), rows[row].end());
-    if (recent.size() > kRepetitionWindow) recent.erase(recent.begin(), recent.end() - kRepetitionWindow);
-  }
-}
-
-// The next token of a row, from the logits of all.
-int32_t Session::Memory::choose(const Tensor& all, size_t row, Sampling sampling) const {
-  sampling.seed += row;
-  // A model may have room for more ids than its tokenizer has.
-  const std::span<const float> own(all.select(0, static_cast<int64_t>(row)).data<float>(),
-                                   static_cast<size_t>(tokenizer().vocabulary_size()));
-  return sample(own, sampling, history[row], static_cast<uint64_t>(cache.tokens()));
-}
-
-// Reads the most probable token of every row, and says which they were while the device is still at it.
-Tensor Session::Memory::read_ahead() {
-  const Tensor best = argmax(logits.slice(1, 0, tokenizer().vocabulary_size()));
-  const HostCopy copy(best);
-  logits = language_model().step(cache, best.slice(1, 0, 1));
-  const Tensor known = copy.wait();
-  for (int64_t row = 0; row < known.size(0); ++row)
-    require(known.select(0, row).data<int32_t>()[1] == 1,
-            "sampling: a logit is not finite; the model's weights are damaged, or its training diverged");
-  return known;
-}
-
-// The mark before the text.
-void Session::Memory::start() {
-  if (cache.tokens() > 0 || model.parts().start < 0) return;
-  read(std::vector(history.size(), std::vector{model.parts().start}));
-}
-
-// From here on every sequence has a row of its own.
-void Session::Memory::spread() {
-  if (cache.batch() == sequences) return;
-  const Device device = language_model().device();
-  ModelCache::Contents contents = cache.contents(device);
-  for (auto& [name, tensor] : contents.tensors) tensor = repeated(tensor, sequences);
-  cache = ModelCache(language_model().config(), sequences, contents, device);
-  logits = repeated(logits, sequences);
-  history.resize(sequences, history[0]);
-}
 
 Session::Session(const Model& model, int sequences) try {
   require(sequences >= 1, "session: {} sequences, expected 1 or more", sequences);
-  const LanguageModel& language_model = model.parts().language_model;
-  ModelCache cache(language_model.config(), 1, language_model.device());
-  memory_ = std::make_unique<Memory>(Memory{model, sequences, std::move(cache), {}, {{}}});
+  const ThreadLimit limit(model.parts().threads);
+  memory_ = std::make_unique<Memory>(model, sequences);
 } catch (...) {
   rethrow_as_error();
 }
@@ -142,12 +78,23 @@ void Session::read(std::string_view text) try {
   memory.start();
   if (text.empty()) return;
   bool first = true;
-  for (size_t row = 0; row < memory.history.size(); ++row) first = first && memory.at_start_of_text(row);
+  for (size_t i = 0; i < memory.slots.size(); ++i) first = first && memory.at_start_of_text(i);
   const Tokenizer& tokenizer = memory.tokenizer();
-  memory.read(std::vector(memory.history.size(), first ? tokenizer.encode(text) : tokenizer.encode_continuation(text)));
+  memory.read(first ? tokenizer.encode(text) : tokenizer.encode_continuation(text));
 } catch (...) {
   rethrow_as_error();
 }
+
+namespace {
+
+// A sequence while it is written.
+struct Writing {
+  size_t index;
+  TextStream stream;
+  Text out;
+};
+
+}  // namespace
 
 std::vector<Text> Session::write(const WriteOptions& options, const Show& show) try {
   require(options.tokens >= 0, "generate: {} tokens, expected 0 or more", options.tokens);
@@ -156,57 +103,56 @@ std::vector<Text> Session::write(const WriteOptions& options, const Show& show) 
   const ThreadLimit limit(memory.model.parts().threads);
   const Tokenizer& tokenizer = memory.tokenizer();
   memory.start();
-  require(memory.logits.defined(),
-          "generate: nothing to start from: the tokenizer has neither bos nor eos, and no text "
-          "was read");
+  require(memory.has_read(),
+          "generate: there is nothing to start from, since the tokenizer has neither bos nor eos; read a text first");
   memory.spread();
-
-  struct Sequence {
-    TextStream stream;
-    Text out;
-    bool ended = false;
-  };
-  std::vector<Sequence> sequences(memory.sequences, {TextStream(options.stop), {}, false});
+  std::vector<Writing> writings;
+  std::vector<size_t> active(memory.slots.size());  // sequences that have not ended
+  std::iota(active.begin(), active.end(), size_t{0});
+  for (const size_t i : active) {
+    writings.push_back({i, TextStream(options.stop), {}});
+    Sampling sampling = options.sampling;
+    sampling.seed += i;
+    memory.decoder.set_sampling(memory.slots[i], sampling);
+  }
   bool interrupted = false;
-  const auto show_piece = [&](size_t i, const std::string& piece) {
-    sequences[i].out.text += piece;
-    if (!piece.empty() && show && !show(piece, static_cast<int>(i))) interrupted = true;
+  const auto show_piece = [&](Writing& writing, const std::string& piece) {
+    if (piece.empty()) return;
+    writing.out.text += piece;
+    if (show && !interrupted && !show(piece, static_cast<int>(writing.index))) interrupted = true;
   };
-  const auto end = [&](size_t i, Ending ending) {
-    sequences[i].ended = true;
-    sequences[i].out.ending = ending;
-    show_piece(i, sequences[i].stream.finish());
+  const auto end = [&](Writing& writing, Ending ending) {
+    writing.out.ending = ending;
+    show_piece(writing, writing.stream.finish());
   };
 
-  const bool most_probable = options.sampling.temperature == 0 && options.sampling.repetition_penalty == 1;
-  for (int64_t step = 0; step < options.tokens; ++step) {
-    std::vector<std::vector<int32_t>> next(sequences.size(), {std::max(0, tokenizer.eos())});
-    // Where a GPU can choose by itself it reads on at once, while the text is made here.
-    const bool ahead =
-        most_probable && !memory.logits.device().is_cpu() && std::ranges::none_of(sequences, &Sequence::ended);
-    const Tensor known = ahead ? memory.read_ahead() : HostCopy(memory.logits).wait();
-    for (size_t i = 0; i < sequences.size(); ++i) {
-      Sequence& sequence = sequences[i];
-      if (sequence.ended) continue;
-      const int32_t id = ahead ? known.select(0, static_cast<int64_t>(i)).data<int32_t>()[0]
-                               : memory.choose(known, i, options.sampling);
-      next[i] = {id};
-      sequence.out.tokens += 1;
+  for (int64_t step = 0; step < options.tokens && !active.empty() && !interrupted; ++step) {
+    std::vector<int32_t> slots;
+    for (const size_t i : active) slots.push_back(memory.slots[i]);
+    // The device reads the tokens while their text is made here.
+    const std::vector<int32_t> ids = memory.decoder.step(slots).wait();
+    std::vector<size_t> going_on;
+    for (size_t row = 0; row < active.size(); ++row) {
+      Writing& writing = writings[active[row]];
+      const int32_t id = ids[row];
+      const bool starts = memory.at_start_of_text(active[row]);
+      memory.last[active[row]] = id;
+      writing.out.tokens += 1;
       if (id == tokenizer.eos()) {
-        end(i, Ending::eos);
+        end(writing, Ending::eos);
         continue;
       }
-      show_piece(i, sequence.stream.push(memory.at_start_of_text(i) ? tokenizer.first_piece(id) : tokenizer.piece(id)));
-      if (sequence.stream.stopped()) end(i, Ending::stop);
+      show_piece(writing, writing.stream.push(starts ? tokenizer.first_piece(id) : tokenizer.piece(id)));
+      if (writing.stream.stopped())
+        end(writing, Ending::stop);
+      else
+        going_on.push_back(active[row]);
     }
-    ahead ? memory.remember(next) : memory.read(next);
-    if (interrupted || std::ranges::all_of(sequences, &Sequence::ended)) break;
+    active = std::move(going_on);
   }
+  for (const size_t i : active) end(writings[i], interrupted ? Ending::interrupted : Ending::tokens);
   std::vector<Text> texts;
-  for (size_t i = 0; i < sequences.size(); ++i) {
-    if (!sequences[i].ended) end(i, interrupted ? Ending::interrupted : Ending::tokens);
-    texts.push_back(std::move(sequences[i].out));
-  }
+  for (Writing& writing : writings) texts.push_back(std::move(writing.out));
   return texts;
 } catch (...) {
   rethrow_as_error();
@@ -215,50 +161,47 @@ std::vector<Text> Session::write(const WriteOptions& options, const Show& show) 
 void Session::save(const std::filesystem::path& file) const try {
   const Memory& memory = own();
   const ThreadLimit limit(memory.model.parts().threads);
-  require(memory.logits.defined(), "save state: nothing has been read yet");
-  SavedState state{memory.cache.contents(), to_device(memory.logits, {}),
-                   Tensor::empty({memory.cache.batch(), kRepetitionWindow}, DType::i32)};
-  int32_t* out = state.history.data<int32_t>();
-  for (const std::vector<int32_t>& recent : memory.history) {
-    out = std::fill_n(out, kRepetitionWindow - static_cast<int64_t>(recent.size()), -1);
-    out = std::copy(recent.begin(), recent.end(), out);
-  }
-  save_state(file, state, memory.language_model().config(), memory.own_fingerprint());
+  require(memory.has_read(), "save state: nothing has been read yet");
+  std::vector<SlotContents> sequences;
+  for (const int32_t slot : memory.slots) sequences.push_back(memory.decoder.contents(slot));
+  save_state(file, sequences, memory.language_model().config(), memory.own_fingerprint());
 } catch (...) {
   rethrow_as_error();
 }
 
 void Session::load(const std::filesystem::path& file) try {
-  Memory& memory = own();
+  const Memory& memory = own();
   const ThreadLimit limit(memory.model.parts().threads);
-  const ModelConfig& config = memory.language_model().config();
-  const SavedState state = load_state(file, config, memory.own_fingerprint());
-  const int64_t rows = state.logits.size(0);
-  require(rows == 1 || rows == memory.sequences, "{}: the state of {} sequences, asked for were {}", file.string(),
-          rows, memory.sequences);
-  std::vector<std::vector<int32_t>> history(rows);
-  for (int64_t row = 0; row < rows; ++row) {
-    const int32_t* recent = state.history.data<int32_t>() + row * kRepetitionWindow;
-    std::copy_if(recent, recent + kRepetitionWindow, std::back_inserter(history[row]),
-                 [](int32_t id) { return id >= 0; });
-  }
+  const std::vector<SlotContents> saved = load_state(file, memory.language_model().config(), memory.own_fingerprint());
+  const auto count = static_cast<int64_t>(saved.size());
+  require(count == 1 || count == memory.sequences, "{}: the state of {} sequences, expected {}", file.string(), count,
+          memory.sequences);
+  auto loaded = std::make_unique<Memory>(memory.model, memory.sequences);
   try {
-    memory.cache = ModelCache(config, rows, state.cache, memory.language_model().device());
+    for (size_t i = 0; i < saved.size(); ++i) {
+      if (i > 0) loaded->slots.push_back(loaded->decoder.start());
+      loaded->decoder.restore(loaded->slots[i], saved[i]);
+    }
   } catch (const Error& error) {
     fail("{}: {}", file.string(), error.what());
   }
-  memory.logits = state.logits;
-  memory.history = std::move(history);
+  loaded->last.clear();
+  for (const SlotContents& contents : saved)
+    loaded->last.push_back(contents.sampling.history.empty() ? -1 : contents.sampling.history.back());
+  memory_ = std::move(loaded);
 } catch (...) {
   rethrow_as_error();
 }
 
 int64_t Session::tokens() const {
-  return own().cache.tokens();
+  const Memory& memory = own();
+  int64_t most = 0;
+  for (const int32_t slot : memory.slots) most = std::max(most, memory.decoder.tokens(slot));
+  return most;
 }
 
 int64_t Session::bytes() const {
-  return own().cache.bytes();
+  return own().decoder.bytes();
 }
 
 }  // namespace furious

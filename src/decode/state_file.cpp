@@ -1,19 +1,22 @@
 #include "decode/state_file.h"
 
+#include <algorithm>
 #include <charconv>
+#include <iterator>
+#include <span>
 
 #include "base/error.h"
 #include "base/hash.h"
-#include "decode/sampling.h"
 #include "model/checkpoint.h"
 #include "model/safetensors.h"
+#include "ops/sampling/sampling.h"
 #include "tensor/check.h"
 
 namespace furious {
 namespace {
 
 constexpr std::string_view kFormat = "furious state";
-constexpr std::string_view kVersion = "1";
+constexpr std::string_view kVersion = "2";
 
 std::string count_text(int64_t count) {
   return fmt::format("{:020}", count);
@@ -23,15 +26,25 @@ uint64_t hash_of_numbers(const Tensor& tensor) {
   return hash_of_large({static_cast<const std::byte*>(tensor.raw()), tensor.bytes()});
 }
 
-std::map<std::string, Tensor> tensors_of(const SavedState& state) {
-  std::map<std::string, Tensor> tensors = state.cache.tensors;
-  tensors["logits"] = state.logits;
-  tensors["history"] = state.history;
-  return tensors;
+// The last tokens, −1 before the first.
+Tensor history_tensor(const std::vector<int32_t>& history) {
+  Tensor tensor = Tensor::empty({kRepetitionWindow}, DType::i32);
+  int32_t* const out =
+      std::fill_n(tensor.data<int32_t>(), kRepetitionWindow - static_cast<int64_t>(history.size()), -1);
+  std::ranges::copy(history, out);
+  return tensor;
 }
 
-std::string checksum(const std::map<std::string, Tensor>& tensors, int64_t tokens, int64_t pending) {
-  std::string hashes = fmt::format("{} {}", tokens, pending);
+std::string count_key(std::string_view what, size_t sequence) {
+  return fmt::format("{}.{}", sequence, what);
+}
+
+// Of all sequences: tokens and pending of each, and its tensors.
+using Counts = std::vector<std::pair<int64_t, int64_t>>;
+
+std::string checksum(const std::map<std::string, Tensor>& tensors, const Counts& counts) {
+  std::string hashes;
+  for (const auto& [tokens, pending] : counts) hashes += fmt::format("{} {} ", tokens, pending);
   for (const auto& [name, tensor] : tensors)
     hashes += fmt::format(" {} {} {:x}", name, to_string(tensor.shape()), hash_of_numbers(tensor));
   return hash_text(hash_of(hashes));
@@ -65,12 +78,20 @@ class Metadata {
   const SafetensorsReader& reader_;
 };
 
-// The checksum is of version 1 of the format; files written since then have those of every safetensors file, too.
+Counts counts_of(const Metadata& metadata) {
+  constexpr int64_t kMostSequences = 1 << 20;
+  const int64_t sequences = metadata.count("sequences");
+  if (sequences < 1 || sequences > kMostSequences) metadata.damaged(fmt::format("{} sequences cannot be", sequences));
+  Counts counts;
+  for (size_t i = 0; i < static_cast<size_t>(sequences); ++i)
+    counts.emplace_back(metadata.count(count_key("tokens", i)), metadata.count(count_key("pending", i)));
+  return counts;
+}
+
 std::map<std::string, Tensor> checked_tensors(const SafetensorsReader& reader, const Metadata& metadata) {
   std::map<std::string, Tensor> tensors;
   for (const StoredTensor& stored : reader.tensors()) tensors[stored.name] = reader.load(stored.name);
-  if (checksum(tensors, metadata.count("tokens"), metadata.count("pending")) != metadata.text("checksum"))
-    metadata.damaged("its checksum is wrong");
+  if (checksum(tensors, counts_of(metadata)) != metadata.text("checksum")) metadata.damaged("its checksum is wrong");
   return tensors;
 }
 
@@ -99,22 +120,30 @@ std::string fingerprint(const LanguageModel& model, const std::string& tokenizer
   return hash_text(hash_of(hashes));
 }
 
-void save_state(const std::filesystem::path& file, const SavedState& state, const ModelConfig& config,
-                const std::string& model_fingerprint) {
-  const std::map<std::string, Tensor> tensors = tensors_of(state);
-  const auto& [tokens, pending, ignored] = state.cache;
-  write_safetensors(file, tensors,
-                    {{"format", std::string(kFormat)},
-                     {"version", std::string(kVersion)},
-                     {"model", model_fingerprint},
-                     {"config", config_to_json(config)},
-                     {"tokens", count_text(tokens)},
-                     {"pending", count_text(pending)},
-                     {"checksum", checksum(tensors, tokens, pending)}});
+void save_state(const std::filesystem::path& file, const std::vector<SlotContents>& sequences,
+                const ModelConfig& config, const std::string& model_fingerprint) {
+  std::map<std::string, Tensor> tensors;
+  std::map<std::string, std::string> metadata{{"format", std::string(kFormat)},
+                                              {"version", std::string(kVersion)},
+                                              {"model", model_fingerprint},
+                                              {"config", config_to_json(config)},
+                                              {"sequences", count_text(static_cast<int64_t>(sequences.size()))}};
+  Counts counts;
+  for (size_t i = 0; i < sequences.size(); ++i) {
+    const SlotContents& contents = sequences[i];
+    for (const auto& [name, tensor] : contents.tensors) tensors[fmt::format("{}.{}", i, name)] = tensor;
+    tensors[fmt::format("{}.logits", i)] = contents.logits;
+    tensors[fmt::format("{}.history", i)] = history_tensor(contents.sampling.history);
+    counts.emplace_back(contents.tokens, contents.pending);
+    metadata[count_key("tokens", i)] = count_text(contents.tokens);
+    metadata[count_key("pending", i)] = count_text(contents.pending);
+  }
+  metadata["checksum"] = checksum(tensors, counts);
+  write_safetensors(file, tensors, metadata);
 }
 
-SavedState load_state(const std::filesystem::path& file, const ModelConfig& config,
-                      const std::string& model_fingerprint) {
+std::vector<SlotContents> load_state(const std::filesystem::path& file, const ModelConfig& config,
+                                     const std::string& model_fingerprint) {
   const SafetensorsReader reader(file);
   const Metadata metadata(reader);
   require(metadata.text("version") == kVersion,
@@ -131,23 +160,38 @@ SavedState load_state(const std::filesystem::path& file, const ModelConfig& conf
           "{}: the state of another model: of the same shape, but with other weights or another tokenizer",
           metadata.origin());
 
-  SavedState state;
-  state.cache.tokens = metadata.count("tokens");
-  state.cache.pending = metadata.count("pending");
-  state.cache.tensors = checked_tensors(reader, metadata);
-  const auto take = [&](const std::string& name) {
-    const auto found = state.cache.tensors.find(name);
-    if (found == state.cache.tensors.end()) metadata.damaged(fmt::format("tensor \"{}\" is missing", name));
-    Tensor tensor = found->second;
-    state.cache.tensors.erase(found);
-    return tensor;
-  };
-  state.logits = take("logits");
-  state.history = take("history");
+  const Counts counts = counts_of(metadata);
+  std::vector<SlotContents> sequences(counts.size());
+  for (size_t i = 0; i < counts.size(); ++i) {
+    sequences[i].tokens = counts[i].first;
+    sequences[i].sampling.position = static_cast<uint64_t>(counts[i].first);
+    sequences[i].pending = counts[i].second;
+  }
+  for (auto& [name, tensor] : checked_tensors(reader, metadata)) {
+    const size_t dot = std::min(name.find('.'), name.size());
+    size_t sequence = counts.size();
+    std::from_chars(name.data(), name.data() + dot, sequence);
+    if (sequence >= counts.size() || dot == name.size())
+      metadata.damaged(fmt::format("tensor \"{}\" is of no sequence", name));
+    sequences[sequence].tensors[name.substr(dot + 1)] = tensor;
+  }
   const ArgumentCheck check("state file");
-  check.dense("logits", state.logits, DType::f32, {ArgumentCheck::kAny, config.vocabulary});
-  check.dense("history", state.history, DType::i32, {state.logits.size(0), kRepetitionWindow});
-  return state;
+  for (SlotContents& contents : sequences) {
+    const auto take = [&](const std::string& name) {
+      const auto found = contents.tensors.find(name);
+      if (found == contents.tensors.end()) metadata.damaged(fmt::format("tensor \"{}\" is missing", name));
+      const Tensor tensor = found->second;
+      contents.tensors.erase(found);
+      return tensor;
+    };
+    contents.logits = take("logits");
+    const Tensor history = take("history");
+    check.dense("logits", contents.logits, DType::f32, {config.vocabulary});
+    check.dense("history", history, DType::i32, {kRepetitionWindow});
+    const std::span<const int32_t> recent(history.data<int32_t>(), kRepetitionWindow);
+    std::ranges::copy_if(recent, std::back_inserter(contents.sampling.history), [](int32_t id) { return id >= 0; });
+  }
+  return sequences;
 }
 
 }  // namespace furious

@@ -6,26 +6,28 @@
 #include "gpu/launch.cuh"
 
 // Every multiprocessor has one block, and all blocks walk the same list of operations, each with its own share of the
-// rows of a weight or a state. What waits for nobody are the weights, the states and the windows: two warps of their
-// own fetch them, piece by piece, into a ring of shared memory, as far ahead as there is room. So memory is busy while
-// the blocks wait for each other's activations.
+// rows of a weight or a state. Weights, states and windows depend on nothing that the token computes: two warps of
+// their own fetch them, piece by piece, into a ring of shared memory, as far ahead as it has space. So memory is busy
+// while the blocks wait for each other's activations.
 //
-// An activation travels as a word that holds its 16 bits and a tag, the number of the operation that wrote it counted
-// over all tokens: who reads it reads until the tag is the one he waits for. That takes one way through the L2 cache,
-// where a meeting of all blocks takes three. Numbers of f32 travel the same way in two words. All blocks read the same
-// words at the same time, from one place in the cache: so there are some copies of them, and some blocks for each.
-// Nobody can be overtaken: who writes an activation anew does so after all warps of his block have read all that the
-// operation before wrote, and each block of that had read its own input before it wrote. Only a step reads less than
-// all, its own head; but the operation after it reads all heads.
+// An activation goes from block to block as a word that holds its 16 bits and a tag, the number of the operation that
+// wrote it counted over all tokens: a reader polls until the tag is the expected one. That costs one trip through the
+// L2 cache, where a barrier of all blocks costs three. Numbers of f32 go the same way in two words. All blocks read the
+// same words at the same time, from one place in the cache: so there are several copies, each for some of the blocks.
+// No word is overwritten before everybody has read it: a block writes an activation anew after all its warps have read
+// everything that the previous operation wrote, and each block of that had read its own input before it wrote. Only a
+// step reads less than all, its own head; but the operation after it reads all heads.
 //
-// From operation to operation there is one long chain, and what counts is how short it is. So the warps that multiply
-// share out the columns of a product, and each waits for its own columns of the input alone, with its weights already
-// in registers. What they come to goes to two more warps, which have looked up all else that the end of the product
-// needs.
+// The operations form one long chain, and what counts is how short it is. So the warps that multiply share out the
+// columns of a product, and each waits for its own columns of the input alone, with its weights already in registers.
+// Their sums go to two more warps, which have loaded everything else that the end of the product needs.
 //
-// A piece is some tiles of eight rows of a product, or some rows of a state (with the first of them the window's
-// tokens), and says everything that is to be done with it. Where it lies in the ring, and which piece must have been
-// used up before, is known when the program is made.
+// A piece is some tiles of eight rows of a product, or some rows of a state (with the first of them the first tokens of
+// the window), and says everything that is to be done with it. Its place in the ring, and the piece that must have been
+// used before, are known when the program is made. What differs from token to token and from row to row, the length of
+// the window and whether there is a state, is read from the slots' records: further tokens of a window come in chunks
+// of their own, as many as there are, through stages in the piece's part of the ring. There the state would be: a
+// window is that long only before the first fold, or where there is no state at all.
 //
 // Sums are always taken in the same order.
 
@@ -36,8 +38,7 @@ constexpr int kWarps = 8, kThreads = 32 * kWarps;  // that multiply; two more wa
 constexpr int kFinishers = 2;                      // warps that finish what the others have multiplied
 constexpr int kAllThreads = kThreads + 32 * (kFinishers + 2);
 
-// The columns of a warp of a sequence's activations lie apart, of which it takes four units at a time, so that
-// sequences fall into different banks.
+// The columns of a warp of a row's activations, four units at a time, padded so that rows fall into different banks.
 [[maybe_unused]] __host__ __device__ int warp_units(int k) {
   return (k + 32 * kWarps - 1) / (32 * kWarps) * 4;
 }
@@ -45,44 +46,46 @@ constexpr int kAllThreads = kThreads + 32 * (kFinishers + 2);
 // What a block does of a step's piece, and what it needs that no operation since the last token has written. A
 // fetching warp works it out.
 struct StepShare {
-  bool there, has_new;             // whether the block has a share, and the new token is in it
+  bool active, has_new;            // whether the block has a share, and the new token is in it
   int first, rows;                 // of the state
-  int kept;                        // tokens before the new one
+  int tokens;                      // of the window, without the new one
+  int position;                    // of the new token in its sequence
   int block, column, columns_end;  // of the head: which it is, and the columns of the result that it adds up
   const uint32_t *q, *k, *v;       // of the head
-  const uint64_t* log_decay;
+  const uint64_t *log_decay, *dt;
+  const float* d;
   uint64_t* partials;
   uint32_t* out;
   uint4 *k_to, *v_to;  // where the new token is kept; heads that share a k or v leave it to the first of them
   float* log_decay_to;
   double* total_to;
-  double before, totals[kMostTokens];  // decays up to the tokens kept last, and of those that the block has
+  double before;  // sum of the log-decays up to the newest token in the window
 };
 
 // The new token of a step.
 struct NewToken {
-  uint4 k[kLargestHead / 8], v[kLargestHead / 8];  // of bf16
-  float q[kLargestHead], log_decay;
+  uint4 k[kLargestHead / 8], v[kLargestHead / 8];  // of bf16, as they are kept
+  float q[kLargestHead], raw_v[kLargestHead], log_decay;
   float left;  // of the state, by the decay since it was folded
   double now;
 };
 
-// What the warps come to for a piece, each over its columns.
+// The sums of the warps for a piece, each over its columns.
 struct WarpSums {
   alignas(16) float rows[8 * kMostGroups][kWarps + 4];  // four more, so that eight rows fall into different banks
   alignas(16) float squares[kWarps];
 };
 
 struct Memory {
-  alignas(16) char pieces[kSlots][kDescriptionBytes];
-  StepShare shares[kSlots];
+  alignas(16) char pieces[kPieceSlots][kDescriptionBytes];
+  StepShare shares[kPieceSlots];
   // Every thread arrives for itself, once it has read or written all that it has to.
-  Barrier described[kSlots], fetched[kSlots], used[kSlots];  // pieces
-  Barrier multiplied[2], finished[2];                        // products, by turns
-  NewToken tokens[2];  // by turns, since the step before may still be reading its own
-  float phi[kMostRows];
-  float weights[kMostTokens];
-  float normalizer;
+  Barrier described[kPieceSlots], fetched[kPieceSlots], used[kPieceSlots];  // pieces
+  Barrier multiplied[2], finished[2];                                       // products, in turn
+  Barrier chunk_fetched[kMostStages], chunk_used[kMostStages];
+  NewToken tokens[2];  // in turn, since the previous step may still be reading its own
+  float phi[kMostStateRows];
+  float normalizers[kWarps], largest[kWarps];
   alignas(16) float values[kWarps][kLargestHead];
 };
 
@@ -100,14 +103,14 @@ __device__ int warp_of_thread() {
 // The same pointer to shared memory, which the compiler then keeps in a register: it would work it out anew for every
 // access.
 template <class T>
-__device__ T* kept(T* shared) {
+__device__ T* in_register(T* shared) {
   uint32_t address;
   asm volatile("mov.b32 %0, %1;\n" : "=r"(address) : "r"(shared_address(shared)));
   return static_cast<T*>(__cvta_shared_to_generic(address));
 }
 
-// The threads that compute.
-__device__ void meet() {
+// A barrier of the threads that compute.
+__device__ void sync_compute_warps() {
   asm volatile("bar.sync 1, %0;\n" ::"n"(kThreads) : "memory");
 }
 
@@ -184,6 +187,36 @@ struct Tagged {
     while (both >> 32 != tag);
     return __uint_as_float(static_cast<uint32_t>(both));
   }
+  // Two numbers of which there is one copy each.
+  __device__ float2 wait_partials(const uint64_t* first, const uint64_t* second) const {
+    uint64_t a, b;
+    do {
+      a = load_relaxed(first);
+      b = load_relaxed(second);
+    } while (a >> 32 != tag || b >> 32 != tag);
+    return {__uint_as_float(static_cast<uint32_t>(a)), __uint_as_float(static_cast<uint32_t>(b))};
+  }
+  __device__ float2 wait_activations(const uint32_t* first, const uint32_t* second) const {
+    uint32_t a, b;
+    first = own_copy(first);
+    second = own_copy(second);
+    do {
+      a = load_relaxed(first);
+      b = load_relaxed(second);
+    } while (a >> 16 != tag || b >> 16 != tag);
+    return {value_of(a), value_of(b)};
+  }
+  __device__ float2 wait_activation_and_number(const uint32_t* first, const uint64_t* second) const {
+    uint32_t a;
+    uint64_t b;
+    first = own_copy(first);
+    second = own_copy(second);
+    do {
+      a = load_relaxed(first);
+      b = load_relaxed(second);
+    } while (a >> 16 != tag || b >> 32 != tag);
+    return {value_of(a), __uint_as_float(static_cast<uint32_t>(b))};
+  }
   // Eight neighbours as bf16.
   __device__ uint4 wait_eight(const uint4* from) const {
     uint4 low, high;
@@ -217,15 +250,30 @@ struct Tiles {
   }
 };
 
-// Where the parts of a step's piece lie.
+// Where the parts of a step's piece lie: rows of the state, or in their place stages for chunks of a long window, and
+// the first tokens of the window.
 struct StepArea {
-  char *values, *normalizers, *k, *v;
+  char *values, *normalizers, *window;
 
   __device__ StepArea(const TokenPiece& piece, char* area) : values(area) {
-    const Cache& cache = piece.step.cache;
-    normalizers = values + piece.count * padded(cache.v_dim) * 4;
-    k = normalizers + piece.count * 4;
-    v = k + piece.step.tokens * cache.qk_dim * 2;
+    const StepCall& step = piece.step;
+    normalizers = values + piece.count * padded(step.cache.v_dim) * 4;
+    window = area +
+             max(piece.count * state_row_bytes(step.cache), step.stages * window_bytes(step.cache, step.chunk_tokens));
+  }
+  __device__ char* stage(const StepCall& step, int i) const {
+    return values + i * window_bytes(step.cache, step.chunk_tokens);
+  }
+};
+
+// Where the parts of some tokens lie that have room for `tokens`.
+struct WindowArea {
+  char *k, *v;
+  double* totals;
+
+  __device__ WindowArea(const Cache& cache, int tokens, char* area) : k(area) {
+    totals = reinterpret_cast<double*>(k + tokens * cache.qk_dim * 2);
+    v = reinterpret_cast<char*>(totals + (cache.decay ? tokens : 0));
   }
 };
 
@@ -270,106 +318,174 @@ __device__ void fetch_linear(const TokenPiece& piece, Barrier& fetched, char* ar
   if (bytes < step - 16) fence_shared_writes();  // before a copy writes there again
 }
 
-// The share of this block in a step.
+// The share of this block in a step: the same for all steps but for the rows of the state.
 struct OwnHead {
-  int sequence_head, block;
-  bool there;
+  int row_head, row, head, block;
+  bool active;
   int first, rows;  // of the state
 
   __device__ explicit OwnHead(const TokenPiece& piece) {
     const StepCall& step = piece.step;
-    sequence_head = quotient(static_cast<int>(blockIdx.x), step.blocks);
-    block = static_cast<int>(blockIdx.x) - sequence_head * step.blocks;
-    there = sequence_head < step.heads;
+    row_head = quotient(static_cast<int>(blockIdx.x), step.blocks);
+    block = static_cast<int>(blockIdx.x) - row_head * step.blocks;
+    active = row_head < step.heads;
+    row = quotient(row_head, step.cache.heads);
+    head = row_head - row * step.cache.heads;
     first = block * step.rows + piece.begin;
     rows = max(0, min(min(piece.count, step.rows - piece.begin), step.cache.state_rows - first));
   }
 };
 
-// By one thread.
-__device__ void fetch_state(const TokenPiece& piece, Barrier& fetched, char* area, Pace& pace) {
+// By one thread. A row has no state before its first fold.
+__device__ void fetch_state(const TokenPiece& piece, int slot, Barrier& fetched, char* area, Pace& pace) {
   constexpr int kAtOnce = 4096;
-  const StepCall& step = piece.step;
   const OwnHead own(piece);
-  if (!own.there) return;
+  if (!own.active || own.rows == 0) return;
+  const float* state = load_slot(piece.step.cache.slots + slot).state;
+  if (state == nullptr) return;
+  const Cache& cache = piece.step.cache;
   const StepArea to(piece, area);
-  const int ld = padded(step.cache.v_dim);
-  const int row = quotient(own.sequence_head, step.cache.heads), head = own.sequence_head - row * step.cache.heads;
-  const SlotRecord slot = load_slot(step.cache.slots + __ldcg(step.slot_of_row + row));
-  const float* state = slot.state + static_cast<int64_t>(head) * step.cache.state_numbers;
-  const int values = own.rows * ld * 4, normalizers = step.cache.sum ? padded(own.rows) * 4 : 0;
+  const int ld = padded(cache.v_dim);
+  state += static_cast<int64_t>(own.head) * cache.state_numbers;
+  const int values = own.rows * ld * 4, normalizers = cache.sum ? padded(own.rows) * 4 : 0;
   fetched.expect(values + normalizers);
   const char* from = reinterpret_cast<const char*>(state + static_cast<int64_t>(own.first) * ld);
 #pragma unroll 1
   for (int at = 0; at < values; at += kAtOnce) pace.copy(to.values + at, from + at, min(kAtOnce, values - at), fetched);
   if (normalizers > 0)
-    stream_bytes(to.normalizers, state + static_cast<int64_t>(step.cache.state_rows) * ld + own.first, normalizers,
-                 fetched);
+    stream_bytes(to.normalizers, state + static_cast<int64_t>(cache.state_rows) * ld + own.first, normalizers, fetched);
 }
 
-// By a warp.
-__device__ void fetch_window(const TokenPiece& piece, Barrier& fetched, char* area, StepShare& share) {
+// Where a head's tokens lie in a page, in bytes.
+struct PageOffsets {
+  int k, v, log_decay, total;
+
+  __device__ PageOffsets(const StepCall& step, int head) {
+    const Cache& cache = step.cache;
+    k = quotient(head, step.k.sharers) * kPageTokens * cache.qk_dim * 2;
+    v = cache.v_begin + quotient(head, step.v.sharers) * kPageTokens * cache.v_dim * 2;
+    log_decay = cache.decay_begin + head * kPageTokens * 4;
+    total = cache.total_begin + head * kPageTokens * 8;
+  }
+};
+
+// The page that holds a token; another kernel may have listed it.
+__device__ char* page_of(const Page* pages, int token) {
+  return reinterpret_cast<char*>(
+      __ldcg(reinterpret_cast<const unsigned long long*>(&pages[token / kPageTokens].memory)));
+}
+
+// Tokens [first, first + count) of a head's window, by one thread. Runs of tokens begin at multiples of four, so that
+// their f64 sums begin at multiples of 16 bytes; one sum behind the last may be copied.
+__device__ void fetch_tokens(const Cache& cache, const Page* pages, const PageOffsets& offsets, int first, int count,
+                             const WindowArea& to, Barrier& fetched, Pace& pace) {
+  const int k_bytes = cache.qk_dim * 2, v_bytes = cache.v_dim * 2;
+  fetched.expect(count * (k_bytes + v_bytes) + (cache.decay ? (count + 1) / 2 * 16 : 0));
+#pragma unroll 1
+  for (int j = 0, run; j < count; j += run) {
+    const int of_page = (first + j) % kPageTokens;
+    run = min(kPageTokens - of_page, count - j);
+    const char* const page = page_of(pages, first + j);
+    if (cache.decay) stream_bytes(to.totals + j, page + offsets.total + of_page * 8, (run + 1) / 2 * 16, fetched);
+    pace.copy(to.k + j * k_bytes, page + offsets.k + of_page * k_bytes, run * k_bytes, fetched);
+    pace.copy(to.v + j * v_bytes, page + offsets.v + of_page * v_bytes, run * v_bytes, fetched);
+  }
+}
+
+// The stage of the next chunk, and how often all stages have been used. Those who fill and those who empty them count
+// for themselves.
+struct StageCursor {
+  int stage, round;
+
+  __device__ void advance(int stages) {
+    if (++stage < stages) return;
+    stage = 0;
+    ++round;
+  }
+};
+
+// By one thread: what the block knows of a step.
+__device__ void describe_share(const StepCall& step, const OwnHead& own, const SlotRecord& record, int tokens,
+                               const PageOffsets& offsets, StepShare& share) {
+  const Cache& cache = step.cache;
+  const int pending = record.pending;
+  share.first = own.first;
+  share.rows = record.state != nullptr ? own.rows : 0;
+  share.tokens = tokens;
+  share.has_new = own.block == step.blocks - 1;
+  share.position = record.tokens;
+  share.block = own.block;
+  share.column = own.block * step.columns;
+  share.columns_end = min(cache.v_dim, (own.block + 1) * step.columns);
+  const auto words = [&](const TaggedRows& x, int dim) {
+    return x.data + own.row * x.row_stride + quotient(own.head, x.sharers) * dim;
+  };
+  share.q = words(step.q, cache.qk_dim);
+  share.k = words(step.k, cache.qk_dim);
+  share.v = words(step.v, cache.v_dim);
+  share.log_decay = step.log_decay + own.row_head;
+  share.dt = step.dt + own.row_head;
+  share.d = step.d + own.head * cache.v_dim;
+  share.partials = step.partials + own.row_head * step.blocks * step.partial_width;
+  share.out = step.out + own.row_head * cache.v_dim;
+  char* const page = page_of(record.pages, pending);
+  const int of_page = pending % kPageTokens;
+  const bool keeps_k = quotient(own.head, step.k.sharers) * step.k.sharers == own.head;
+  const bool keeps_v = quotient(own.head, step.v.sharers) * step.v.sharers == own.head;
+  share.k_to = keeps_k ? reinterpret_cast<uint4*>(page + offsets.k + of_page * cache.qk_dim * 2) : nullptr;
+  share.v_to = keeps_v ? reinterpret_cast<uint4*>(page + offsets.v + of_page * cache.v_dim * 2) : nullptr;
+  share.log_decay_to = reinterpret_cast<float*>(page + offsets.log_decay) + of_page;
+  share.total_to = reinterpret_cast<double*>(page + offsets.total) + of_page;
+  share.before = 0;
+  if (cache.decay && pending > 0)
+    share.before = __ldcg(reinterpret_cast<const double*>(page_of(record.pages, pending - 1) + offsets.total) +
+                          (pending - 1) % kPageTokens);
+}
+
+// By a warp: what a step needs besides its state.
+__device__ void fetch_window(const TokenPiece& piece, int slot, int place, char* area, StageCursor& cursor, Pace& pace,
+                             Memory& memory) {
   const StepCall& step = piece.step;
   const Cache& cache = step.cache;
   const int lane = lane_of_thread();
   const OwnHead own(piece);
-  if (lane == 0) share.there = own.there;
-  if (!own.there) {
-    fetched.arrive();
-    return;
-  }
-  const int batch = quotient(own.sequence_head, cache.heads), head = own.sequence_head - batch * cache.heads;
-  const int k_head = quotient(head, step.k_sharers), v_head = quotient(head, step.v_sharers);
-  // The rows of a token.
-  const auto k_at = [&](Page page, int token) {
-    const int row = k_head * kPageTokens + token % kPageTokens;
-    return reinterpret_cast<__nv_bfloat16*>(page.memory) + static_cast<int64_t>(row) * cache.qk_dim;
-  };
-  const auto v_at = [&](Page page, int token) {
-    const int row = v_head * kPageTokens + token % kPageTokens;
-    return reinterpret_cast<__nv_bfloat16*>(page.memory + cache.v_begin) + static_cast<int64_t>(row) * cache.v_dim;
-  };
-  const SlotRecord slot = load_slot(cache.slots + __ldcg(step.slot_of_row + batch));
-  const int pending = slot.pending;
-  const int first_token = own.block * step.tokens, kept = max(0, min(step.tokens, pending - first_token));
+  StepShare& share = memory.shares[place];
+  Barrier& fetched = memory.fetched[place];
+  if (lane == 0) share.active = own.active;
+  if (!own.active) return fetched.arrive();
+  const SlotRecord record = load_slot(cache.slots + slot);
+  // Shares begin at multiples of four tokens; the last block, which has the fewest, adds the new one.
+  const int each = (record.pending + step.blocks - 1) / step.blocks + 3 & ~3;
+  const int first = own.block * each, tokens = max(0, min(each, record.pending - first));
+  const int at_once = min(tokens, step.first_tokens);
   const StepArea to(piece, area);
+  const PageOffsets offsets(step, own.head);
   if (lane == 0) {
-    share.first = own.first;
-    share.rows = own.rows;
-    share.kept = kept;
-    share.has_new = first_token <= pending && pending < first_token + step.tokens;
-    share.block = own.block;
-    share.column = own.block * step.columns;
-    share.columns_end = min(cache.v_dim, (own.block + 1) * step.columns);
-    share.q = step.q.data + batch * step.q.row_stride + quotient(head, step.q_sharers) * step.q.head_stride;
-    share.k = step.k.data + batch * step.k.row_stride + k_head * step.k.head_stride;
-    share.v = step.v.data + batch * step.v.row_stride + v_head * step.v.head_stride;
-    share.log_decay = reinterpret_cast<const uint64_t*>(step.log_decay) + own.sequence_head;
-    share.partials = step.partials + own.sequence_head * step.partial_numbers;
-    share.out = step.out + static_cast<int64_t>(own.sequence_head) * cache.v_dim;
-    const Page page = slot.pages[pending / kPageTokens];
-    share.k_to = head == k_head * step.k_sharers ? reinterpret_cast<uint4*>(k_at(page, pending)) : nullptr;
-    share.v_to = head == v_head * step.v_sharers ? reinterpret_cast<uint4*>(v_at(page, pending)) : nullptr;
-    share.log_decay_to = cache.log_decay(page, head, pending);
-    share.total_to = cache.total(page, head, pending);
-    share.before = cache.decay && pending > 0 ? cache.total_until(slot.pages, head, pending - 1) : 0;
+    if (piece.first && at_once > 0)
+      fetch_tokens(cache, record.pages, offsets, first, at_once, WindowArea(cache, step.first_tokens, to.window),
+                   fetched, pace);
+    describe_share(step, own, record, tokens, offsets, share);
   }
-  const int tokens = piece.first ? kept : 0;
-  if (cache.decay)
-#pragma unroll 1
-    for (int j = lane; j < tokens; j += 32) share.totals[j] = cache.total_until(slot.pages, head, first_token + j);
-  __syncwarp();
-  const int k_bytes = cache.qk_dim * 2, v_bytes = cache.v_dim * 2;
-  if (lane == 0) fetched.expect(tokens * (k_bytes + v_bytes));
-  __syncwarp();
-#pragma unroll 1
-  for (int j = lane; j < tokens; j += 32) {
-    const int token = first_token + j;
-    const Page page = slot.pages[token / kPageTokens];
-    stream_bytes(to.k + j * k_bytes, k_at(page, token), k_bytes, fetched);
-    stream_bytes(to.v + j * v_bytes, v_at(page, token), v_bytes, fetched);
-  }
+  if (step.d != nullptr && 32 * lane < cache.v_dim) prefetch(step.d + own.head * cache.v_dim + 32 * lane);
   fetched.arrive();
+  if (!piece.first || lane != 0) return;
+#pragma unroll 1
+  for (int done = at_once; done < tokens; done += step.chunk_tokens) {
+    if (cursor.round > 0) memory.chunk_used[cursor.stage].wait(cursor.round - 1);
+    Barrier& chunk_fetched = memory.chunk_fetched[cursor.stage];
+    fetch_tokens(cache, record.pages, offsets, first + done, min(step.chunk_tokens, tokens - done),
+                 WindowArea(cache, step.chunk_tokens, to.stage(step, cursor.stage)), chunk_fetched, pace);
+    chunk_fetched.arrive();
+    cursor.advance(step.stages);
+  }
+}
+
+// Waits for earlier kernels, which may have written states, windows and slots, but no weights. Returns the slot of the
+// row that this block has in every step.
+__device__ int wait_for_slot(const TokenWork& program, const TokenPiece& piece) {
+  wait_for_previous();
+  const OwnHead own(piece);
+  return own.active ? __ldcg(program.slots + own.row) : 0;
 }
 
 // One warp fetches descriptions, weights and states. The descriptions of two further pieces are on their way meanwhile.
@@ -380,30 +496,27 @@ __device__ void fetch(const TokenWork& program, Memory& memory, char* ring) {
   };
   uint4 next = description(0), after = description(1);
   Pace pace{2 * Pace::kCycles, static_cast<unsigned>(clock())}, state_pace{Pace::kCycles, pace.next};
-  bool waited = false;  // for the kernels before, which may have written states and windows, but no weights
+  int slot = -1;  // not known yet
 #pragma unroll 1
   for (int p = 0; p < program.count; ++p) {
     const uint4 own = next;
     next = after;
     after = description(p + 2);
-    const int slot = p % kSlots, last = __shfl_sync(0xFFFFFFFFu, static_cast<int>(own.x), 0) - 1;
-    if (last >= 0) memory.used[last % kSlots].wait(last / kSlots);
-    reinterpret_cast<uint4*>(memory.pieces[slot])[lane] = own;
+    const int place = p % kPieceSlots, last = __shfl_sync(0xFFFFFFFFu, static_cast<int>(own.x), 0) - 1;
+    if (last >= 0) memory.used[last % kPieceSlots].wait(last / kPieceSlots);
+    reinterpret_cast<uint4*>(memory.pieces[place])[lane] = own;
     __syncwarp();
-    const TokenPiece& piece = *reinterpret_cast<const TokenPiece*>(memory.pieces[slot]);
-    Barrier& fetched = memory.fetched[slot];
-    if (!waited && piece.kind == TokenPiece::Kind::step) {
-      wait_for_previous();
-      waited = true;
-    }
+    const TokenPiece& piece = *reinterpret_cast<const TokenPiece*>(memory.pieces[place]);
+    Barrier& fetched = memory.fetched[place];
+    if (slot < 0 && piece.kind == TokenPiece::Kind::step) slot = wait_for_slot(program, piece);
     if (blockIdx.x == 0 && piece.kind == TokenPiece::Kind::linear && piece.linear.norm != nullptr)
       for (int i = 32 * lane; i < piece.linear.k; i += 1024) prefetch(piece.linear.norm + i);
-    memory.described[slot].arrive();
+    memory.described[place].arrive();
     if (lane == 0) {
       if (piece.kind == TokenPiece::Kind::linear)
         fetch_linear(piece, fetched, ring + piece.at, 0, pace);
       else if (piece.kind == TokenPiece::Kind::step)
-        fetch_state(piece, fetched, ring + piece.at, state_pace);
+        fetch_state(piece, slot, fetched, ring + piece.at, state_pace);
     }
     fetched.arrive();
     __syncwarp();
@@ -412,30 +525,28 @@ __device__ void fetch(const TokenWork& program, Memory& memory, char* ring) {
 
 // Another fetches what a step needs besides, and half of the weights.
 __device__ void fetch_windows(const TokenWork& program, Memory& memory, char* ring) {
-  Pace pace{2 * Pace::kCycles, static_cast<unsigned>(clock())};
-  bool waited = false;
+  Pace pace{2 * Pace::kCycles, static_cast<unsigned>(clock())}, window_pace{Pace::kCycles, pace.next};
+  StageCursor cursor{};
+  int slot = -1;  // not known yet
 #pragma unroll 1
   for (int p = 0; p < program.count; ++p) {
-    const int slot = p % kSlots;
-    memory.described[slot].wait(p / kSlots);
-    const TokenPiece& piece = *reinterpret_cast<const TokenPiece*>(memory.pieces[slot]);
-    if (!waited && piece.kind == TokenPiece::Kind::step) {
-      wait_for_previous();
-      waited = true;
-    }
+    const int place = p % kPieceSlots;
+    memory.described[place].wait(p / kPieceSlots);
+    const TokenPiece& piece = *reinterpret_cast<const TokenPiece*>(memory.pieces[place]);
+    if (slot < 0 && piece.kind == TokenPiece::Kind::step) slot = wait_for_slot(program, piece);
     if (piece.kind == TokenPiece::Kind::step) {
-      fetch_window(piece, memory.fetched[slot], ring + piece.at, memory.shares[slot]);
+      fetch_window(piece, slot, place, ring + piece.at, cursor, window_pace, memory);
     } else {
       if (lane_of_thread() == 0 && piece.kind == TokenPiece::Kind::linear)
-        fetch_linear(piece, memory.fetched[slot], ring + piece.at, 1, pace);
-      memory.fetched[slot].arrive();
+        fetch_linear(piece, memory.fetched[place], ring + piece.at, 1, pace);
+      memory.fetched[place].arrive();
     }
     __syncwarp();
   }
 }
 
 __device__ void embed(const TokenWork& program, const EmbeddingCall& call, const Tagged& written) {
-  const int all = call.batch * call.dim;
+  const int all = call.rows * call.dim;
 #pragma unroll 1
   for (int i = static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x); i < all;
        i += static_cast<int>(gridDim.x) * kThreads) {
@@ -449,24 +560,25 @@ __device__ const uint32_t* words(const __nv_bfloat16* x) {
   return reinterpret_cast<const uint32_t*>(x);
 }
 
-// What a thread remembers from piece to piece.
-struct Turns {
-  unsigned products, steps;  // that the block has had a share in: their memory changes with each
+// What a thread keeps from piece to piece.
+struct ThreadState {
+  unsigned products, steps;  // that the block has had a share in: they use two memories in turn
   float squares;             // of the input of a product, over the columns of the warp
-  int first_row;             // of the state's rows that its features are of: the same for every step of one piece
-  Feature features[kMostRows / kThreads];
+  StageCursor cursor;
+  int first_row;  // of the state's rows that its features are of: the same for every step of one piece
+  Feature features[kMostStateRows / kThreads];
 };
 
 __device__ __noinline__ Feature feature_of_row(const FeatureMap& features, int row) {
   return feature_of(features, row);
 }
 
-__device__ void make_features(Turns& turns, const Cache& cache, int first_row) {
-  turns.first_row = first_row;
+__device__ void make_features(ThreadState& state, const Cache& cache, int first_row) {
+  state.first_row = first_row;
 #pragma unroll
-  for (int i = 0; i < kMostRows / kThreads; ++i) {
+  for (int i = 0; i < kMostStateRows / kThreads; ++i) {
     const int row = first_row + static_cast<int>(threadIdx.x) + i * kThreads;
-    turns.features[i] = feature_of_row(cache.features, row < cache.state_rows ? row : 0);
+    state.features[i] = feature_of_row(cache.features, row < cache.state_rows ? row : 0);
   }
 }
 
@@ -481,17 +593,15 @@ struct Columns {
   }
 };
 
-// The lanes of a sequence are a power of two.
+// The lanes of a row of the batch are a power of two.
 __device__ int lane_bits(int batch) {
   return batch == 1 ? 5 : batch == 2 ? 4 : batch <= 4 ? 3 : 2;
 }
 
 // Waits for a warp's columns of the input and writes them to its shared memory, with the norm's weight multiplied in;
-// zeros up to whole fours. Returns their square sum, in all lanes of a sequence.
-__device__ float load_input(const LinearCall& call, const Columns& own, unsigned operation, uint4* activations,
-                            int stride) {
-  // The gate of a mixer's output was made with the mixer's input.
-  const Tagged awaited(operation - 1), made(operation - 2);
+// zeros up to whole fours. Returns their square sum, in all lanes of a row.
+__device__ float load_input(const LinearCall& call, const Columns& own, const Tagged& awaited,
+                            const Tagged& gate_awaited, uint4* activations, int stride) {
   const int bits = lane_bits(call.batch), lanes = 1 << bits, sequence = lane_of_thread() >> bits;
   const bool has_norm = call.norm != nullptr, has_gate = call.gate != nullptr;
   float squares = 0;
@@ -507,8 +617,8 @@ __device__ float load_input(const LinearCall& call, const Columns& own, unsigned
         if (has_norm) load_norm(norm, call.norm, unit);
         if (has_gate)
           gate_factors(factors,
-                       made.wait_eight(reinterpret_cast<const uint4*>(words(call.gate) + sequence * call.gate_stride) +
-                                       2 * unit));
+                       gate_awaited.wait_eight(
+                           reinterpret_cast<const uint4*>(words(call.gate) + sequence * call.gate_stride) + 2 * unit));
         eight = awaited.wait_eight(x);
         if (has_norm || has_gate) eight = normed(eight, factors, norm, squares);
       }
@@ -534,11 +644,11 @@ __device__ float sum_of(const float* warps) {
   return sum;
 }
 
-// The warps share out the columns, and each takes its own of the input as they come. Weights are the tensor cores'
-// first factor, 16 rows of them, and the sequences' activations the second. Rows and sequences that are not there come
-// to something that nobody reads.
+// The warps share out the columns, and each reads its own of the input as they come. Weights are the tensor cores'
+// first factor, 16 rows of them, and the activations of the batch the second. What rows beyond the last give is not
+// read.
 __device__ void multiply(const TokenPiece& piece, Barrier& used, const uint4* weights, uint4* activations,
-                         WarpSums* sums, unsigned first_tag, Turns& turns, Memory& memory) {
+                         WarpSums* sums, unsigned first_tag, ThreadState& state, Memory& memory) {
   const LinearCall& call = piece.linear;
   const Tiles tiles(piece);
   if (tiles.first >= tiles.end) return used.arrive();
@@ -547,8 +657,9 @@ __device__ void multiply(const TokenPiece& piece, Barrier& used, const uint4* we
   const bool wide = groups > 2;  // more than 16 rows
   const Columns own(call.k);
   const int x_stride = warp_units(call.k) + 1;
-  // A lane has the address of a unit of a row: of rows 0 to 7, 8 to 15 and then the same of the next unit, or of a
-  // sequence. Tiles are 16 rows and four units: by turns of two blocks of rows, or of the same rows further on.
+  // A lane has the address of a unit of a row of weights: of rows 0 to 7, 8 to 15 and then the same of the next unit;
+  // or of a row of the batch. Tiles are 16 rows and four units: of two groups of rows in turn, or of the same rows
+  // further on.
   const int row = lane % 8, lower = lane / 8 % 2;
   const uint4* w_even =
       weights + (row + (groups > 1 ? lower * 8 : 0)) * stride + (own.first < own.end ? own.first : 0) + lane / 16;
@@ -556,13 +667,13 @@ __device__ void multiply(const TokenPiece& piece, Barrier& used, const uint4* we
   const uint4* x_even = activations + min(row, batch - 1) * x_stride + lane / 8;
   const int further = wide ? 4 : 8, x_odd = wide ? 0 : 4;
   // Where this warp's sums go, and whose they are.
-  const unsigned turn = turns.products++;
+  const unsigned turn = state.products++;
   sums += turn % 2 * batch;
   const int of = lane % 4 * 2, squares_of = lane >> lane_bits(batch);
-  float* const to = kept(&sums[of].rows[lane / 4][warp_of_thread()]);
+  float* const to = in_register(&sums[of].rows[lane / 4][warp_of_thread()]);
   if (turn >= 2) memory.finished[turn % 2].wait(static_cast<int>(turn / 2) - 1);
 
-  constexpr int kTiles = 64 / kWarps;  // that are read before the input is there
+  constexpr int kTiles = 64 / kWarps;  // that are loaded before the input is waited for
   float products[4][4] = {};
   bool fresh = piece.first, more;
   int unit = own.first;
@@ -575,7 +686,8 @@ __device__ void multiply(const TokenPiece& piece, Barrier& used, const uint4* we
       load_matrices(w[i][1], w_even + 2);
       load_matrices(w[i + 1][0], w_odd);
       load_matrices(w[i + 1][1], w_odd + 2);
-      // A few units behind the last may be read (TokenRoom::kBehind), but not many: then the first are read again.
+      // A few units behind the last may be read (SharedMemoryPlan::kBehind), but not many: then the first are read
+      // again.
       const int step = i % 4 == 0 || (i + 2) / 2 * further < left ? further : -further;
       w_even += step;
       w_odd += step;
@@ -583,7 +695,9 @@ __device__ void multiply(const TokenPiece& piece, Barrier& used, const uint4* we
     const int next = unit + kTiles / 2 * further;
     more = next < own.end;
     if (!more) used.arrive();
-    if (fresh) turns.squares = load_input(call, own, first_tag + piece.operation, activations, x_stride);
+    if (fresh)
+      state.squares = load_input(call, own, Tagged(first_tag + piece.x_from), Tagged(first_tag + piece.gate_from),
+                                 activations, x_stride);
     fresh = false;
 #pragma unroll
     for (int first = 0; first < kTiles; first += 4) {
@@ -621,43 +735,47 @@ __device__ void multiply(const TokenPiece& piece, Barrier& used, const uint4* we
         to[i * kSequence + 3 * kEight] = products[1][2 + i];
       }
     }
-  if (squares_of < batch) sums[squares_of].squares[warp_of_thread()] = turns.squares;
+  if (squares_of < batch) sums[squares_of].squares[warp_of_thread()] = state.squares;
   memory.multiplied[turn % 2].arrive();
 }
 
-// A warp finishes the results of a sequence, or of some: a lane for each.
+// A warp finishes the results of some rows of the batch: a lane for each element.
 __device__ void finish_product(const TokenPiece& piece, Barrier& used, const WarpSums* sums, unsigned first_tag,
-                               unsigned& turns, Memory& memory) {
+                               unsigned& products, Memory& memory) {
   const LinearCall& call = piece.linear;
   const int lane = lane_of_thread(), warp = warp_of_thread() - kWarps;
   const Tiles tiles(piece);
   used.arrive();
   if (tiles.first >= tiles.end) return;
-  const unsigned turn = turns++;
+  const unsigned turn = products++;
   const bool pairs = call.pairs();
   const int tile = tiles.first + lane / 8;
-  // All that is known of the operation is looked up before its sums are there.
+  // Everything that is known of the operation is loaded before its sums are waited for.
   const LinearPart part = call.part_of(min(tile, tiles.end - 1));
   const bool normed = call.norm != nullptr;
   const float width = static_cast<float>(call.k), eps = call.eps;
-  const Tagged written(first_tag + piece.operation);
+  const Tagged written(first_tag + piece.operation), residual(first_tag + piece.residual_from);
   const int row = (tile - part.first_tile) * 8 + lane % 8;
-  const bool there = tile < tiles.end && row < part.rows;
-  // The rows of a pair's tile lie one behind the other: eight of the gate, eight of the other factor.
+  const bool valid = tile < tiles.end && row < part.rows;
+  // The rows of a pair's tile follow each other: eight of the gate, eight of the other factor.
   const int result = pairs ? lane / 8 * 16 + lane % 8 : lane;
+  Before next;
+  float next_residual = 0;
+  const auto load_next = [&](int sequence) {
+    if (!valid || sequence >= call.batch) return;
+    next = load_before(part, sequence, row);
+    if (part.kind == TokenPart::Kind::add)
+      next_residual = residual.wait_activation(piece.residual + sequence * part.rows + row);
+  };
+  load_next(warp);
 #pragma unroll 1
   for (int sequence = warp; sequence < call.batch; sequence += kFinishers) {
-    Before before;
-    float old = 0;
-    if (there) {
-      before = load_before(part, sequence, row);
-      if (part.kind == TokenPart::Kind::add)
-        old = Tagged(first_tag + piece.added_to)
-                  .wait_activation(static_cast<const uint32_t*>(part.out) + sequence * part.rows + row);
-    }
-    const WarpSums& all = *kept(&sums[turn % 2 * call.batch + sequence]);
+    const Before before = next;
+    const float old = next_residual;
+    load_next(sequence + kFinishers);
+    const WarpSums& all = *in_register(&sums[turn % 2 * call.batch + sequence]);
     memory.multiplied[turn % 2].wait(static_cast<int>(turn / 2));
-    if (!there) continue;
+    if (!valid) continue;
     float sum = sum_of(all.rows[result]), other = pairs ? sum_of(all.rows[result + 8]) : 0;
     if (normed) {
       const float scale = rsqrtf(__fdividef(sum_of(all.squares), width) + eps);
@@ -666,43 +784,250 @@ __device__ void finish_product(const TokenPiece& piece, Barrier& used, const War
     }
     finish(part, sequence, row, sum, other, old, before, written);
   }
-  memory.multiplied[turn % 2].wait(static_cast<int>(turn / 2));  // where a warp has no sequence
+  memory.multiplied[turn % 2].wait(static_cast<int>(turn / 2));  // where a warp has no row
   memory.finished[turn % 2].arrive();
 }
 
-// The weight of a token, or of none, by the eight threads that share it.
-__device__ float weigh_token(const Cache& cache, const StepShare& own, const uint4* k, const NewToken& token, int j,
-                             bool there) {
-  const int lane = lane_of_thread() % 8;
-  const bool is_new = j == own.kept;
-  float score = 0;
-  if (there) {
-    const uint4* const from = is_new ? token.k : k + j * (cache.qk_dim / 8);
-#pragma unroll 1
-    for (int c = lane; c < cache.qk_dim / 8; c += 8) {
-      float x[8];
-      unpack(from[c], x);
+// The sums of a warp over the rows and tokens that it has had: of four columns in each lane.
+struct StepSums {
+  float4 y;
+  float n, largest;  // largest: exponent under softmax, by which y and n are scaled
+
+  __device__ void scale(float factor) {
+    y.x *= factor;
+    y.y *= factor;
+    y.z *= factor;
+    y.w *= factor;
+    n *= factor;
+  }
+};
+
+// Some tokens of a step: `count` of them in shared memory, and the new one behind them where it is with them.
+struct TokenChunk {
+  WindowArea area;
+  int count;
+  bool has_new;
+
+  __device__ int tokens() const { return count + (has_new ? 1 : 0); }
+};
+
+constexpr int kTokensAtOnce = 4 * kWarps;                       // eight lanes for each
+constexpr int kTokenRounds = kChunkTokens / kTokensAtOnce + 1;  // one more for the new token
+static_assert(kChunkTokens % kTokensAtOnce == 0 && kMostStages <= kPieceSlots);
+
+// The first of the four tokens that a warp has in a round. The last warps come first, since the first ones make the
+// features.
+__device__ int first_of_round(int round) {
+  return round * kTokensAtOnce + (kWarps - 1 - warp_of_thread()) * 4;
+}
+
+// The weights of the warp's tokens, of which lane i has that of token i / 8 of each round; under softmax after scaling
+// the sums to the new largest exponent.
+__device__ void weigh_tokens(float (&weights)[kTokenRounds], const StepCall& step, const TokenChunk& chunk,
+                             const NewToken& token, StepSums& sums) {
+  const Cache& cache = step.cache;
+  const int lane = lane_of_thread() % 8, tokens = chunk.tokens();
+  float most = -INFINITY;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) score = fmaf(x[i], token.q[c * 8 + i], score);
+  for (int round = 0; round < kTokenRounds; ++round) {
+    weights[round] = step.softmax ? -INFINITY : 0.0f;
+    if (first_of_round(round) >= tokens) continue;
+    const int j = first_of_round(round) + lane_of_thread() / 8;
+    const bool valid = j < tokens, is_new = j >= chunk.count;
+    float score = 0;
+    if (valid) {
+      const uint4* const from =
+          is_new ? token.k : reinterpret_cast<const uint4*>(chunk.area.k) + j * (cache.qk_dim / 8);
+#pragma unroll 2
+      for (int c = lane; c < cache.qk_dim / 8; c += 8) {
+        float x[8];
+        unpack(from[c], x);
+        const float4 low = reinterpret_cast<const float4*>(token.q)[2 * c];
+        const float4 high = reinterpret_cast<const float4*>(token.q)[2 * c + 1];
+        score = fmaf(x[0], low.x, fmaf(x[1], low.y, fmaf(x[2], low.z, fmaf(x[3], low.w, score))));
+        score = fmaf(x[4], high.x, fmaf(x[5], high.y, fmaf(x[6], high.z, fmaf(x[7], high.w, score))));
+      }
+    }
+#pragma unroll
+    for (int offset = 4; offset > 0; offset /= 2) score += __shfl_xor_sync(0xFFFFFFFFu, score, offset);
+    if (!valid) continue;
+    const double log_decay = cache.decay && !is_new ? token.now - chunk.area.totals[j] : 0;
+    if (step.softmax) {
+      weights[round] = score + static_cast<float>(log_decay);
+      most = fmaxf(most, weights[round]);
+    } else {
+      weights[round] = step.polynomial(score) * (cache.decay ? decay_factor(log_decay) : 1.0f);
     }
   }
+  if (!step.softmax) return;
+  most = fmaxf(most, __shfl_xor_sync(0xFFFFFFFFu, most, 8));
+  most = fmaxf(most, __shfl_xor_sync(0xFFFFFFFFu, most, 16));
+  most = fmaxf(most, sums.largest);
+  if (most == -INFINITY) {  // no token of this warp so far
 #pragma unroll
-  for (int offset = 4; offset > 0; offset /= 2) score += __shfl_xor_sync(0xFFFFFFFFu, score, offset);
-  const float factor = cache.decay && there && !is_new ? decay_factor(token.now - own.totals[j]) : 1.0f;
-  return (cache.score == Score::squared ? score * score : score) * factor;
+    for (float& weight : weights) weight = 0;
+    return;
+  }
+  sums.scale(__expf(sums.largest - most));
+  sums.largest = most;
+#pragma unroll
+  for (float& weight : weights) weight = __expf(weight - most);
+}
+
+// Adds the warp's tokens to its sums. A lane has four columns of every so many rows of v (`rows_at_once`).
+__device__ void add_tokens(StepSums& sums, const float (&weights)[kTokenRounds], const StepCall& step,
+                           const TokenChunk& chunk, const NewToken& token, int of_warp, int column) {
+  const int vectors = step.cache.v_dim / 4, each = step.rows_at_once, tokens = chunk.tokens();
+#pragma unroll
+  for (int round = 0; round < kTokenRounds; ++round) {
+    const int first = first_of_round(round);
+    if (first >= tokens) continue;
+    if (lane_of_thread() % 8 == 0) sums.n += weights[round];
+#pragma unroll 2
+    for (int i = 0; i < 4; i += each) {
+      const int own = i + of_warp, j = first + own;
+      const float weight = __shfl_sync(0xFFFFFFFFu, weights[round], own % 4 * 8);
+      if (own >= 4 || of_warp >= each || j >= tokens) continue;
+      const char* const row = j < chunk.count ? chunk.area.v + j * vectors * 8 : reinterpret_cast<const char*>(token.v);
+      const uint2 raw = reinterpret_cast<const uint2*>(row)[column];
+      add_row(sums.y, weight,
+              {__uint_as_float(raw.x << 16), __uint_as_float(raw.x & 0xFFFF0000u), __uint_as_float(raw.y << 16),
+               __uint_as_float(raw.y & 0xFFFF0000u)});
+    }
+  }
+}
+
+// Waits for the new token: every thread for one number, or for few.
+__device__ void load_token(const StepCall& step, const StepShare& own, const Tagged& awaited, NewToken& token) {
+  const Cache& cache = step.cache;
+  const int thread = static_cast<int>(threadIdx.x), half = cache.qk_dim / 2;
+  const int v_from = 2 * cache.qk_dim, end = v_from + cache.v_dim;
+#pragma unroll 1
+  for (int i = thread; i < end; i += kThreads) {
+    if (i >= v_from) {
+      const int of = i - v_from;
+      float v = step.dt != nullptr ? 0 : awaited.wait_activation(own.v + of), raw = v;
+      if (step.dt != nullptr) {
+        const float2 both = awaited.wait_activation_and_number(own.v + of, own.dt);
+        raw = both.x;
+        v = both.x * both.y;
+      }
+      token.raw_v[of] = raw;
+      reinterpret_cast<uint16_t*>(token.v)[of] = static_cast<uint16_t>(bits_of(v));
+      continue;
+    }
+    const bool is_q = i < cache.qk_dim;
+    const int of = is_q ? i : i - cache.qk_dim;
+    const uint32_t* const from = is_q ? own.q : own.k;
+    uint32_t bits;
+    if (step.turns != nullptr) {
+      const bool is_first = step.halves ? of < half : of % 2 == 0;
+      const int pair = step.halves ? (is_first ? of : of - half) : of / 2, distance = step.halves ? half : 1;
+      // The angle is kept in turns: the whole ones drop out in double precision.
+      const double turns = static_cast<double>(own.position) * step.turns[pair];
+      float sine, cosine;
+      sincospif(2.0f * static_cast<float>(turns - rint(turns)), &sine, &cosine);
+      const float2 both = awaited.wait_activations(from + of, from + (is_first ? of + distance : of - distance));
+      bits = bits_of(is_first ? both.x * cosine - both.y * sine : both.x * cosine + both.y * sine);
+    } else {
+      bits = awaited.wait_word(from + of);
+    }
+    if (is_q)
+      token.q[of] = cache.scale * value_of(bits);
+    else
+      reinterpret_cast<uint16_t*>(token.k)[of] = static_cast<uint16_t>(bits);
+  }
+  if (thread == kThreads - 1) {
+    token.left = 1;
+    if (cache.decay) {
+      token.log_decay = awaited.wait_number(own.log_decay);
+      token.now = own.before + static_cast<double>(token.log_decay);
+      token.left = decay_factor(token.now);
+    }
+  }
+}
+
+// The result of a head: what all blocks' sums come to, with D ⊙ v.
+__device__ void write_output(const StepCall& step, const StepShare& own, const NewToken& token, float y, float n,
+                             float d, int column, const Tagged& written) {
+  const Cache& cache = step.cache;
+  if (cache.sum) y = normalized(cache.score, y, n);
+  if (step.d != nullptr) y = fmaf(d, token.raw_v[column], y);
+  written.activation(own.out, column, y);
+}
+
+// Adds up the warps' sums, and then the blocks'. `d`: of the first column of this thread, or of its warp where a head
+// has several blocks.
+__device__ void combine(const StepCall& step, const StepShare& own, const NewToken& token, float d,
+                        const Tagged& written, const Memory& memory) {
+  const int thread = static_cast<int>(threadIdx.x), warp = warp_of_thread(), lane = lane_of_thread();
+  const int v_dim = step.cache.v_dim, ld = step.partial_width;
+  if (thread < ld) {
+    float factors[kWarps], most = -INFINITY;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) most = fmaxf(most, step.softmax ? memory.largest[w] : 0.0f);
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w)
+      factors[w] = !step.softmax ? 1.0f : most == -INFINITY ? 0.0f : __expf(memory.largest[w] - most);
+    float y = 0, n = 0;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      if (thread < v_dim) y = fmaf(factors[w], memory.values[w][thread], y);
+      n = fmaf(factors[w], memory.normalizers[w], n);
+    }
+    if (step.blocks > 1)
+      written.partial(own.partials + own.block * ld + thread, thread < v_dim ? y : thread == v_dim ? n : most);
+    else if (thread < v_dim)
+      write_output(step, own, token, y, n, d, thread, written);
+  }
+  if (step.blocks == 1) return;
+    // The blocks of a head share out its columns. A warp adds up one: half of it y, the others n.
+#pragma unroll 1
+  for (int c = own.column + warp; c < own.columns_end; c += kWarps) {
+    float sum = 0, most = -INFINITY;
+    const auto add = [&](float x, float exponent) {
+      const float larger = fmaxf(most, exponent);
+      if (larger == -INFINITY) return;
+      sum = sum * __expf(most - larger) + x * __expf(exponent - larger);
+      most = larger;
+    };
+#pragma unroll 1
+    for (int part = lane % 16; part < step.blocks; part += 16) {
+      const uint64_t* const from = own.partials + part * ld;
+      const int at = lane < 16 ? c : v_dim;
+      if (step.softmax) {
+        const float2 both = written.wait_partials(from + at, from + v_dim + 1);
+        add(both.x, both.y);
+      } else {
+        sum += written.wait_partial(from + at);
+      }
+    }
+#pragma unroll
+    for (int offset = 8; offset > 0; offset /= 2) {
+      const float other = __shfl_xor_sync(0xFFFFFFFFu, sum, offset);
+      const float exponent = __shfl_xor_sync(0xFFFFFFFFu, most, offset);
+      if (step.softmax)
+        add(other, exponent);
+      else
+        sum += other;
+    }
+    const float n = __shfl_xor_sync(0xFFFFFFFFu, sum, 16);
+    if (c != own.column + warp && step.d != nullptr) d = own.d[c];
+    if (lane == 0) write_output(step, own, token, sum, n, d, c, written);
+  }
 }
 
 __device__ void run_step(const TokenPiece& piece, Barrier& used, char* area, const StepShare& own, unsigned first_tag,
-                         Turns& turns, Memory& memory) {
-  constexpr int kAtOnce = 128 / kWarps;  // rows of the state that a thread reads before the input is there
-  if (!own.there) return used.arrive();
+                         ThreadState& state, Memory& memory) {
+  constexpr int kAtOnce = 128 / kWarps;  // rows of the state that a thread loads before the input is waited for
+  if (!own.active) return used.arrive();
   const StepCall& step = piece.step;
   const Cache& cache = step.cache;
   const int thread = static_cast<int>(threadIdx.x), warp = warp_of_thread(), lane = lane_of_thread();
-  const Tagged written(first_tag + piece.operation), awaited(written.tag - 1);
+  const Tagged written(first_tag + piece.operation);
   const StepArea from(piece, area);
-  if (own.first != turns.first_row) make_features(turns, cache, own.first);
-  // A warp takes whole rows, a thread four columns of them.
+  if (own.rows > 0 && own.first != state.first_row) make_features(state, cache, own.first);
+  // A warp reads whole rows, a thread four columns of them.
   const int vectors = cache.v_dim / 4, each = step.rows_at_once, of_warp = lane * step.part_of_row >> 16;
   const int column = lane - of_warp * vectors, groups = each * kWarps;
   const int group = of_warp < each ? warp * each + of_warp : 1 << 16;  // of no row
@@ -713,111 +1038,72 @@ __device__ void run_step(const TokenPiece& piece, Barrier& used, char* area, con
     const int r = group + i * groups;
     x[i] = r < own.rows ? values[r * vectors] : float4{0, 0, 0, 0};
   }
-  if (piece.first) {
-    NewToken& token = memory.tokens[turns.steps++ % 2];
-    // A thread waits for one number, or for few.
-    const int k_from = cache.qk_dim, v_from = 2 * cache.qk_dim, end = v_from + cache.v_dim;
-#pragma unroll 1
-    for (int i = thread; i < end; i += kThreads) {
-      const int of = i < k_from ? i : i < v_from ? i - k_from : i - v_from;
-      const uint32_t word = awaited.wait_word((i < k_from ? own.q : i < v_from ? own.k : own.v) + of);
-      if (i < k_from)
-        token.q[of] = cache.scale * value_of(word);
-      else
-        reinterpret_cast<uint16_t*>(i < v_from ? token.k : token.v)[of] = static_cast<uint16_t>(word);
-    }
-    if (thread == kThreads - 1) {
-      token.left = 1;
-      if (cache.decay) {
-        token.log_decay = awaited.wait_number(own.log_decay);
-        token.now = own.before + static_cast<double>(token.log_decay);
-        token.left = decay_factor(token.now);
-      }
-    }
+  float d = 0;
+  if (step.d != nullptr && piece.last) {
+    const int c = step.blocks == 1 ? thread : own.column + warp;
+    if (c < cache.v_dim) d = own.d[c];
   }
-  const NewToken& token = memory.tokens[(turns.steps - 1) % 2];
-  meet();
-  const int tokens = piece.first ? own.kept + (own.has_new ? 1 : 0) : 0;
+  if (piece.first) load_token(step, own, Tagged(first_tag + step.inputs_from), memory.tokens[state.steps++ % 2]);
+  const NewToken& token = memory.tokens[(state.steps - 1) % 2];
+  sync_compute_warps();
 #pragma unroll
-  for (int i = 0; i < kMostRows / kThreads; ++i)
+  for (int i = 0; i < kMostStateRows / kThreads; ++i)
     if (thread + i * kThreads < own.rows)
-      memory.phi[thread + i * kThreads] = token.left * turns.features[i].of<2>(token.q);
-      // The last warps weigh the tokens, since the first make the features.
-#pragma unroll 1
-  for (int j = (kWarps - 1 - warp) * 4 + lane / 8; j - lane / 8 < tokens; j += 4 * kWarps) {
-    const float weight = weigh_token(cache, own, reinterpret_cast<const uint4*>(from.k), token, j, j < tokens);
-    if (lane % 8 == 0 && j < tokens) memory.weights[j] = weight;
-  }
-  meet();
-  float4 y = {0, 0, 0, 0};
+      memory.phi[thread + i * kThreads] = token.left * state.features[i].of<2>(token.q);
+  StepSums sums{{0, 0, 0, 0}, 0, -INFINITY};
+  const int at_once = piece.first ? min(own.tokens, step.first_tokens) : 0;
+  const TokenChunk chunk{WindowArea(cache, step.first_tokens, from.window), at_once, piece.first && own.has_new};
+  float weights[kTokenRounds];
+  weigh_tokens(weights, step, chunk, token, sums);
+  sync_compute_warps();
 #pragma unroll
   for (int i = 0; i < kAtOnce; ++i) {
     const int r = group + i * groups;
-    add_row(y, r < own.rows ? memory.phi[r] : 0, x[i]);
+    add_row(sums.y, r < own.rows ? memory.phi[r] : 0, x[i]);
   }
 #pragma unroll 1
-  for (int r = group + kAtOnce * groups; r < own.rows; r += groups) add_row(y, memory.phi[r], values[r * vectors]);
+  for (int r = group + kAtOnce * groups; r < own.rows; r += groups) add_row(sums.y, memory.phi[r], values[r * vectors]);
+  if (cache.sum)
+    for (int r = thread; r < own.rows; r += kThreads)
+      sums.n = fmaf(memory.phi[r], reinterpret_cast<const float*>(from.normalizers)[r], sums.n);
+  add_tokens(sums, weights, step, chunk, token, of_warp, column);
+  if (piece.first)
 #pragma unroll 1
-  for (int j = group; j < tokens; j += groups) {
-    const uint2 raw = reinterpret_cast<const uint2*>(j < own.kept ? from.v + j * vectors * 8
-                                                                  : reinterpret_cast<const char*>(token.v))[column];
-    const float4 v = {__uint_as_float(raw.x << 16), __uint_as_float(raw.x & 0xFFFF0000u), __uint_as_float(raw.y << 16),
-                      __uint_as_float(raw.y & 0xFFFF0000u)};
-    add_row(y, memory.weights[j], v);
-  }
-  float n = 0;
-  if (warp == kWarps - 1 && cache.sum) {
-#pragma unroll 2
-    for (int r = lane; r < own.rows; r += 32)
-      n = fmaf(memory.phi[r], reinterpret_cast<const float*>(from.normalizers)[r], n);
-#pragma unroll 1
-    for (int j = lane; j < tokens; j += 32) n += memory.weights[j];
-  }
+    for (int done = at_once; done < own.tokens; done += step.chunk_tokens) {
+      const int stage = state.cursor.stage;
+      memory.chunk_fetched[stage].wait(state.cursor.round);
+      const TokenChunk further{WindowArea(cache, step.chunk_tokens, from.stage(step, stage)),
+                               min(step.chunk_tokens, own.tokens - done), false};
+      weigh_tokens(weights, step, further, token, sums);
+      add_tokens(sums, weights, step, further, token, of_warp, column);
+      __syncwarp();
+      if (lane == 0) memory.chunk_used[stage].arrive();
+      state.cursor.advance(step.stages);
+    }
   used.arrive();
   // The sums of a warp lie in shared memory, from piece to piece.
-  float4 all = y;
+  float4 all = sums.y;
 #pragma unroll 1
   for (int i = 1; i < each; ++i) {
     const int other = column + i * vectors;
-    all.x += __shfl_sync(0xFFFFFFFFu, y.x, other);
-    all.y += __shfl_sync(0xFFFFFFFFu, y.y, other);
-    all.z += __shfl_sync(0xFFFFFFFFu, y.z, other);
-    all.w += __shfl_sync(0xFFFFFFFFu, y.w, other);
+    all.x += __shfl_sync(0xFFFFFFFFu, sums.y.x, other);
+    all.y += __shfl_sync(0xFFFFFFFFu, sums.y.y, other);
+    all.z += __shfl_sync(0xFFFFFFFFu, sums.y.z, other);
+    all.w += __shfl_sync(0xFFFFFFFFu, sums.y.w, other);
   }
   if (lane < vectors) {
     float4& sum = reinterpret_cast<float4*>(memory.values[warp])[lane];
     if (!piece.first) add_row(all, 1, sum);
     sum = all;
   }
-  if (warp == kWarps - 1 && cache.sum) {
-    n = warp_sum(n);
-    if (lane == 0) memory.normalizer = piece.first ? n : memory.normalizer + n;
+  const float n = cache.sum ? warp_sum(sums.n) : 0;
+  if (lane == 0) {
+    memory.normalizers[warp] = piece.first ? n : memory.normalizers[warp] + n;
+    memory.largest[warp] = sums.largest;
   }
   if (piece.last) {
-    meet();
-    const int ld = cache.v_dim + 1;
-    if (thread <= cache.v_dim) {
-      float sum = 0;
-      if (thread < cache.v_dim) {
-#pragma unroll
-        for (int w = 0; w < kWarps; ++w) sum += memory.values[w][thread];
-      } else {
-        sum = memory.normalizer;
-      }
-      written.partial(own.partials + own.block * ld + thread, sum);
-    }
-    // The blocks of a head share out its columns. A warp adds up one: half of it y, the others n.
-#pragma unroll 1
-    for (int c = own.column + warp; c < own.columns_end; c += kWarps) {
-      float sum = 0;
-#pragma unroll 1
-      for (int part = lane % 16; part < step.blocks; part += 16)
-        sum += written.wait_partial(own.partials + part * ld + (lane < 16 ? c : cache.v_dim));
-#pragma unroll
-      for (int offset = 8; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, offset);
-      const float all = __shfl_xor_sync(0xFFFFFFFFu, sum, 16);
-      if (lane == 0) written.activation(own.out, c, cache.sum ? normalized(cache.score, sum, all) : sum);
-    }
+    sync_compute_warps();
+    combine(step, own, token, d, written, memory);
   }
   if (!piece.first || !own.has_new) return;
   // The last threads, which have no column, keep the new token.
@@ -834,12 +1120,12 @@ __global__ void __launch_bounds__(kAllThreads, 1) token_kernel(const __grid_cons
   extern __shared__ uint4 dynamic_memory[];
   __shared__ Memory static_memory;
   const int thread = static_cast<int>(threadIdx.x);
-  Memory& memory = *kept(&static_memory);
-  uint4* const dynamic = kept(dynamic_memory);
+  Memory& memory = *in_register(&static_memory);
+  uint4* const dynamic = in_register(dynamic_memory);
   uint4* const activations = dynamic + warp_of_thread() * program.warp_activations;  // of this warp
   WarpSums* const sums = reinterpret_cast<WarpSums*>(dynamic + kWarps * program.warp_activations);
   char* const ring = reinterpret_cast<char*>(sums) + program.sums;
-  if (thread < kSlots) {
+  if (thread < kPieceSlots) {
     memory.described[thread].init(32);
     memory.fetched[thread].init(64);
     memory.used[thread].init(32 * (kWarps + kFinishers));
@@ -848,7 +1134,11 @@ __global__ void __launch_bounds__(kAllThreads, 1) token_kernel(const __grid_cons
     memory.multiplied[thread].init(32 * kWarps);
     memory.finished[thread].init(32 * kFinishers);
   }
-  if (thread < kSlots) fence_barriers();
+  if (thread < kMostStages) {
+    memory.chunk_fetched[thread].init(1);
+    memory.chunk_used[thread].init(kWarps);
+  }
+  if (thread < kPieceSlots) fence_barriers();
   start_next();
   __syncthreads();
   if (thread >= kAllThreads - 32) return fetch(program, memory, ring);
@@ -857,33 +1147,33 @@ __global__ void __launch_bounds__(kAllThreads, 1) token_kernel(const __grid_cons
   wait_for_previous();
   const unsigned first_tag = __ldcg(program.tags + blockIdx.x);
   const bool finishes = thread >= kThreads;
-  Turns turns{};
-  turns.first_row = -1;
+  ThreadState state{};
+  state.first_row = -1;
   for (int p = 0; p < program.count; ++p) {
-    const int slot = p % kSlots;
+    const int slot = p % kPieceSlots;
     Barrier& used = memory.used[slot];
-    memory.fetched[slot].wait(p / kSlots);
+    memory.fetched[slot].wait(p / kPieceSlots);
     const TokenPiece& piece = *reinterpret_cast<const TokenPiece*>(memory.pieces[slot]);
     if (finishes) {
       if (piece.kind == TokenPiece::Kind::linear)
-        finish_product(piece, used, sums, first_tag, turns.products, memory);
+        finish_product(piece, used, sums, first_tag, state.products, memory);
       else
         used.arrive();
     } else if (piece.kind == TokenPiece::Kind::linear) {
-      multiply(piece, used, reinterpret_cast<const uint4*>(ring + piece.at), activations, sums, first_tag, turns,
+      multiply(piece, used, reinterpret_cast<const uint4*>(ring + piece.at), activations, sums, first_tag, state,
                memory);
     } else if (piece.kind == TokenPiece::Kind::step) {
-      run_step(piece, used, ring + piece.at, memory.shares[slot], first_tag, turns, memory);
+      run_step(piece, used, ring + piece.at, memory.shares[slot], first_tag, state, memory);
     } else {
       embed(program, piece.embedding, Tagged(first_tag + piece.operation));
       used.arrive();
     }
-    // What this block has waited for by now comes after all steps, and so after all have read what counts the tokens.
+    // What this block has waited for by now was computed after all steps, so after all blocks have read the records.
     if (piece.first && piece.final && blockIdx.x == 0 && finishes)
-      for (int i = thread - kThreads; i < program.caches * program.rows; i += 32 * kFinishers) {
-        SlotRecord& slot = program.slots[i / program.rows][__ldcg(program.slot_of_row + i % program.rows)];
-        slot.pending += 1;
-        slot.tokens += 1;
+      for (int i = thread - kThreads; i < program.cache_count * program.rows; i += 32 * kFinishers) {
+        SlotRecord& record = program.caches[i / program.rows][__ldcg(program.slots + i % program.rows)];
+        record.pending += 1;
+        record.tokens += 1;
       }
   }
   if (thread == kThreads) program.tags[blockIdx.x] = first_tag + program.operations;
@@ -893,11 +1183,11 @@ __global__ void __launch_bounds__(kAllThreads, 1) token_kernel(const __grid_cons
 
 }  // namespace
 
-TokenRoom::TokenRoom(int64_t batch, int64_t widest) {
-  constexpr int64_t kLine = 128, kSpare = 512;  // where parts begin at round addresses
+SharedMemoryPlan::SharedMemoryPlan(int64_t rows, int64_t widest) {
+  constexpr int64_t kLine = 128, kSpare = 512;  // for the alignment of the parts
   const auto lines = [](int64_t bytes) { return static_cast<int>(std::max<int64_t>(bytes, 0) / kLine * kLine); };
-  warp_activations = static_cast<int>(batch) * (warp_units(static_cast<int>(widest)) + 1) * 16;
-  sums = lines(2 * batch * static_cast<int64_t>(sizeof(WarpSums)) + kLine - 1);
+  warp_activations = static_cast<int>(rows) * (warp_units(static_cast<int>(widest)) + 1) * 16;
+  sums = lines(2 * rows * static_cast<int64_t>(sizeof(WarpSums)) + kLine - 1);
   const int64_t others = kWarps * warp_activations + sums;
   ring = lines(most_shared_memory() - static_cast<int64_t>(sizeof(Memory)) - kSpare - others);
   all = static_cast<int>(others) + ring;
@@ -927,9 +1217,9 @@ bool has_token_kernel() {
     (void)cudaGetLastError();  // a kernel without code for this device is not an error here
     return false;
   }
-  const int bytes = TokenRoom(1, 8).all;
+  const int bytes = SharedMemoryPlan(1, 8).all;
   check(cudaFuncSetAttribute(token_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "token_program");
-  // Kernels that overlap ask for the same split of cache and shared memory (tensor/launch.cuh).
+  // Kernels that overlap ask for the same split of cache and shared memory (gpu/launch.cuh).
   check(cudaFuncSetAttribute(token_kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                              cudaSharedmemCarveoutMaxShared),
         "token_program");
@@ -943,8 +1233,8 @@ void run_token_kernel(Device device, const TokenWork& work, int bytes) {
   config.gridDim = static_cast<unsigned>(multiprocessors());
   config.blockDim = kAllThreads;
   config.dynamicSmemBytes = static_cast<size_t>(bytes);
-  // Blocks wait for each other, so all must run at once: a cooperative launch starts none before there is room for all,
-  // and fails where there never is, be it that another process has part of the device.
+  // Blocks wait for each other, so all must run at once: a cooperative launch starts none before all fit on the device,
+  // and fails where they never do, also when another process holds part of it.
   cudaLaunchAttribute attributes[2] = {};
   attributes[0].id = cudaLaunchAttributeCooperative;
   attributes[0].val.cooperative = 1;

@@ -101,9 +101,9 @@ __device__ void finish(const LinearPart& part, int sequence, int row, float sum,
   const int64_t at = static_cast<int64_t>(sequence) * part.rows + row;
   if (part.kind == TokenPart::Kind::softplus) {
     const float y = part.sign * rare_softplus(sum + before.bias);
-    if (part.decay == nullptr) return to.number(part.out, at, y);
-    static_cast<float*>(part.out)[at] = y;
-    return to.number(part.decay, at, -expf(before.a_log) * y);
+    if (part.out != nullptr) to.number(part.out, at, y);
+    if (part.decay != nullptr) to.number(part.decay, at, -expf(before.a_log) * y);
+    return;
   }
   if (part.kind == TokenPart::Kind::swiglu) sum = quick_silu(sum) * other;
   if (part.kind == TokenPart::Kind::add) sum += old;

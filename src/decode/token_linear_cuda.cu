@@ -1,4 +1,4 @@
-#include "decode/token_program.cuh"
+#include "decode/token_linear.cuh"
 #include "gpu/launch.cuh"
 
 // A block makes eight rows of the product (of a gated pair, eight of each) for up to eight sequences. The weights go
@@ -195,7 +195,6 @@ void token_linear(const TokenInput& in, std::span<const TokenPart> parts) {
     part.decay = from.decay ? from.decay.data<float>() : nullptr;
   }
   call.number_tiles();
-  if (recording_program()) return record(call);
   call.pairs() ? launch<2>(call, in.x.device()) : launch<1>(call, in.x.device());
 }
 

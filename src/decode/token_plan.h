@@ -4,9 +4,8 @@
 //                 convolution, activation, time step and decay, gated pair, or the sum with the residual
 //   FusedMixer    the mixer's step with what surrounds it: rotary positions of q and k, v ⊙ dt before, + D ⊙ v after
 //
-// What fits neither stays as it is. Each joined operation keeps the operations that it stands for: a backend that has
-// no kernel for it runs those instead (DecodeBackend in decoder.cpp asks, operation by operation, when the plan is
-// made).
+// What fits neither stays as it is. A joined operation knows the operations of the plan that it stands for: where a
+// backend has no kernel for it, those run instead.
 #pragma once
 
 #include <optional>
@@ -30,27 +29,29 @@ struct FusedLinear {
     Weight weight = kNo, second = kNo, bias = kNo;
     Value y = kNo;
     Value residual = kNo;                         // add
-    Weight conv_weight = kNo;                     // value; its bias is `bias`
+    Weight conv_weight = kNo;                     // value
     Activation activation = Activation::none;     // value
     Activation qk_activation = Activation::none;  // value: a second one, of the first qk_width numbers
     int64_t qk_width = 0;
     float factor = 1;    // softplus
     Weight a_log = kNo;  // softplus
-    Value decay = kNo;   // softplus: with a_log
+    Value decay = kNo;   // softplus with a_log
   };
-  Value x, gate = kNo;
+  static constexpr size_t kMostParts = 4;
+
+  Value x = kNo, gate = kNo;
   Weight norm = kNo;
   float eps = 0;
-  std::vector<Part> parts;
+  std::vector<Part> parts;  // all of kind swiglu, or none
 };
 
 struct FusedMixer {
-  MixerOp mixer;               // its v is what enters after v ⊙ dt, its y what leaves before + D ⊙ v
-  Value q, k, v;               // before rotation and discretization
-  std::optional<RopeOp> rope;  // of q and of k; the values in it are those of q
-  Value dt = kNo;              // v ⊙ dt
-  Weight d = kNo;              // + D ⊙ v
-  Value y;                     // the result
+  MixerOp mixer;                    // its q, k, v are rotated and discretized, its y is before + D ⊙ v
+  Value q = kNo, k = kNo, v = kNo;  // before rotation and discretization
+  std::optional<RopeOp> rope;       // of q; that of k is the same
+  Value dt = kNo;                   // v ⊙ dt
+  Weight d = kNo;                   // + D ⊙ v
+  Value y = kNo;                    // the result
 };
 
 struct TokenOp {
@@ -58,10 +59,16 @@ struct TokenOp {
   std::vector<int> covers;  // indices of Plan::ops, in order
 };
 
-// The values of the parts of a SplitOp lie in the value that is split: `split` of one is where.
 struct TokenPlan {
   Plan plan;
   std::vector<TokenOp> ops;
+  // Where a value lies when all joined operations run as such: parts of a SplitOp, and what an activation that was
+  // joined with its product makes of them, are columns of another value.
+  struct Place {
+    Value value = kNo;
+    int64_t column = 0;
+  };
+  std::vector<Place> places;
 };
 
 TokenPlan plan_tokens(const Plan& plan);

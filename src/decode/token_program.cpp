@@ -4,17 +4,28 @@
 
 namespace furious {
 
-struct TokenProgram::Parts {};
+struct TokenProgram::Parts {
+  Tensor logits;
+};
 
-bool TokenProgram::fits(Device, const Sizes&) {
-  return false;
+std::string TokenProgram::missing(Device, const TokenPlan&, const TokenOp&, int64_t) {
+  return "a GPU";
+}
+std::string TokenProgram::missing(Device, int64_t) {
+  return "a GPU";
+}
+std::string TokenProgram::missing(Device, const TokenPlan&, int64_t) {
+  return "a GPU";
 }
 int TokenProgram::resident_blocks(Device, int) {
   return 0;
 }
-TokenProgram::TokenProgram(Device, const std::function<void()>&) {}
+TokenProgram::TokenProgram(Device, const TokenProgramInputs&) {}
 TokenProgram::~TokenProgram() = default;
 void TokenProgram::run(const Tensor&) const {}
+const Tensor& TokenProgram::logits() const {
+  return parts_->logits;
+}
 
 }  // namespace furious
 

@@ -1,40 +1,61 @@
-// One token of every sequence through a whole model as one kernel (Hopper and later), where a kernel for each operation
-// would wait most of the time: for the one before it to end, and for the first of its weights.
+// One token of every sequence through a whole model as one persistent kernel (Hopper and later). A kernel for each
+// operation would spend most of its time waiting: for the previous kernel to end, and for the first of its weights.
 //
-// The program is made once, from work that calls embedding_forward, the functions of ops/token_linear.h and
-// MixerCache::step: on this device they then run nothing, but each becomes an operation of the program. Like a graph
-// (tensor/graph.h) it keeps the memory that the work takes, and what it reads and writes besides must stay where it
-// was, but for the ids of the tokens.
+// The program is made from the plan of a layer (decode/token_plan.h). It stays valid from token to token, at any length
+// of the sequences and across folds: everything that changes is read from the caches' records of their slots. It must
+// be made anew when a weight, a convolution's state, or a cache's table of records moves to another address.
 #pragma once
 
-#include <functional>
 #include <memory>
+#include <string>
+#include <vector>
 
+#include "decode/token_plan.h"
+#include "ops/mixer/recurrent.h"
+#include "ops/slots.h"
 #include "tensor/tensor.h"
 
 namespace furious {
 
+// Matrices are bf16, everything else is f32; all are contiguous and on one device.
+struct TokenProgramInputs {
+  const TokenPlan* plan = nullptr;           // of every layer; read while the program is made
+  std::vector<std::vector<Tensor>> weights;  // [layer][Weight]
+  Tensor embedding;                          // f32 [vocabulary, hidden]
+  Tensor norm;                               // before the output matrix
+  float norm_eps = 0;
+  Tensor head;               // the output matrix [vocabulary, hidden]
+  std::vector<Tensor> conv;  // [layer]: state [slots, window − 1, channels]; undefined without convolution
+  std::vector<const MixerCache*> mixers;  // [layer]: of bf16 keys and values, with these slots
+  // Row i of the batch is slot rows.table[i]. The table's numbers may change between tokens, its address may not.
+  SlotRows rows;
+};
+
 class TokenProgram {
  public:
-  // bf16 activations and weights; every mixer cache has folded.
-  struct Sizes {
-    int64_t batch = 0, heads = 0, head_dim = 0;
-    int64_t widest = 0;       // input of a linear layer
-    int64_t widest_pair = 0;  // of a gated pair
-  };
-  // Whether the kernel can do it: its blocks wait for each other, so the device must be able to run all of them at
-  // once.
-  static bool fits(Device device, const Sizes& sizes);
-  // Blocks of the kernel that run at once when each takes so many bytes of dynamic shared memory.
+  static constexpr int64_t kMostRows = 8;
+
+  // Why the kernel cannot run this operation of the plan for so many rows on this device, as a phrase; empty: it can.
+  // Without an operation: whether it can run at all, which is that its blocks, which wait for each other, all fit on
+  // the device at once.
+  static std::string missing(Device device, const TokenPlan& plan, const TokenOp& op, int64_t rows);
+  static std::string missing(Device device, int64_t rows);
+  // The first reason of any operation of the plan; empty: the kernel runs all of it.
+  static std::string missing(Device device, const TokenPlan& plan, int64_t rows);
+  // Blocks of the kernel that run at once when each uses so many bytes of dynamic shared memory.
   static int resident_blocks(Device device, int shared_bytes);
 
-  TokenProgram(Device device, const std::function<void()>& work);
+  // For a plan of which nothing is missing.
+  TokenProgram(Device device, const TokenProgramInputs& inputs);
   ~TokenProgram();
   TokenProgram(const TokenProgram&) = delete;
   TokenProgram& operator=(const TokenProgram&) = delete;
 
-  // In the order of the device's other work. The ids, [batch, 1], are read in place of those that the work had.
+  // Reads one token of every row, ids i32 [rows, 1] on the device, in the order of the device's other work. Every cache
+  // has room for it: MixerCache::prepare() comes before, and its advance() after.
   void run(const Tensor& ids) const;
+  // f32 [rows, vocabulary], written by every run(). Whoever holds them holds the program's memory, not the program.
+  const Tensor& logits() const;
 
  private:
   struct Parts;

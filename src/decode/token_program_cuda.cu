@@ -1,121 +1,73 @@
-// Makes programs: what has been recorded is cut into pieces, and these get their places in the kernel's memory.
+// Makes programs: the operations of the plan become descriptions for the kernel, are cut into pieces, and these get
+// their places in the ring of shared memory.
+#include <cmath>
 #include <cstring>
-#include <vector>
 
+#include "base/error.h"
 #include "decode/token_kernel.cuh"
+#include "decode/token_program.h"
 #include "gpu/launch.cuh"
-#include "tensor/arena.h"
+#include "tensor/device.h"
 
 namespace furious {
 namespace cuda {
 namespace {
 
-int window_bytes(int tokens, int qk_dim, int v_dim) {
-  return tokens * (qk_dim + v_dim) * 2;
+using Kind = TokenPiece::Kind;
+
+// How the blocks of the device share out the steps of a mixer: everything in a StepCall that follows from sizes.
+void share_out(StepCall& step, int64_t window, int64_t first_fold, const SharedMemoryPlan& memory) {
+  const Cache& cache = step.cache;
+  const auto fours = [](int64_t count) { return divide_up(count, 4) * 4; };
+  step.blocks = std::max(1, multiprocessors() / step.heads);
+  step.rows = fours(divide_up(cache.state_rows, step.blocks));
+  step.columns = divide_up(cache.v_dim, step.blocks);
+  step.rows_at_once = 128 / cache.v_dim;
+  step.part_of_row = divide_up(1 << 18, cache.v_dim);
+  step.partial_width = cache.v_dim + (step.softmax ? 2 : 1);
+  step.first_tokens = step.chunk_tokens = kChunkTokens;
+  int stages = kMostStages;
+  if (cache.state_rows > 0) {
+    // After the first fold a block has no more than first_tokens, before it those of the long first window.
+    step.first_tokens = fours(divide_up(window, step.blocks));
+    const int further = fours(divide_up(first_fold, step.blocks)) - step.first_tokens;
+    step.chunk_tokens = std::clamp(further, 4, kChunkTokens);
+    stages = std::clamp(divide_up(further, step.chunk_tokens), 1, 2);
+  }
+  const int free = memory.largest() - window_bytes(cache, step.first_tokens);
+  step.stages = std::clamp(free / window_bytes(cache, step.chunk_tokens), 0, stages);
 }
-int row_bytes(int v_dim) {  // of a state
-  return padded(v_dim) * 4 + 4;
+
+// Bytes of the part of a step's piece that holds rows of the state, or in their place chunks of a window.
+int state_bytes(const StepCall& step, int rows) {
+  return std::max(rows * state_row_bytes(step.cache), step.stages * window_bytes(step.cache, step.chunk_tokens));
 }
-
-// What has been recorded, and where the activations of the program lie that the calls have elsewhere.
-struct Recorder {
-  struct Mail {
-    const char* begin;  // of what it stands for
-    int64_t numbers, bytes_each;
-    char* words;    // the first copy
-    int operation;  // that wrote it last
-  };
-  Device device;
-  std::vector<Tensor>& held;
-  std::vector<TokenPiece> operations = {};
-  std::vector<Mail> mails = {};
-
-  Tensor partials = {};
-  char* free = nullptr;  // what is left of the memory for mail
-  int64_t free_bytes = 0;
-
-  // Of the first copy; the others lie kCopyBytes apart. No word of them has a tag.
-  char* room_for(int64_t bytes) {
-    constexpr int64_t kLine = 128;
-    bytes = (bytes + kLine - 1) / kLine * kLine;
-    require(bytes <= kCopyBytes, "token_program: {} bytes of activations, expected {} at most", bytes, kCopyBytes);
-    if (bytes > free_bytes) {
-      held.push_back(Tensor::zeros({kCopies * kCopyBytes / 4}, DType::i32, device));
-      free = static_cast<char*>(held.back().raw());
-      free_bytes = kCopyBytes;
-    }
-    free += bytes;
-    free_bytes -= bytes;
-    return free - bytes;
-  }
-  // Steps have one memory for their partial sums, which so stays in the L2 cache: who writes there for the next step
-  // has read what comes of all sums of the one before.
-  uint64_t* partials_for(int64_t numbers) {
-    if (!partials || partials.size(0) < 2 * numbers) {
-      partials = Tensor::zeros({2 * numbers}, DType::i32, device);  // no word has a tag
-      held.push_back(partials);
-    }
-    return static_cast<uint64_t*>(partials.raw());
-  }
-
-  // Memory is used again within the work: the latest is meant.
-  Mail& latest(const void* x) {
-    for (auto mail = mails.rbegin(); mail != mails.rend(); ++mail) {
-      const int64_t offset = static_cast<const char*>(x) - mail->begin;
-      if (offset >= 0 && offset < mail->numbers * mail->bytes_each) return *mail;
-    }
-    fail("token_program: an operation reads what none has written");
-  }
-  template <class T>
-  T* mail_of(T* x) {
-    const Mail& mail = latest(x);
-    const int64_t offset = reinterpret_cast<const char*>(x) - mail.begin;
-    return reinterpret_cast<T*>(mail.words + 2 * offset);
-  }
-  // Twice the bytes, for the tags. What comes to lie in the same place again, of the same size, has the same.
-  template <class T>
-  T* mail_for(T* x, int64_t numbers, int64_t bytes_each) {
-    for (const Mail& mail : mails)
-      if (mail.begin == reinterpret_cast<const char*>(x) && mail.numbers == numbers && mail.bytes_each == bytes_each) {
-        Mail again = mail;
-        again.operation = static_cast<int>(operations.size());
-        mails.push_back(again);
-        return reinterpret_cast<T*>(again.words);
-      }
-    char* const words = room_for(2 * numbers * bytes_each);
-    mails.push_back(
-        {reinterpret_cast<const char*>(x), numbers, bytes_each, words, static_cast<int>(operations.size())});
-    return reinterpret_cast<T*>(words);
-  }
-};
-
-thread_local Recorder* recorder = nullptr;
 
 // Cuts an operation into pieces. Returns the bytes that each needs.
-std::vector<int> cut(const TokenPiece& operation, const TokenRoom& room, int blocks, std::vector<TokenPiece>& pieces) {
+std::vector<int> cut(const TokenPiece& operation, const SharedMemoryPlan& memory, int blocks,
+                     std::vector<TokenPiece>& pieces) {
   std::vector<int> bytes;
   int share = 1, most = 1;
-  if (operation.kind == TokenPiece::Kind::linear) {
+  if (operation.kind == Kind::linear) {
     const int groups = operation.linear.pairs() ? 2 : 1, tile = groups * 8 * row_units(operation.linear.k) * 16;
     share = divide_up(operation.linear.tiles, blocks);
-    most = std::clamp(room.largest() / tile, 1, kMostGroups / groups);
+    most = std::clamp(memory.largest() / tile, 1, kMostGroups / groups);
     for (int begin = 0; begin < share; begin += most)
-      bytes.push_back(std::min(most, share - begin) * tile + TokenRoom::kBehind);
-  } else if (operation.kind == TokenPiece::Kind::step) {
+      bytes.push_back(std::min(most, share - begin) * tile + SharedMemoryPlan::kBehind);
+  } else if (operation.kind == Kind::step) {
     const StepCall& step = operation.step;
-    const int window = window_bytes(step.tokens, step.cache.qk_dim, step.cache.v_dim),
-              row = row_bytes(step.cache.v_dim);
-    share = step.rows;
-    most = std::min((room.largest() - window) / row, kMostRows) / 4 * 4;
+    const int window = window_bytes(step.cache, step.first_tokens), row = state_row_bytes(step.cache);
+    share = std::max(step.rows, 1);
+    most = std::min((memory.largest() - window) / row, kMostStateRows) / 4 * 4;
     most = divide_up(divide_up(share, divide_up(share, most)), 4) * 4;
-    for (int begin = 0; begin < share; begin += most) bytes.push_back(most * row + (begin == 0 ? window : 0));
+    for (int begin = 0; begin < share; begin += most) bytes.push_back(state_bytes(step, most) + window);
   } else {
     bytes.push_back(0);
   }
   for (size_t i = 0; i < bytes.size(); ++i) {
     TokenPiece piece = operation;
     piece.begin = static_cast<int>(i) * most;
-    piece.count = operation.kind == TokenPiece::Kind::step ? most : std::min(most, share - piece.begin);
+    piece.count = operation.kind == Kind::step ? most : std::min(most, share - piece.begin);
     piece.share = share;
     piece.first = i == 0;
     piece.last = i + 1 == bytes.size();
@@ -131,8 +83,8 @@ void place(std::vector<TokenPiece>& pieces, const std::vector<int>& bytes, int r
     const int size = divide_up(bytes[p], 128) * 128;
     if (at + size > ring) at = 0;
     pieces[p].at = at;
-    // A slot is written anew when all warps are done with its last piece: when they have used the one after it.
-    int needs = static_cast<int>(p) - kSlots + 2;
+    // A description is overwritten when all warps have finished with it: when they have used the next piece.
+    int needs = static_cast<int>(p) - kPieceSlots + 2;
     for (size_t q = 0; q < p; ++q)
       if (pieces[q].at < at + size && at < pieces[q].at + bytes[q]) needs = std::max(needs, static_cast<int>(q) + 1);
     pieces[p].needs = std::max(needs, 0);
@@ -140,100 +92,332 @@ void place(std::vector<TokenPiece>& pieces, const std::vector<int>& bytes, int r
   }
 }
 
-}  // namespace
-
-bool recording_program() {
-  return recorder != nullptr;
+const float* optional(const Tensor& x) {
+  return x ? x.data<float>() : nullptr;
 }
 
-void record(const EmbeddingCall& call) {
-  TokenPiece piece{};
-  piece.kind = TokenPiece::Kind::embedding;
-  piece.embedding = call;
-  piece.embedding.out = recorder->mail_for(call.out, int64_t{call.batch} * call.dim, 2);
-  recorder->operations.push_back(piece);
-}
+// Turns the plan into operations of the kernel. A value of the plan has one buffer of tagged words, which all layers
+// use; the input of a layer is the output of the previous one.
+class Builder {
+ public:
+  Builder(Device device, const TokenProgramInputs& inputs, std::vector<Tensor>& held)
+      : device_(device), in_(inputs), plan_(inputs.plan->plan), rows_(inputs.rows.size()), held_(held) {}
 
-void record(const LinearCall& call) {
-  TokenPiece piece{};
-  piece.kind = TokenPiece::Kind::linear;
-  piece.linear = call;
-  piece.linear.x = recorder->mail_of(call.x);
-  if (call.gate) piece.linear.gate = recorder->mail_of(call.gate);
-  for (int p = 0; p < call.parts; ++p) {
-    LinearPart& part = piece.linear.part[p];
-    const int64_t numbers = int64_t{call.batch} * part.rows;
-    if (part.kind == TokenPart::Kind::add) {
-      Recorder::Mail& mail = recorder->latest(part.out);
-      piece.added_to = mail.operation;
-      mail.operation = static_cast<int>(recorder->operations.size());
-      part.out = recorder->mail_of(static_cast<char*>(part.out));
-    } else if (part.kind == TokenPart::Kind::softplus && part.decay)
-      part.decay = recorder->mail_for(part.decay, numbers, 4);
-    else if (part.kind == TokenPart::Kind::softplus)
-      part.out = recorder->mail_for(static_cast<char*>(part.out), numbers, 4);
-    else if (!part.f32_out)
-      part.out = recorder->mail_for(static_cast<char*>(part.out), numbers, 2);
+  std::vector<TokenPiece> build(const Tensor& logits) {
+    values_.resize(plan_.values.size());
+    buffer(plan_.input, 1);
+    values_[plan_.output] = values_[plan_.input];
+    embed();
+    for (size_t layer = 0; layer < in_.weights.size(); ++layer) {
+      layer_ = layer;
+      values_[plan_.input].operation = values_[plan_.output].operation;
+      for (const TokenOp& op : in_.plan->ops) {
+        if (const auto* linear = std::get_if<FusedLinear>(&op.op)) add(*linear);
+        if (const auto* mixer = std::get_if<FusedMixer>(&op.op)) add(*mixer);
+      }
+    }
+    add_head(logits);
+    return std::move(operations_);
   }
-  recorder->operations.push_back(piece);
-}
 
-void record(const MixerStep& from, const Tensor& out) {
-  StepCall call{};
-  call.cache = from.cache;
-  call.slot_of_row = from.rows;
-  call.heads = from.heads;
-  const auto words = [](const Token<__nv_bfloat16>& x) {
-    return Token<uint32_t>{reinterpret_cast<const uint32_t*>(recorder->mail_of(x.data)), x.row_stride, x.head_stride,
-                           x.own_heads};
+  std::vector<SlotRecord*> caches;
+
+ private:
+  // Tagged words; a word has 16 bits of an activation, or two words an f32.
+  struct Buffer {
+    char* words = nullptr;
+    int width = 0;       // of a row
+    int operation = -1;  // that wrote it last
   };
-  call.q = words(from.q);
-  call.k = words(from.k);
-  call.v = words(from.v);
-  if (from.log_decay) call.log_decay = recorder->mail_of(from.log_decay);
-  call.blocks = std::max(1, multiprocessors() / call.heads);
-  call.rows = divide_up(divide_up(call.cache.state_rows, call.blocks), 4) * 4;
-  call.tokens = divide_up(kStepTokens, call.blocks);
-  const Cache& cache = call.cache;
-  call.partial_numbers = call.blocks * (cache.v_dim + 1);
-  call.columns = divide_up(cache.v_dim, call.blocks);
-  call.q_sharers = cache.heads / from.q.own_heads;
-  call.k_sharers = cache.heads / cache.k_heads;
-  call.v_sharers = cache.heads / cache.v_heads;
-  call.rows_at_once = 128 / cache.v_dim;
-  call.part_of_row = divide_up(1 << 18, cache.v_dim);
-  call.partials = recorder->partials_for(int64_t{call.heads} * call.partial_numbers);
-  call.out = reinterpret_cast<uint32_t*>(
-      recorder->mail_for(static_cast<__nv_bfloat16*>(out.raw()), int64_t{call.heads} * call.cache.v_dim, 2));
-  TokenPiece piece{};
-  piece.kind = TokenPiece::Kind::step;
-  piece.step = call;
-  recorder->operations.push_back(piece);
+
+  // Of the first copy; the others lie kCopyBytes apart. No word has a tag yet.
+  char* new_words(int64_t bytes) {
+    constexpr int64_t kLine = 128;
+    bytes = (bytes + kLine - 1) / kLine * kLine;
+    require(bytes <= kCopyBytes, "token_program: {} bytes of activations, expected {} at most", bytes, kCopyBytes);
+    if (bytes > free_bytes_) {
+      held_.push_back(Tensor::zeros({kCopies * kCopyBytes / 4}, DType::i32, device_));
+      free_ = static_cast<char*>(held_.back().raw());
+      free_bytes_ = kCopyBytes;
+    }
+    free_ += bytes;
+    free_bytes_ -= bytes;
+    return free_ - bytes;
+  }
+  // The buffer of a value, for words of so many per number.
+  Buffer& buffer(Value value, int words) {
+    Buffer& buffer = values_[value];
+    if (buffer.words != nullptr) return buffer;
+    buffer.width = static_cast<int>(plan_.values[value].width());
+    buffer.words = new_words(rows_ * buffer.width * words * 4);
+    return buffer;
+  }
+  // The buffer that holds a value, which may be part of a larger one, and where in a row it begins.
+  std::pair<const Buffer*, int> find(Value value) const {
+    const TokenPlan::Place& place = in_.plan->places[value];
+    const Buffer& buffer = values_[place.value];
+    require(buffer.operation >= 0, "token_program: \"{}\" is read before an operation has written it",
+            plan_.values[value].name);
+    return {&buffer, static_cast<int>(place.column)};
+  }
+  const Tensor& weight(Weight weight) const { return in_.weights[layer_][weight]; }
+  const float* floats(Weight of) const { return of == kNo ? nullptr : weight(of).data<float>(); }
+  const __nv_bfloat16* matrix(Weight of) const { return of == kNo ? nullptr : pointer<bfloat16>(weight(of)); }
+  int operation() const { return static_cast<int>(operations_.size()); }
+
+  void embed() {
+    TokenPiece piece{};
+    piece.kind = Kind::embedding;
+    Buffer& out = values_[plan_.input];
+    piece.embedding = {in_.embedding.data<float>(), reinterpret_cast<uint32_t*>(out.words), static_cast<int>(rows_),
+                       out.width};
+    out.operation = values_[plan_.output].operation = operation();
+    operations_.push_back(piece);
+  }
+
+  TokenPiece new_linear(const Buffer& x, const Tensor& norm, float eps) const {
+    TokenPiece piece{};
+    piece.kind = Kind::linear;
+    piece.x_from = x.operation;
+    LinearCall& call = piece.linear;
+    call.x = reinterpret_cast<const __nv_bfloat16*>(x.words);
+    call.x_stride = x.width;
+    call.norm = optional(norm);
+    call.eps = eps;
+    call.batch = static_cast<int>(rows_);
+    call.k = x.width;
+    return piece;
+  }
+
+  void add(const FusedLinear& op) {
+    TokenPiece piece = new_linear(*find(op.x).first, op.norm == kNo ? Tensor() : weight(op.norm), op.eps);
+    LinearCall& call = piece.linear;
+    if (op.gate != kNo) {
+      const Buffer& gate = *find(op.gate).first;
+      call.gate = reinterpret_cast<const __nv_bfloat16*>(gate.words);
+      call.gate_stride = gate.width;
+      piece.gate_from = gate.operation;
+    }
+    for (const FusedLinear::Part& from : op.parts) {
+      LinearPart& part = call.part[call.parts++];
+      part.kind = from.kind;
+      part.after_conv = from.activation;
+      part.qk_activation = from.qk_activation;
+      part.rows = static_cast<int>(weight(from.weight).size(0));
+      part.qk_width = static_cast<int>(from.qk_width);
+      part.sign = from.factor;
+      part.weight = matrix(from.weight);
+      part.second = matrix(from.second);
+      part.bias = floats(from.bias);
+      part.a_log = floats(from.a_log);
+      if (from.conv_weight != kNo) {
+        part.conv_weight = floats(from.conv_weight);
+        part.window = static_cast<int>(weight(from.conv_weight).size(1));
+        part.conv_state = in_.conv[layer_].data<float>();
+        part.slot_of_row = in_.rows.table.data<int32_t>();
+      }
+      if (from.residual != kNo) {
+        const Buffer& residual = *find(from.residual).first;
+        piece.residual = reinterpret_cast<const uint32_t*>(residual.words);
+        piece.residual_from = residual.operation;
+      }
+      const int words = from.kind == FusedLinear::Kind::softplus ? 2 : 1;
+      const auto write = [&](Value value) {
+        Buffer& out = buffer(value, words);
+        out.operation = operation();
+        return out.words;
+      };
+      part.out = from.y != kNo ? write(from.y) : nullptr;
+      if (from.decay != kNo) part.decay = reinterpret_cast<float*>(write(from.decay));
+    }
+    call.number_tiles();
+    operations_.push_back(piece);
+  }
+
+  void add_head(const Tensor& logits) {
+    TokenPiece piece = new_linear(values_[plan_.output], in_.norm, in_.norm_eps);
+    LinearPart& part = piece.linear.part[piece.linear.parts++];
+    part.kind = TokenPart::Kind::value;
+    part.f32_out = true;
+    part.rows = static_cast<int>(in_.head.size(0));
+    part.weight = pointer<bfloat16>(in_.head);
+    part.out = logits.raw();
+    piece.linear.number_tiles();
+    operations_.push_back(piece);
+  }
+
+  // The buffer of an input of the mixer, which one operation writes together with the others.
+  const Buffer& written_with(Value value, int operation) const {
+    const Buffer& buffer = *find(value).first;
+    require(buffer.operation == operation, "token_program: the inputs of a mixer come from several operations");
+    return buffer;
+  }
+  TaggedRows tagged_rows(Value value, int heads, int operation) const {
+    const Buffer& buffer = written_with(value, operation);
+    return {reinterpret_cast<const uint32_t*>(buffer.words) + find(value).second, buffer.width,
+            heads / static_cast<int>(plan_.values[value].heads)};
+  }
+
+  void add(const FusedMixer& op) {
+    const MixerCache& cache = *in_.mixers[layer_];
+    TokenPiece piece{};
+    piece.kind = Kind::step;
+    StepCall& step = piece.step;
+    step.cache = cache_of(cache.spec(), cache.shape(), DType::bf16, cache.records());
+    caches.push_back(step.cache.slots);
+    step.polynomial = polynomial_of(op.mixer.spec);
+    step.softmax = op.mixer.spec.score == Score::exponential;
+    const int heads = step.cache.heads;
+    step.inputs_from = find(op.q).first->operation;
+    step.q = tagged_rows(op.q, heads, step.inputs_from);
+    step.k = tagged_rows(op.k, heads, step.inputs_from);
+    step.v = tagged_rows(op.v, heads, step.inputs_from);
+    const auto numbers = [&](Value value) {
+      return value == kNo ? nullptr : reinterpret_cast<const uint64_t*>(written_with(value, step.inputs_from).words);
+    };
+    step.log_decay = numbers(op.mixer.log_decay);
+    step.dt = numbers(op.dt);
+    step.d = floats(op.d);
+    if (op.rope) {
+      step.halves = op.rope->pairing == RopePairing::halves;
+      step.turns = turns_of(*op.rope, step.cache.qk_dim / 2);
+    }
+    step.heads = static_cast<int>(rows_) * heads;
+    share_out(step, cache.window(), cache.first_fold(), SharedMemoryPlan(rows_, widest()));
+    step.partials = partials(int64_t{step.heads} * step.blocks * step.partial_width);
+    Buffer& out = buffer(op.y, 1);
+    out.operation = operation();
+    step.out = reinterpret_cast<uint32_t*>(out.words);
+    operations_.push_back(piece);
+  }
+
+  // Parts of a full turn by which each pair of dimensions turns from one position to the next.
+  const double* turns_of(const RopeOp& rope, int half) {
+    if (!turns_) {
+      const Tensor turns = Tensor::empty({half}, DType::f64);
+      for (int i = 0; i < half; ++i)
+        turns.data<double>()[i] = std::exp2(-std::log2(rope.base) * i / half) * 0.15915494309189533577;  // 1 / 2π
+      turns_ = to_device(turns, device_);
+      held_.push_back(turns_);
+    }
+    return turns_.data<double>();
+  }
+  // All steps have one memory for their partial sums, which so stays in the L2 cache: a block that writes there for the
+  // next step has read what comes of all sums of the previous one.
+  uint64_t* partials(int64_t numbers) {
+    if (!partials_ || partials_.size(0) < 2 * numbers) {
+      partials_ = Tensor::zeros({2 * numbers}, DType::i32, device_);  // no word has a tag
+      held_.push_back(partials_);
+    }
+    return static_cast<uint64_t*>(partials_.raw());
+  }
+
+ public:
+  // Numbers of the widest input of a product.
+  int64_t widest() const { return widest_input(*in_.plan); }
+  static int64_t widest_input(const TokenPlan& plan) {
+    int64_t widest = 8;
+    for (const TokenOp& op : plan.ops)
+      if (const auto* linear = std::get_if<FusedLinear>(&op.op))
+        widest = std::max(widest, plan.plan.values[linear->x].width());
+    return widest;
+  }
+
+ private:
+  Device device_;
+  const TokenProgramInputs& in_;
+  const Plan& plan_;
+  int64_t rows_;
+  std::vector<Tensor>& held_;
+  std::vector<Buffer> values_;
+  std::vector<TokenPiece> operations_;
+  size_t layer_ = 0;
+  Tensor partials_, turns_;
+  char* free_ = nullptr;  // what is left of the newest memory for words
+  int64_t free_bytes_ = 0;
+};
+
+std::string missing_linear(const TokenPlan& plan, const FusedLinear& op, const SharedMemoryPlan& memory) {
+  const Plan& layer = plan.plan;
+  if (op.parts.size() > kMostTokenParts) return fmt::format("{} products of one input", op.parts.size());
+  const int64_t k = layer.values[op.x].width();
+  if (k % 8 != 0) return fmt::format("an input of {} numbers, which is no multiple of 8", k);
+  for (const FusedLinear::Part& part : op.parts) {
+    const bool pair = part.kind == FusedLinear::Kind::swiglu;
+    if (pair && op.parts.size() > 1) return "a gated pair beside other products";
+    if ((pair ? 16 : 8) * row_units(static_cast<int>(k)) * 16 > memory.largest())
+      return fmt::format("an input of {} numbers", k);
+    if (part.conv_weight != kNo && layer.weights[part.conv_weight].shape[1] > 4)
+      return fmt::format("a convolution over {} tokens", layer.weights[part.conv_weight].shape[1]);
+    for (const Activation f : {part.activation, part.qk_activation})
+      if (f != Activation::none && f != Activation::relu && f != Activation::silu) return "this activation";
+  }
+  return {};
 }
 
+std::string missing_mixer(const TokenPlan& plan, const FusedMixer& op, int64_t rows, const SharedMemoryPlan& memory) {
+  const Plan& layer = plan.plan;
+  const MixerSpec& spec = op.mixer.spec;
+  const ValueInfo &q = layer.values[op.q], &v = layer.values[op.v], &y = layer.values[op.y];
+  StepCall step{};
+  Cache& cache = step.cache;
+  cache.decay = spec.decay;
+  cache.qk_dim = static_cast<int>(q.dim);
+  cache.v_dim = static_cast<int>(v.dim);
+  cache.features = feature_map(spec, q.dim);
+  cache.state_rows = static_cast<int>(state_rows(spec, q.dim));
+  for (const int dim : {cache.qk_dim, cache.v_dim})
+    if (dim % 8 != 0 || dim > kLargestHead) return fmt::format("heads of {} numbers", dim);
+  if (rows * y.heads > multiprocessors())
+    return fmt::format("{} heads of all rows on {} multiprocessors", rows * y.heads, multiprocessors());
+  step.softmax = spec.score == Score::exponential;
+  if (step.softmax && spec.norm != Norm::sum) return "an exponential score that is not divided by its sum";
+  if (spec.signed_decay) return "decays that may grow";
+  if (!step.softmax && (cache.features.degree == 0 || cache.features.degree > 2)) return "a score of this degree";
+  if (op.dt != kNo && v.heads != y.heads) return "time steps of values that heads share";
+  step.heads = static_cast<int>(rows * y.heads);
+  share_out(step, kChunkTokens, 1 << 20, memory);
+  const int state = cache.state_rows > 0 ? state_bytes(step, kFewestRows) : state_bytes(step, 0);
+  if (step.stages < 1 || state + window_bytes(cache, step.first_tokens) > memory.largest())
+    return fmt::format("heads of {} and {} numbers for {} rows", cache.qk_dim, cache.v_dim, rows);
+  return {};
+}
+
+}  // namespace
 }  // namespace cuda
 
 struct TokenProgram::Parts {
   Device device;
-  Arena arena{device};
   std::vector<Tensor> held = {};
+  Tensor logits = {};
   cuda::TokenWork work = {};
   int bytes = 0;  // of shared memory
 };
 
-bool TokenProgram::fits(Device device, const Sizes& sizes) {
+std::string TokenProgram::missing(Device device, int64_t rows) {
+  if (device.is_cpu()) return "a GPU";
+  (void)cuda::stream(device);  // makes it current
+  if (!cuda::has_token_kernel()) return "a GPU of compute capability 9.0 with all its multiprocessors";
+  if (rows < 1 || rows > kMostRows) return fmt::format("{} sequences", rows);
+  return {};
+}
+
+std::string TokenProgram::missing(Device device, const TokenPlan& plan, const TokenOp& op, int64_t rows) {
   using namespace cuda;
-  (void)stream(device);  // makes it current
-  if (!has_token_kernel() || sizes.batch > kMostSequences || sizes.head_dim % 8 != 0 || sizes.widest % 8 != 0 ||
-      sizes.widest_pair % 8 != 0 || sizes.head_dim > kLargestHead || sizes.batch * sizes.heads > multiprocessors())
-    return false;
-  const TokenRoom room(sizes.batch, sizes.widest);
-  const auto dim = static_cast<int>(sizes.head_dim);
-  const auto rows_fit = [&](int64_t rows, int64_t k) {
-    return rows * row_units(static_cast<int>(k)) * 16 <= room.largest();
-  };
-  return rows_fit(8, sizes.widest) && rows_fit(16, sizes.widest_pair) &&
-         window_bytes(kMostTokens, dim, dim) + kFewestRows * row_bytes(dim) <= room.largest();
+  if (std::string reason = missing(device, rows); !reason.empty()) return reason;
+  const SharedMemoryPlan memory(rows, Builder::widest_input(plan));
+  if (const auto* linear = std::get_if<FusedLinear>(&op.op)) return missing_linear(plan, *linear, memory);
+  if (const auto* mixer = std::get_if<FusedMixer>(&op.op)) return missing_mixer(plan, *mixer, rows, memory);
+  const Op& plain = std::get<Op>(op.op);
+  if (std::holds_alternative<SplitOp>(plain)) return {};  // where the parts lie is known
+  return fmt::format("{} on its own", name_of(plain));
+}
+
+std::string TokenProgram::missing(Device device, const TokenPlan& plan, int64_t rows) {
+  if (std::string reason = missing(device, rows); !reason.empty()) return reason;
+  for (const TokenOp& op : plan.ops)
+    if (std::string reason = missing(device, plan, op, rows); !reason.empty()) return reason;
+  return {};
 }
 
 int TokenProgram::resident_blocks(Device device, int shared_bytes) {
@@ -241,49 +425,31 @@ int TokenProgram::resident_blocks(Device device, int shared_bytes) {
   return cuda::has_token_kernel() ? cuda::resident_token_blocks(shared_bytes) : 0;
 }
 
-TokenProgram::TokenProgram(Device device, const std::function<void()>& work) : parts_(new Parts{device}) {
+TokenProgram::TokenProgram(Device device, const TokenProgramInputs& inputs) : parts_(new Parts{device}) {
   using namespace cuda;
+  const int64_t rows = inputs.rows.size();
+  const std::string reason = missing(device, *inputs.plan, rows);
+  require(reason.empty(), "token_program: the kernel does not run {}. Decode with a graph instead.", reason);
   (void)stream(device);
-  Recorder recording{device, parts_->held};
-  {
-    const Arena::Scope scope(parts_->arena);
-    recorder = &recording;
-    try {
-      work();
-    } catch (...) {
-      recorder = nullptr;
-      throw;
-    }
-    recorder = nullptr;
-  }
-  std::vector<TokenPiece>& operations = recording.operations;
+  parts_->logits = Tensor::empty({rows, inputs.head.size(0)}, DType::f32, device);
+  Builder builder(device, inputs, parts_->held);
+  std::vector<TokenPiece> operations = builder.build(parts_->logits);
 
-  int64_t batch = 1, widest = 8;
-  std::vector<SlotRecord*> slots;
-  for (const TokenPiece& operation : operations) {
-    if (operation.kind == TokenPiece::Kind::step) {
-      slots.push_back(operation.step.cache.slots);
-      parts_->work.slot_of_row = operation.step.slot_of_row;
-    }
-    if (operation.kind != TokenPiece::Kind::linear) continue;
-    batch = std::max<int64_t>(batch, operation.linear.batch);
-    widest = std::max<int64_t>(widest, operation.linear.k);
-  }
-  const TokenRoom room(batch, widest);
+  const SharedMemoryPlan memory(rows, builder.widest());
   std::vector<TokenPiece> pieces;
   std::vector<int> bytes;
   for (TokenPiece& operation : operations) {
     operation.final = &operation == &operations.back();
     operation.operation = static_cast<int>(&operation - operations.data());
-    for (int of_piece : cut(operation, room, multiprocessors(), pieces)) bytes.push_back(of_piece);
+    for (int of_piece : cut(operation, memory, multiprocessors(), pieces)) bytes.push_back(of_piece);
   }
-  place(pieces, bytes, room.ring);
+  place(pieces, bytes, memory.ring);
 
   const auto on_device = [&](const void* from, size_t size) {
-    const Tensor there = Tensor::empty({static_cast<int64_t>(size / 4)}, DType::i32, device);
-    memory::copy(device, there.raw(), {}, from, size);
-    parts_->held.push_back(there);
-    return there.raw();
+    const Tensor copied = Tensor::empty({static_cast<int64_t>(size / 4)}, DType::i32, device);
+    memory::copy(device, copied.raw(), {}, from, size);
+    parts_->held.push_back(copied);
+    return copied.raw();
   };
   std::vector<char> descriptions(pieces.size() * kDescriptionBytes);
   for (size_t p = 0; p < pieces.size(); ++p)
@@ -294,17 +460,28 @@ TokenProgram::TokenProgram(Device device, const std::function<void()>& work) : p
   const std::vector<unsigned> tags(static_cast<size_t>(multiprocessors()), 1);  // no word has this one
   made.tags = static_cast<unsigned*>(on_device(tags.data(), tags.size() * sizeof(unsigned)));
   made.operations = static_cast<int>(operations.size());
-  made.slots = static_cast<SlotRecord* const*>(on_device(slots.data(), slots.size() * sizeof(SlotRecord*)));
-  made.caches = static_cast<int>(slots.size());
-  made.rows = static_cast<int>(batch);
-  made.warp_activations = room.warp_activations / 16;
-  made.sums = room.sums;
-  parts_->bytes = room.all;
+  made.caches =
+      static_cast<SlotRecord* const*>(on_device(builder.caches.data(), builder.caches.size() * sizeof(SlotRecord*)));
+  made.cache_count = static_cast<int>(builder.caches.size());
+  made.slots = inputs.rows.table.data<int32_t>();
+  made.rows = static_cast<int>(rows);
+  made.warp_activations = memory.warp_activations / 16;
+  made.sums = memory.sums;
+  parts_->bytes = memory.all;
+  // The program reads all of these for as long as it lives.
+  for (const std::vector<Tensor>& layer : inputs.weights)
+    parts_->held.insert(parts_->held.end(), layer.begin(), layer.end());
+  parts_->held.insert(parts_->held.end(), inputs.conv.begin(), inputs.conv.end());
+  for (const Tensor& x : {inputs.embedding, inputs.norm, inputs.head, inputs.rows.table}) parts_->held.push_back(x);
 }
 
 TokenProgram::~TokenProgram() {
-  // The memory goes back to the device, which may not have done its last run.
+  // The memory goes back to the device, which may not have finished the last run.
   if (parts_) synchronize(parts_->device);
+}
+
+const Tensor& TokenProgram::logits() const {
+  return parts_->logits;
 }
 
 void TokenProgram::run(const Tensor& ids) const {

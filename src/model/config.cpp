@@ -58,6 +58,13 @@ std::vector<Preset> main_presets() {
               b.norm = Norm::sum;
               b.rope = true;
             })},
+      {"softmax-qk-norm", "softmax attention with rotary positions and an RMSNorm of Q and K per head, as in Qwen3",
+       with(plain(),
+            [](BlockConfig& b) {
+              b.score = Score::exponential;
+              b.norm = Norm::sum;
+              b.rope = b.qk_norm = true;
+            })},
       {"linear", "linear attention, ReLU features, softmax normalization",
        with(plain(),
             [](BlockConfig& b) {
@@ -262,6 +269,8 @@ void check_config(const ModelConfig& config) {
     require(block.score_degree == 0, "model: score_degree {}, but only the scores power and series have a degree",
             block.score_degree);
   const bool odd = block.score == Score::linear || ((power || series) && block.score_degree % 2 == 1);
+  require(!block.qk_norm || block.qk_activation == Activation::none,
+          "model: qk_norm and an activation of Q and K; use one of them");
   require(!odd || block.norm != Norm::sum || block.qk_activation == Activation::relu,
           "model: {} score under the sum norm needs features that are not negative (its sum may be 0 otherwise); "
           "use ReLU on Q and K, or no norm in the mixer",
@@ -279,23 +288,6 @@ void check_config(const ModelConfig& config) {
           config.v_heads, config.heads());
   require(!block.rope || config.qk_dim % 2 == 0, "model: rotary positions need an even head dimension, got {}",
           config.qk_dim);
-}
-
-int64_t parameter_count(const ModelConfig& config) {
-  const BlockConfig& block = config.block;
-  const int64_t heads = config.heads();
-  const int64_t out = config.out_width();
-  int64_t layer = 2 * config.hidden + 3 * config.hidden * config.intermediate;  // norms, MLP
-  layer += config.hidden * config.qkv_width() + out * config.hidden;
-  layer += 3 * config.branch * config.hidden;
-  if (block.conv_window > 0) layer += config.qkv_width() * (block.conv_window + (block.conv_bias ? 1 : 0));
-  if (block.has_dt()) layer += config.hidden * heads + (block.dt_bias ? heads : 0);
-  if (block.has_decay_projection()) layer += config.hidden * heads + (block.decay_bias ? heads : 0);
-  if (block.decay == DecayKind::original) layer += heads;
-  if (block.d_residual) layer += out;
-  if (block.z_gate) layer += config.hidden * out + (block.z_gate_bias ? out : 0);
-  if (block.norm == Norm::none) layer += out;
-  return config.layers * layer + (config.tie_embeddings ? 1 : 2) * config.vocabulary * config.hidden + config.hidden;
 }
 
 int64_t cache_numbers(const ModelConfig& config, int64_t length) {

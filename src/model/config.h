@@ -24,7 +24,8 @@ enum class Discretization : uint8_t { none, dt, sigmoid, silu, softplus, softplu
 
 // The token-mixing block (every switch of the paper):
 //
-//   [Q,K,V] = conv(h W_qkv)    dt = min(softplus(h W_dt + dt_bias), dt_limit)    a: the log-decay (DecayKind)
+//   [Q,K,V] = conv(h W_qkv), Q and K with an RMSNorm per head where qk_norm says so
+//   dt = min(softplus(h W_dt + dt_bias), dt_limit)    a: the log-decay (DecayKind)
 //   o = mixer(act(Q), act(K), V', a) + D ⊙ V       V' = V ⊙ dt, or as Discretization says
 //   o = RMSNorm(o ⊙ silu(h W_z))                   out = [silu(h W_u) ⊙ (h W_m), o] W_out
 //
@@ -40,6 +41,7 @@ struct BlockConfig {
   bool conv_bias = true;
   bool conv_silu = false;
   Activation qk_activation = Activation::none;
+  bool qk_norm = false;  // an RMSNorm of every head of Q and of K, before rotary positions
   Discretization discretize = Discretization::none;
   bool dt_bias = false;
   double dt_limit = 0;  // the largest dt; 0: any
@@ -105,7 +107,6 @@ void set_heads(ModelConfig& config, const Preset& preset, int64_t heads);
 // Throws an Error with the reason when the switches or dimensions cannot work together.
 void check_config(const ModelConfig& config);
 
-int64_t parameter_count(const ModelConfig& config);
 // Numbers that one sequence needs in memory while it is generated, after `length` tokens, in all layers.
 int64_t cache_numbers(const ModelConfig& config, int64_t length);
 

@@ -187,6 +187,7 @@ void each_switch(Block& block, Keys& keys) {
   keys.later("conv_bias", block.conv_bias, true);
   keys("conv_silu", block.conv_silu);
   keys("qk_activation", block.qk_activation);
+  keys.later("qk_norm", block.qk_norm, false);
   keys("discretize", block.discretize);
   keys("dt_bias", block.dt_bias);
   keys.later("dt_limit", block.dt_limit, 0.0, Range<double>{0, 1e9});

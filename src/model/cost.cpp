@@ -3,31 +3,21 @@
 #include <algorithm>
 #include <cmath>
 
+#include "model/plan.h"
 #include "ops/mixer/cost.h"
 #include "ops/nn/cross_entropy.h"
 
 namespace furious {
 namespace {
 
-// Numbers that the tape keeps of one token: what every operation of a layer returns; the layer's two sums with the
-// residual are the results of products.
+// Numbers that the tape keeps of one token: what the operations of a layer write, and three numbers of the mixer for
+// each head. The parts of a split are views.
 int64_t kept_by_layer(const ModelConfig& config) {
-  const BlockConfig& block = config.block;
-  const int64_t heads = config.heads();
-  const int64_t out = config.out_width();
-  const int64_t qk = (config.q_heads + config.k_heads) * config.qk_dim;
-  int64_t kept = 4 * config.hidden + 3 * config.intermediate + config.qkv_width() + out + 3 * heads;
-  if (block.conv_window > 0) kept += config.qkv_width();
-  if (block.qk_activation != Activation::none) kept += qk;
-  if (block.rope) kept += qk;
-  if (block.has_dt()) kept += 2 * heads;
-  if (block.decay != DecayKind::none) kept += (block.decay == DecayKind::softplus_dt ? 3 : 2) * heads;
-  if (block.discretize != Discretization::none) kept += config.v_heads * config.head_dim;
-  if (block.d_residual) kept += out;
-  if (block.z_gate) kept += out;
-  if (block.z_gate || block.norm == Norm::none) kept += out;
-  if (config.branch > 0)
-    kept += 4 * config.branch + out;  // two projections, their product, and that beside the mixer's
+  const Plan plan = plan_layer(config);
+  int64_t kept = 3 * config.heads();
+  for (const Op& op : plan.ops)
+    if (!std::holds_alternative<SplitOp>(op))
+      for (const Value value : outputs_of(op)) kept += plan.values[value].width();
   return kept;
 }
 

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <string>
+#include <string_view>
 #include <variant>
 #include <vector>
 
@@ -127,9 +128,11 @@ using Op = std::variant<RmsNormOp, LinearOp, ConvOp, SplitOp, ActivationOp, Rope
 struct Plan {
   std::vector<ValueInfo> values;
   std::vector<WeightInfo> weights;
-  std::vector<Op> ops;         // each reads only what comes before it
-  Value input, mixed, output;  // of the layer; `mixed`: after the token mixing and its residual, before the MLP
-  Value mixer_values;          // what enters the mixer as v
+  std::vector<Op> ops;                        // each reads only what those before it have written
+  std::vector<std::vector<Value>> last_read;  // of each operation: the values that none after it reads
+  Value input = kNo, output = kNo;
+  Value mixed = kNo;         // after the token mixing and its residual, before the MLP
+  Value mixer_values = kNo;  // what enters the mixer as v
 
   Weight weight(std::string_view name) const;  // kNo where the layer has none of that name
 };
@@ -141,5 +144,7 @@ std::string_view name_of(const Op& op);
 
 // The plan of every layer of such a model. A configuration that cannot work is an error.
 Plan plan_layer(const ModelConfig& config);
+
+int64_t parameter_count(const ModelConfig& config);
 
 }  // namespace furious

@@ -24,4 +24,14 @@ void check_slots(const ArgumentCheck& check, const SlotRows& rows, int64_t count
 SlotRows slot_rows(std::vector<int32_t> slots, Device device = {});
 SlotRows all_slots(int64_t count, Device device = {});
 
+// table = slots, in the order of the device's work, without waiting for it.
+void write_table(const SlotRows& rows);
+
+namespace cpu {
+void write_table(const SlotRows& rows);
+}  // namespace cpu
+namespace cuda {
+void write_table(const SlotRows& rows);
+}  // namespace cuda
+
 }  // namespace furious

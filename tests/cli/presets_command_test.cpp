@@ -6,6 +6,7 @@
 #include "cli/run.h"
 #include "data/corpus.h"
 #include "model/config.h"
+#include "model/plan.h"
 
 namespace furious {
 namespace {

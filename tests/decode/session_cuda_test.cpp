@@ -3,6 +3,7 @@
 
 #include "cuda.h"
 #include "data/corpus.h"
+#include "decode/batch.h"
 #include "decode/model_parts.h"
 #include "decode/token_program.h"
 #include "furious/model.h"
@@ -59,12 +60,12 @@ TEST_P(SessionsInThreadsCuda, ThreadsWriteWhatEachWritesAlone) {
   const Model model = random_model(arch, dtype);
   {
     const LanguageModel& language_model = model.parts().language_model;
-    ModelCache cache(language_model.config(), 1, kGpu);
-    language_model.read(cache, Tensor::zeros({1, 2050}, DType::i32));
-    for (int i = 0; i < 2; ++i) language_model.step(cache, Tensor::zeros({1, 1}, DType::i32));
+    Batch cache(language_model, 1);
+    cache.read(Tensor::zeros({1, 2050}, DType::i32));
+    for (int i = 0; i < 2; ++i) cache.step(Tensor::zeros({1, 1}, DType::i32));
     const bool has_kernel = TokenProgram::resident_blocks(kGpu, 0) > 0;
     const bool one = has_kernel && arch == std::string("2mamba") && dtype == DType::bf16;
-    ASSERT_EQ(cache.ran_as(), one ? "one kernel" : "graph");
+    ASSERT_EQ(cache.ran_as(), one ? "persistent kernel" : "graph");
   }
   const auto write = [&](int thread) { return written_by(model, thread, folder / fmt::format("state{}", thread)); };
   std::vector<std::string> alone;

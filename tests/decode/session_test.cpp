@@ -5,10 +5,10 @@
 #include "cuda.h"
 #include "data/corpus.h"
 #include "decode/model_parts.h"
-#include "decode/sampling.h"
 #include "decode/state_file.h"
 #include "furious/model.h"
 #include "model/little.h"
+#include "ops/sampling/sampling.h"
 #include "temporary_directory.h"
 
 namespace furious {

@@ -138,6 +138,41 @@ TEST(TokenLinearCuda, WhatTheMixerTakesIn) {
   }
 }
 
+#ifdef FURIOUS_CUDA  // the choice of kernels, which a build without CUDA does not have
+// The same rows in as many sequences as one kernel computes, and in one more, which are the plain operations.
+TEST(TokenLinearCuda, OneKernelComputesWhatThePlainOperationsCompute) {
+  SKIP_WITHOUT_GPU();
+  Random random(4);
+  constexpr int64_t kIn = 264, kOut = 77;
+  const auto fits = [](int64_t batch) {
+    return cuda::token_linear_fits(kGpu, batch, kIn, TokenPart::Kind::value) &&
+           cuda::token_linear_fits(kGpu, batch, kIn, TokenPart::Kind::swiglu) &&
+           cuda::token_linear_fits(kGpu, batch, kIn, TokenPart::Kind::add);
+  };
+  int64_t most = 0;
+  while (most < 1024 && fits(most + 1)) ++most;
+  ASSERT_GE(most, 1);
+  ASSERT_LT(most, 1024);
+  const auto drawn = [&](const Shape& shape) {
+    return to_gpu(random.normal_tensor(shape, 1 / std::sqrt(static_cast<double>(shape[1]))), DType::bf16);
+  };
+  const Tensor x = drawn({most + 1, kIn}), gate = drawn({most + 1, kIn}), to = drawn({most + 1, kOut});
+  const Tensor norm = to_gpu(random.normal_tensor({kIn})), weight = drawn({kOut, kIn}), up = drawn({kOut, kIn});
+  const TokenInput many{x, gate, norm, 1e-5f};
+  const TokenInput few{to_dtype(x.slice(0, 0, most), DType::bf16), to_dtype(gate.slice(0, 0, most), DType::bf16), norm,
+                       1e-5f};
+  const Tensor some = to_dtype(to.slice(0, 0, most), DType::bf16);
+  const auto expect_same = [&](const Tensor& one_kernel, const Tensor& plain, const char* what) {
+    expect_close(one_kernel, to_cpu(to_dtype(plain.slice(0, 0, most), DType::f32)), what);
+  };
+  expect_same(token_logits(few, weight), token_logits(many, weight), "logits");
+  expect_same(token_swiglu(few, weight, up, kPrecision), token_swiglu(many, weight, up, kPrecision), "swiglu");
+  token_add(some, few, weight, kPrecision);
+  token_add(to, many, weight, kPrecision);
+  expect_same(some, to, "add");
+}
+#endif
+
 // Too narrow for whole accesses, or f32: the plain operations.
 TEST(TokenLinearCuda, AnyWidthAndDType) {
   SKIP_WITHOUT_GPU();

@@ -10,13 +10,13 @@
 #include "base/file.h"
 #include "base/json.h"
 #include "data/progress.h"
-#include "data/shards_json.h"
+#include "data/token_shards_json.h"
 #include "data/tokenizer.h"
-#include "decode/sampling.h"
 #include "decode/state_file.h"
 #include "fuzz/sentencepiece_files.h"
 #include "model/config_json.h"
 #include "model/safetensors.h"
+#include "ops/sampling/sampling.h"
 
 namespace furious::fuzz {
 namespace {
@@ -112,15 +112,14 @@ std::string good_safetensors() {
 
 std::string good_state() {
   const NamedFile file(".state");
-  SavedState state;
-  state.cache.tokens = 3;
-  state.logits = Tensor::empty({1, 16}, DType::f32);
-  state.history = Tensor::empty({1, kRepetitionWindow}, DType::i32);
-  std::fill_n(state.logits.data<float>(), 16, 0.25f);
-  std::fill_n(state.history.data<int32_t>(), kRepetitionWindow, -1);
-  state.cache.tensors["layers.0.conv"] = Tensor::empty({1, 2}, DType::f32);
-  std::fill_n(state.cache.tensors["layers.0.conv"].data<float>(), 2, 1.0f);
-  save_state(file.path(), state, small_config(), kFingerprint);
+  SlotContents sequence;
+  sequence.tokens = 3;
+  sequence.logits = Tensor::empty({16}, DType::f32);
+  std::fill_n(sequence.logits.data<float>(), 16, 0.25f);
+  sequence.sampling = {3, {1, 2, 3}};
+  sequence.tensors["layers.0.conv"] = Tensor::empty({1, 2}, DType::f32);
+  std::fill_n(sequence.tensors["layers.0.conv"].data<float>(), 2, 1.0f);
+  save_state(file.path(), {sequence, sequence}, small_config(), kFingerprint);
   return read_text(file.path());
 }
 

@@ -173,6 +173,13 @@ class Oracle {
         }
         qkv[t][c] = sum;
       }
+    if (block.qk_norm)
+      for (Values& row : qkv)
+        for (int64_t head = 0; head < config_.q_heads + config_.k_heads; ++head) {
+          const auto begin = row.begin() + head * qk_dim;
+          const std::string weight = name + (head < config_.q_heads ? "q_norm.weight" : "k_norm.weight");
+          std::ranges::copy(normed({Values(begin, begin + qk_dim)}, weight, config_.norm_eps).front(), begin);
+        }
     if (block.rope)
       for (size_t t = 0; t < length; ++t)
         for (int64_t head = 0; head < config_.q_heads + config_.k_heads; ++head) turn(&qkv[t][head * qk_dim], t);

@@ -150,7 +150,7 @@ TEST(Switches, AreSetByTheirKeys) {
   expected.conv_silu = expected.rope = true;
   expected.rope_base = 5e5;
   EXPECT_EQ(block, expected);
-  EXPECT_EQ(switch_names().size(), 21u);
+  EXPECT_EQ(switch_names().size(), 22u);
   for (const std::string& key : switch_names())  // each one has a value that it takes
     expect_error([&] { set_switch(block, key, "[]"); }, {key});
   expect_error([&] { set_switch(block, "conv_windw", "2"); }, {"unknown switch", "did you mean \"conv_window\""});

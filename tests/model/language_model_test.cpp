@@ -1,4 +1,5 @@
 #include "model/language_model.h"
+#include "decode/batch.h"
 
 #include <set>
 
@@ -96,18 +97,18 @@ void expect_decoding_to_give_the_full_pass(const ModelConfig& config) {
   enlarge(model, random);
   const Tensor tokens = random_tokens(random, {2, 40}, config.vocabulary);
   const Tensor full = model.logits(tokens);
-  ModelCache cache(config, 2);
+  Batch cache(model, 2);
   for (const auto& [begin, count] : {std::pair<int64_t, int64_t>{0, 1}, {1, 12}, {13, 5}}) {
-    const Tensor logits = model.read(cache, tokens_of(tokens, begin, count));
+    const Tensor logits = cache.read(tokens_of(tokens, begin, count));
     EXPECT_LE(relative_error(logits, full.select(1, begin + count - 1)), 1e-4);
   }
   for (int64_t t = 18; t < 40; ++t) {
-    const Tensor logits = model.read(cache, tokens_of(tokens, t, 1));
+    const Tensor logits = cache.read(tokens_of(tokens, t, 1));
     ASSERT_LE(relative_error(logits, full.select(1, t)), 1e-4) << "token " << t;
   }
   EXPECT_EQ(cache.tokens(), 40);
   EXPECT_GT(cache.bytes(), 0);
-  EXPECT_EQ(model.step_runs_as(cache), "operations");
+  EXPECT_EQ(cache.ran_as(), "operations");
 }
 
 class EveryPreset : public ::testing::TestWithParam<Preset> {};
@@ -224,10 +225,10 @@ TEST(LanguageModel, DecodingWithOtherDimensionsOfQueriesAndKeys) {
     enlarge(model, random);
     constexpr int64_t kLength = 420;
     const Tensor tokens = random_tokens(random, {1, kLength}, config.vocabulary), full = model.logits(tokens);
-    ModelCache cache(config, 1);
+    Batch cache(model, 1);
     std::vector<int64_t> bytes;
     for (int64_t t = 0; t < kLength; ++t) {
-      const Tensor logits = model.read(cache, tokens_of(tokens, t, 1));
+      const Tensor logits = cache.read(tokens_of(tokens, t, 1));
       ASSERT_LE(relative_error(logits, full.select(1, t)), 2e-4) << "token " << t;
       bytes.push_back(cache.bytes());
     }
@@ -422,8 +423,8 @@ TEST(LanguageModel, MixerPrecisionIsTheMixers) {
   }
   model.set_compute({.mixer = MixerPrecision::bf16});
   expect_error([&] { model.logits(tokens); }, {"precision", "bf16", "CPU"});
-  ModelCache cache(model.config(), 1);
-  expect_error([&] { model.read(cache, tokens); }, {"precision", "bf16", "CPU"});
+  Batch cache(model, 1);
+  expect_error([&] { cache.read(tokens); }, {"precision", "bf16", "CPU"});
 }
 
 TEST(LanguageModel, TakesWeightsFromElsewhere) {

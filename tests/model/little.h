@@ -33,8 +33,9 @@ inline ModelConfig random_config(Random& random) {
   block.conv_bias = random.coin();
   block.conv_silu = block.conv_window > 0 && random.coin();
   block.qk_activation = random.pick<Activation>({Activation::none, Activation::relu, Activation::silu});
+  block.qk_norm = block.qk_activation == Activation::none && random.coin();
   const bool positive = block.score == Score::linear && block.norm == Norm::sum;  // features, or the sum may be 0
-  if (positive) block.qk_activation = Activation::relu;
+  if (positive) block.qk_activation = Activation::relu, block.qk_norm = false;
   block.discretize =
       random.pick<Discretization>({Discretization::none, Discretization::dt, Discretization::sigmoid,
                                    Discretization::silu, Discretization::softplus, Discretization::softplus2});

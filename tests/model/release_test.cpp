@@ -1,6 +1,7 @@
 // Checkpoints in the layout of the authors' trainer. tests/data/release/2mamba-* were written and evaluated by the
 // authors' own code, the others by make_release_fixtures.py.
 #include "model/formats/release.h"
+#include "decode/batch.h"
 
 #include <fstream>
 #include <nlohmann/json.hpp>
@@ -84,11 +85,11 @@ void expect_logits(const LanguageModel& model, const fs::path& folder, double to
     const int64_t length = sequences[i].size(1);
     ASSERT_EQ(expected.shape(), (Shape{length, model.config().vocabulary}));
     EXPECT_LE(largest_difference(model.logits(sequences[i]), expected), tolerance);
-    ModelCache cache(model.config(), 1);
+    Batch cache(model, 1);
     for (int64_t t = 0; t < length; ++t) {
       SCOPED_TRACE(t);
       const Tensor token = int_tensor_of({sequences[i].data<int32_t>()[t]}, {1, 1});
-      ASSERT_LE(largest_difference(model.step(cache, token), expected.select(0, t)), tolerance);
+      ASSERT_LE(largest_difference(cache.step(token), expected.select(0, t)), tolerance);
     }
   }
 }

@@ -1,5 +1,6 @@
 #include "paper/cache_memory.h"
 
+#include "decode/batch.h"
 #include "model/language_model.h"
 #include "support.h"
 #include "tensor/arena.h"
@@ -27,11 +28,11 @@ TEST(CacheMemory, MeasuredBytesAreAllocatedBytes) {
     SCOPED_TRACE(name);
     const ModelConfig config = one_head(arch, kDim);
     const LanguageModel model(config, 1);
-    const Tensor token = Tensor::zeros({1, 1}, DType::i32);
     const size_t before = Arena::of({}).usage().live;
-    ModelCache cache(config, 1);
+    Decoder decoder(model, 1);
+    const int32_t slot = decoder.start(), token = 0;
     for (int64_t n = 1; n <= kTokens; ++n) {
-      model.read(cache, token);
+      decoder.read(slot, {&token, 1});
       const auto allocated = static_cast<int64_t>(Arena::of({}).usage().live - before);
       const int64_t said = memory.curve(name).measured[n - 1];
       ASSERT_GE(allocated, said) << n;

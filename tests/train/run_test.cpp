@@ -8,6 +8,7 @@
 #include "ops/elementwise.h"
 #include "train/small_run.h"
 #include "train/trainer.h"
+#include "train/training_checkpoint.h"
 
 namespace furious {
 namespace {
@@ -75,7 +76,7 @@ TEST_F(RunTest, LeavesLogOptionsAndCheckpoints) {
   for (const char* file : {"config.json", "model.safetensors", "tokenizer_config.json", "training.safetensors"})
     EXPECT_TRUE(fs::exists(options.out + "/latest/" + file)) << file;
   EXPECT_NE(read_file(options.out + "/run.toml").find("lr = 0.01\n"), std::string::npos);
-  expect_error([&] { train(options); }, {"holds a run already", "--resume"});
+  expect_error([&] { train(options); }, {"already holds a run", "--resume"});
 }
 
 TEST_F(RunTest, StoppedAnywhereItGoesOnBitForBit) {
@@ -245,7 +246,7 @@ TEST_F(RunTest, ResumedItSaysWhatIsDifferent) {
   EXPECT_EQ(messages.find("learning rate"), std::string::npos) << messages;
   options.steps = 16;
   train(options, observer);
-  EXPECT_NE(messages.find("learning rate goes on with 0.00333"), std::string::npos) << messages;
+  EXPECT_NE(messages.find("learning rate continues with 0.00333"), std::string::npos) << messages;
 }
 
 TEST_F(RunTest, WhatAKilledRunLeftIsPutInOrder) {
@@ -308,7 +309,7 @@ TEST_F(RunTest, FilesOfACheckpointBelongTogether) {
   std::string text = read_file(toml);
   text.replace(text.find("batch = 4"), 9, "batch = 6");
   refused(toml, text, {toml, "batch is 6", "trained with 4", "remove it"});
-  refused(toml, "batch\n", {toml, "\"batch\" is no option"});
+  refused(toml, "batch\n", {toml, "\"batch\" is not an option"});
   // For inference an edited configuration is worth a note.
   EXPECT_TRUE(load_notes(newest).empty());
   std::ofstream(config, std::ios::app) << " ";

@@ -108,6 +108,11 @@ class MixerCache {
   // is.
   Tensor state(int64_t slot) const;
 
+  // For a kernel that steps the caches of all layers at once (decode/token_program.h).
+  const MixerSpec& spec() const { return spec_; }
+  const MixerShape& shape() const { return shape_; }
+  const CacheRecords& records() const { return records_; }
+
  private:
   bool has_state() const { return shape_.state_rows > 0; }
   const CacheSlot& at(int64_t slot) const;

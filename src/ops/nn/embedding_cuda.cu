@@ -1,8 +1,7 @@
 #include <cub/device/device_radix_sort.cuh>
 
-#include "decode/token_program.cuh"
 #include "gpu/rows.cuh"
-#include "ops/nn/embedding.h"
+#include "ops/nn/embedding_kernels.h"
 
 namespace furious::cuda {
 namespace {
@@ -121,9 +120,6 @@ __global__ void join_chunks_kernel(float* dtable, const float* partials, Sorted 
 }  // namespace
 
 void embedding_forward(const Tensor& y, const Tensor& table, const Tensor& tokens) {
-  if (recording_program())
-    return record(EmbeddingCall{table.data<float>(), pointer<bfloat16>(y), static_cast<int>(tokens.elements()),
-                                static_cast<int>(table.size(1))});
   with_activation_type(y.dtype(), [&](auto zero) {
     using T = decltype(zero);
     const Gather<typename OnDevice<T>::Type> f{pointer<T>(y), table.data<float>(), tokens.data<int32_t>(),

@@ -6,6 +6,7 @@
 #include "base/error.h"
 #include "base/parallel.h"
 #include "ops/elementwise.h"
+#include "ops/nn/linear_kernels.h"
 #include "tensor/check.h"
 #include "tensor/dispatch.h"
 
@@ -209,6 +210,17 @@ Variable joined_linear(Tape& tape, const Variable& x, const std::vector<Variable
              {.transpose_a = true, .accumulate = dweight.holds_sum, .precision = used});
     });
   });
+}
+
+Tensor logits_forward(const Tensor& h, const Tensor& weight) {
+  if (h.device().is_cpu() || weight.dtype() == DType::f32)
+    return linear_forward(h.dtype() == DType::f32 && h.is_contiguous() ? h : to_dtype(h, DType::f32), weight);
+  Shape shape = h.shape();
+  shape[h.rank() - 1] = weight.size(0);
+  const Tensor logits = Tensor::empty(shape, DType::f32, h.device());
+  matmul(logits.as_matrix(), to_dtype(h, DType::bf16).as_matrix(), weight,
+         {.transpose_b = true, .precision = MatmulPrecision::bf16});
+  return logits;
 }
 
 }  // namespace furious

@@ -6,14 +6,8 @@
 namespace furious {
 
 // logits f32 [batch, n], n at least 1, with contiguous rows that may lie apart. The result is i32 [batch, 2] on the
-// same device: an id, which is one whatever the logits are, and 1 if the whole row was finite, else 0.
+// same device: an id, which is one whatever the logits are, and 1 if the whole row was finite, else 0. It is the choice
+// of ops/sampling/sampling.h with temperature 0, and has its kernel.
 Tensor argmax(const Tensor& logits);
-
-namespace cpu {
-void argmax(const Tensor& best, const Tensor& logits);
-}  // namespace cpu
-namespace cuda {
-void argmax(const Tensor& best, const Tensor& logits);
-}  // namespace cuda
 
 }  // namespace furious

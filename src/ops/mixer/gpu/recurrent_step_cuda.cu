@@ -1,8 +1,8 @@
 #include <cmath>
 #include <limits>
 
-#include "decode/token_program.cuh"
 #include "gpu/launch.cuh"
+#include "ops/mixer/gpu/recurrent.cuh"
 #include "ops/mixer/polynomial.h"
 
 namespace furious::cuda {
@@ -403,10 +403,6 @@ void cache_step(const MixerSpec& spec, const MixerShape& shape, const CacheRecor
   const Cache cache = cache_of(spec, shape, k.dtype(), records);
   const float* const decays = log_decay ? log_decay.data<float>() : nullptr;
   const auto* const slot_of_row = rows.table.data<int32_t>();
-  if (recording_program())
-    return record({cache, token<bfloat16>(q), token<bfloat16>(k), token<bfloat16>(v), decays, slot_of_row,
-                   static_cast<int>(heads)},
-                  out);
   int64_t longest = 0;
   bool any_state = false;
   for (int32_t slot : rows.slots) {

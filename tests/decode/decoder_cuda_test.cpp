@@ -1,0 +1,275 @@
+#include <algorithm>
+
+#include "cuda.h"
+#include "decode/batch.h"
+#include "decode/token_program.h"
+#include "model/config_json.h"
+#include "model/language_model.h"
+#include "model/little.h"
+
+namespace furious {
+namespace {
+
+using namespace furious::testing;
+
+// Tokens [begin, begin + count) of each sequence.
+Tensor part_of(const Tensor& tokens, int64_t begin, int64_t count) {
+  const Tensor part = Tensor::empty({tokens.size(0), count}, DType::i32);
+  copy(part, tokens.slice(1, begin, count));
+  return part;
+}
+
+constexpr int64_t kFirst = 40, kLength = 200;  // several folds
+
+std::vector<ModelConfig> presets_and_random_switches(Random& random) {
+  std::vector<ModelConfig> configs;
+  for (const Preset& preset : presets()) configs.push_back(little(preset));
+  for (int i = 0; i < 8; ++i) configs.push_back(random_config(random));
+  return configs;
+}
+
+TEST(DecoderCuda, ReadsAsTheCpuAndTakesOverItsMemory) {
+  SKIP_WITHOUT_GPU();
+  Random random(1);
+  for (const ModelConfig& config : presets_and_random_switches(random)) {
+    SCOPED_TRACE(config_to_json(config));
+    const LanguageModel cpu(config, 1), gpu(config, 1, kGpu);
+    const Tensor tokens = random_tokens(random, {2, kLength}, config.vocabulary);
+    Batch here(cpu, 2), there(gpu, 2);
+    const auto read_both = [&](int64_t begin, int64_t count) {
+      const Tensor part = part_of(tokens, begin, count);
+      const Tensor expected = here.read(part);
+      ASSERT_LE(relative_error(there.read(part), expected), 1e-3) << "token " << begin;
+    };
+    read_both(0, kFirst);
+    for (int64_t t = kFirst; t < kLength; ++t) {
+      if (t % 97 == 0) {  // each goes on from what the other remembers
+        const std::vector<SlotContents> from_cpu = here.contents(), from_gpu = there.contents();
+        here = Batch(cpu, from_gpu);
+        there = Batch(gpu, from_cpu);
+      }
+      read_both(t, 1);
+    }
+  }
+}
+
+LanguageModel rounded_on_gpu(const ModelConfig& config) {
+  LanguageModel model(config, 1, kGpu);
+  model.set_compute(compute_in(DType::bf16, kGpu));
+  model.round_weights();
+  return model;
+}
+
+// One kernel for each linear layer and its neighbours.
+TEST(DecoderCuda, RoundedWeightsAndActivations) {
+  SKIP_WITHOUT_GPU();
+  Random random(2);
+  for (const ModelConfig& config : presets_and_random_switches(random)) {
+    const LanguageModel cpu(config, 1), gpu = rounded_on_gpu(config);
+    const int64_t batch = random.pick<int64_t>({1, 3, 9});
+    const Tensor tokens = random_tokens(random, {batch, kLength}, config.vocabulary);
+    Batch here(cpu, batch), there(gpu, batch);
+    double errors = 0;
+    for (int64_t t = 0; t < kLength; ++t) {
+      const Tensor part = part_of(tokens, t, 1);
+      const Tensor expected = here.read(part);
+      errors += relative_error(there.read(part), expected);
+    }
+    EXPECT_LE(errors / kLength, 3e-2) << config_to_json(config) << ", batch " << batch;
+  }
+}
+
+// A cache with a state becomes one kernel for a token exactly where that kernel computes every switch.
+TEST(DecoderCuda, WhatIsOneKernel) {
+  SKIP_WITHOUT_GPU();
+  Random random(6);
+  const auto runs_as = [&](const ModelConfig& config) {
+    const LanguageModel model = rounded_on_gpu(config);
+    Batch cache(model, 1);
+    cache.read(random_tokens(random, {1, 2048}, config.vocabulary));
+    for (int i = 0; i < 2; ++i) cache.step(random_tokens(random, {1, 1}, config.vocabulary));
+    return std::string(cache.ran_as());
+  };
+  const auto with = [&](const char* arch, auto&& change) {
+    ModelConfig config = little(preset(arch));
+    change(config);
+    return runs_as(config);
+  };
+  const auto unchanged = [](ModelConfig&) {};
+  if (TokenProgram::resident_blocks(kGpu, 0) == 0) GTEST_SKIP() << "this device has no code for the kernel";
+  EXPECT_EQ(with("2mamba", unchanged), "persistent kernel");
+  for (const char* arch : {"2mamba-outnorm", "2mamba-square-mask", "conv2-a-original", "linear", "outnorm-z"})
+    EXPECT_EQ(with(arch, unchanged), "persistent kernel") << arch;
+  EXPECT_EQ(with("2mamba", [](ModelConfig& c) { c.block.decay_bias = true; }), "persistent kernel");
+  EXPECT_EQ(with("2mamba", [](ModelConfig& c) { c.block.conv_bias = false; }), "persistent kernel");
+  EXPECT_EQ(with("2mamba", [](ModelConfig& c) { c.block.scale = 0.5f; }), "persistent kernel");
+  EXPECT_EQ(with("outnorm-z", [](ModelConfig& c) { c.block.z_gate_bias = false; }), "persistent kernel");
+  for (const char* arch : {"mamba2", "mamba2-paper", "mamba2s", "2mamba-dt", "fox", "2mamba-e", "softmax"})
+    EXPECT_EQ(with(arch, unchanged), "graph") << arch;
+  EXPECT_EQ(with("2mamba", [](ModelConfig& c) { c.qk_dim = 16; }), "graph");
+  EXPECT_EQ(with("2mamba", [](ModelConfig& c) { c.branch = 16; }), "graph");
+  EXPECT_EQ(with("2mamba", [](ModelConfig& c) { c.block.decay = DecayKind::log_sigmoid; }), "graph");
+  EXPECT_EQ(with("2mamba", [](ModelConfig& c) { c.block.decay = DecayKind::softplus_dt; }), "graph");
+  EXPECT_EQ(with("2mamba", [](ModelConfig& c) { c.block.discretize = Discretization::softplus; }), "graph");
+  EXPECT_EQ(with("conv2-a-original", [](ModelConfig& c) { c.block.dt_limit = 0.5; }), "graph");
+}
+
+// A step that was recorded long ago, and one that runs for the first time.
+TEST(DecoderCuda, RecordedStepsGiveTheSameBits) {
+  SKIP_WITHOUT_GPU();
+  Random random(3);
+  for (const char* name :
+       {"2mamba", "softmax", "mamba2", "2mamba-e", "linear", "mamba2-paper", "fox", "2mamba-square-mask"}) {
+    const ModelConfig config = little(preset(name));
+    LanguageModel model = rounded_on_gpu(config);
+    const Tensor tokens = random_tokens(random, {2, kLength}, config.vocabulary);
+    Batch cache(model, 2);
+    for (int64_t t = 0; t < kLength; ++t) {
+      const Tensor part = part_of(tokens, t, 1);
+      if (t == 100) model.set_compute(compute_in(DType::bf16, kGpu));  // the record is no longer good
+      if (t % 7 != 3) {
+        cache.step(part);
+        continue;
+      }
+      Batch again(model, cache.contents());
+      const Tensor expected = again.read(part);
+      ASSERT_TRUE(same_bits(cache.read(part), expected)) << name << ", token " << t;
+    }
+  }
+}
+
+// Ids [batch, 1] as argmax() leaves them on the device: each has a neighbour.
+Tensor as_chosen(const Tensor& ids) {
+  const Tensor pairs = Tensor::empty({ids.size(0), 2}, DType::i32);
+  copy(pairs.slice(1, 0, 1), ids);
+  copy(pairs.slice(1, 1, 1), ids);
+  return to_device(pairs, kGpu).slice(1, 0, 1);
+}
+
+// The blocks of the one kernel wait for each other: it is only taken where a block fits on every multiprocessor.
+TEST(DecoderCuda, OneKernelNeedsAllItsBlocksAtOnce) {
+  SKIP_WITHOUT_GPU();
+  const TokenProgram::Sizes small{1, 2, 16, 64, 64};
+  if (TokenProgram::resident_blocks(kGpu, 0) == 0) {
+    EXPECT_FALSE(TokenProgram::fits(kGpu, small));
+    GTEST_SKIP() << "this device has no code for the kernel";
+  }
+  EXPECT_TRUE(TokenProgram::fits(kGpu, small));
+  EXPECT_EQ(TokenProgram::resident_blocks(kGpu, 1 << 20), 0) << "no multiprocessor has so much shared memory";
+  TokenProgram::Sizes many_sequences = small, many_heads = small, large_heads = small, wide = small;
+  many_sequences.batch = 9;
+  many_heads.heads = 1000;  // more than multiprocessors
+  large_heads.head_dim = 256;
+  wide.widest = 1 << 16;
+  for (const TokenProgram::Sizes& sizes : {many_sequences, many_heads, large_heads, wide})
+    EXPECT_FALSE(TokenProgram::fits(kGpu, sizes)) << sizes.batch << " " << sizes.heads << " " << sizes.widest;
+
+  // What does not fit runs as a graph.
+  Random random(7);
+  const ModelConfig config = little(preset("2mamba"));
+  const LanguageModel model = rounded_on_gpu(config);
+  for (const int64_t batch : {1, 9}) {
+    const Tensor tokens = random_tokens(random, {batch, 2050}, config.vocabulary);
+    Batch cache(model, batch);
+    EXPECT_EQ(cache.ran_as(), "");
+    cache.read(part_of(tokens, 0, 2048));
+    for (int64_t t = 2048; t < 2050; ++t) cache.step(part_of(tokens, t, 1));
+    EXPECT_EQ(cache.ran_as(), batch == 1 ? "persistent kernel" : "graph") << "batch " << batch;
+  }
+}
+
+// Models of many shapes, whose caches have folded: a token as one kernel, as a graph of kernels, and on the CPU.
+TEST(DecoderCuda, OneKernelReadsAsManyDo) {
+  SKIP_WITHOUT_GPU();
+  if (TokenProgram::resident_blocks(kGpu, 0) == 0) GTEST_SKIP() << "this device has no code for the kernel";
+  Random random(4);
+  for (int i = 0; i < 12; ++i) {
+    ModelConfig config = little(preset(random.pick<const char*>(
+        {"2mamba", "2mamba", "2mamba-square-mask", "linear", "conv2-a-original", "outnorm-z"})));
+    config.block.decay_bias = config.block.has_decay_projection() && random.coin();
+    config.block.conv_bias = random.coin();
+    config.block.z_gate_bias = random.coin();
+    if (random.coin()) config.block.scale = 0.5f;
+    config.hidden = random.pick<int64_t>({24, 64, 136, 520});
+    config.intermediate = random.pick<int64_t>({32, 72, 1032});
+    config.vocabulary = random.pick<int64_t>({23, 300, 5000});
+    config.head_dim = config.qk_dim = random.pick<int64_t>({8, 16, 24, 64});
+    config.v_heads = random.pick<int64_t>({1, 2, 6});
+    config.q_heads = config.v_heads;
+    config.k_heads = random.pick<int64_t>({1, config.v_heads});
+    config.tie_embeddings = i % 2 == 0;
+    const int64_t batch = random.pick<int64_t>({1, 1, 2, 8}), heads = config.heads();
+    SCOPED_TRACE(fmt::format("{}: {} {}, hidden {}, intermediate {}, {} heads of {} with {} keys, batch {}", i,
+                             config.arch, config.vocabulary, config.hidden, config.intermediate, heads, config.head_dim,
+                             config.k_heads, batch));
+    const int64_t widest = std::max({config.hidden, config.intermediate, heads * config.head_dim});
+    ASSERT_TRUE(TokenProgram::fits(kGpu, {batch, heads, config.head_dim, widest, config.hidden}));
+    const LanguageModel cpu(config, 1), one = rounded_on_gpu(config);
+    LanguageModel many = rounded_on_gpu(config);
+    Compute compute = compute_in(DType::bf16, kGpu);
+    compute.token_program = false;
+    many.set_compute(compute);
+
+    // Enough to fold, and then steps through a whole window and more.
+    const int64_t first = 2048 + random.integer(0, 40), steps = random.integer(1, 90);
+    const Tensor tokens = random_tokens(random, {batch, first + steps}, config.vocabulary);
+    Batch expected_cache(many, batch), cache(one, batch), again(one, batch);
+    cache.read(part_of(tokens, 0, first));
+    expected_cache.read(part_of(tokens, 0, first));
+    again.read(part_of(tokens, 0, first));
+    Batch here(cpu, cache.contents());
+    double errors = 0, cpu_errors = 0;
+    for (int64_t t = first; t < first + steps; ++t) {
+      const Tensor token = part_of(tokens, t, 1);
+      const Tensor logits = cache.read(token);
+      errors += relative_error(logits, expected_cache.read(token));
+      cpu_errors += relative_error(logits, here.read(token));
+      ASSERT_TRUE(same_bits(logits, again.read(as_chosen(token)))) << "token " << t;
+      ASSERT_EQ(cache.ran_as(), "persistent kernel");
+      ASSERT_EQ(expected_cache.ran_as(), t == first ? "operations" : "graph");
+      if (t % 37 == 0) again = Batch(one, cache.contents());
+    }
+    EXPECT_LE(errors / static_cast<double>(steps), 2e-2);
+    EXPECT_LE(cpu_errors / static_cast<double>(steps), 3e-2);
+    EXPECT_EQ(cache.tokens(), first + steps);
+  }
+}
+
+// Kernels of several caches that follow each other, without the host waiting between them.
+TEST(DecoderCuda, SeveralCachesByTurns) {
+  SKIP_WITHOUT_GPU();
+  Random random(5);
+  ModelConfig config = little(preset("2mamba"));
+  config.hidden = 64;
+  config.intermediate = 72;
+  config.head_dim = config.qk_dim = 16;
+  config.q_heads = config.k_heads = config.v_heads = 2;
+  const LanguageModel model = rounded_on_gpu(config);
+  constexpr int64_t kBefore = 2048, kSteps = 80;
+  const std::vector<int64_t> batches = {1, 2, 5};
+  std::vector<Batch> caches;
+  std::vector<std::vector<Tensor>> ids(batches.size()), expected(batches.size()), actual(batches.size());
+  for (size_t i = 0; i < batches.size(); ++i) {
+    const Tensor tokens = random_tokens(random, {batches[i], kBefore + kSteps}, config.vocabulary);
+    Batch alone(model, batches[i]);
+    caches.emplace_back(model, batches[i]);
+    alone.read(part_of(tokens, 0, kBefore));
+    caches.back().read(part_of(tokens, 0, kBefore));
+    for (int64_t t = kBefore; t < kBefore + kSteps; ++t) {
+      ids[i].push_back(as_chosen(part_of(tokens, t, 1)));
+      expected[i].push_back(alone.read(ids[i].back()));
+    }
+  }
+  for (size_t t = 0; t < kSteps; ++t)
+    for (size_t i = 0; i < batches.size(); ++i) {
+      const Tensor logits = caches[i].step(ids[i][t]);
+      actual[i].push_back(Tensor::empty_like(logits));
+      copy(actual[i].back(), logits);
+    }
+  for (size_t i = 0; i < batches.size(); ++i)
+    for (size_t t = 0; t < kSteps; ++t)
+      ASSERT_TRUE(same_bits(to_cpu(actual[i][t]), expected[i][t])) << "batch " << batches[i] << ", step " << t;
+}
+
+}  // namespace
+}  // namespace furious

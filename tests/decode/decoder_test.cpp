@@ -1,0 +1,232 @@
+#include "decode/decoder.h"
+
+#include <algorithm>
+#include <set>
+
+#include "decode/batch.h"
+#include "decode/state_file.h"
+#include "model/little.h"
+#include "support.h"
+#include "temporary_directory.h"
+
+namespace furious {
+namespace {
+
+using namespace furious::testing;
+
+constexpr Sampling kGreedy{.temperature = 0, .top_p = 1};
+
+// Weights large enough that what a model writes depends on what it has read.
+LanguageModel lively_model(const ModelConfig& config) {
+  Random random(1);
+  return LanguageModel(config, [&](const std::string&, const Tensor& out) {
+    copy_between(out, random.normal_tensor(out.shape(), 0.3));
+  });
+}
+
+std::vector<int32_t> random_text(Random& random, int64_t length, int64_t vocabulary) {
+  std::vector<int32_t> text;
+  for (int64_t i = 0; i < length; ++i) text.push_back(static_cast<int32_t>(random.integer(0, vocabulary - 1)));
+  return text;
+}
+
+// What one sequence writes in a decoder of its own.
+std::vector<int32_t> alone(const LanguageModel& model, const std::vector<int32_t>& prompt, const Sampling& sampling,
+                           int64_t tokens) {
+  Decoder decoder(model, 1);
+  const int32_t slot = decoder.start();
+  decoder.read(slot, prompt);
+  decoder.set_sampling(slot, sampling);
+  std::vector<int32_t> text;
+  for (int64_t i = 0; i < tokens; ++i) text.push_back(decoder.step({&slot, 1}).wait()[0]);
+  return text;
+}
+
+class DecoderOf : public ::testing::TestWithParam<const char*> {};
+
+// Slots with prompts, lengths and sampling of their own that start and stop at different times, in changing orders.
+TEST_P(DecoderOf, SlotsWriteWhatEachWritesAlone) {
+  Random random(2);
+  const LanguageModel model = lively_model(little(preset(GetParam())));
+  struct Sequence {
+    std::vector<int32_t> prompt, text;
+    Sampling sampling;
+    int64_t starts, ends;
+    int32_t slot = -1;
+  };
+  std::vector<Sequence> sequences;
+  for (int i = 0; i < 7; ++i) {
+    Sequence sequence;
+    sequence.prompt = random_text(random, random.pick<int64_t>({1, 2, 33, 190, 300}), model.config().vocabulary);
+    sequence.sampling = i % 3 == 0 ? kGreedy : Sampling{.temperature = 0.7, .top_k = i, .seed = uint64_t(i)};
+    sequence.starts = random.integer(0, 60);
+    sequence.ends = sequence.starts + random.integer(1, 140);
+    sequences.push_back(sequence);
+  }
+  Decoder decoder(model, 7);
+  for (int64_t t = 0; t < 200; ++t) {
+    std::vector<Sequence*> active;
+    for (Sequence& sequence : sequences) {
+      if (t == sequence.starts) {
+        sequence.slot = decoder.start();
+        decoder.read(sequence.slot, sequence.prompt);
+        decoder.set_sampling(sequence.slot, sequence.sampling);
+      }
+      if (t == sequence.ends) decoder.stop(sequence.slot);
+      if (t >= sequence.starts && t < sequence.ends && random.integer(0, 9) > 0) active.push_back(&sequence);
+    }
+    if (active.empty()) continue;
+    std::rotate(active.begin(), active.begin() + random.integer(0, static_cast<int64_t>(active.size()) - 1),
+                active.end());
+    std::vector<int32_t> slots;
+    for (const Sequence* sequence : active) slots.push_back(sequence->slot);
+    const std::vector<int32_t> ids = decoder.step(slots).wait();
+    for (size_t i = 0; i < active.size(); ++i) active[i]->text.push_back(ids[i]);
+  }
+  for (const Sequence& sequence : sequences) {
+    EXPECT_EQ(sequence.text,
+              alone(model, sequence.prompt, sequence.sampling, static_cast<int64_t>(sequence.text.size())));
+    if (sequence.text.size() > 20)
+      EXPECT_GT(std::set(sequence.text.begin(), sequence.text.end()).size(), 2u) << "the test would see nothing";
+  }
+}
+
+TEST_P(DecoderOf, LogitsAreThoseOfTheFullPass) {
+  Random random(3);
+  const LanguageModel model = lively_model(little(preset(GetParam())));
+  const std::vector<int32_t> text = random_text(random, 150, model.config().vocabulary);
+  const Tensor full = model.logits(int_tensor_of(text, {1, 150}));
+  Decoder decoder(model, 3);
+  (void)decoder.start();
+  const int32_t slot = decoder.start();
+  int64_t at = 0;
+  for (const int64_t count : {1, 40, 7, 1, 1, 64, 5, 31}) {
+    decoder.read(slot, std::span(text).subspan(static_cast<size_t>(at), static_cast<size_t>(count)));
+    at += count;
+    EXPECT_LE(relative_error(decoder.logits(slot), full.select(0, 0).select(0, at - 1)), 2e-4) << at;
+  }
+  EXPECT_EQ(decoder.tokens(slot), 150);
+}
+
+TEST_P(DecoderOf, ForksGoOnToTheBit) {
+  Random random(4);
+  const LanguageModel model = lively_model(little(preset(GetParam())));
+  const std::vector<int32_t> prompt = random_text(random, 210, model.config().vocabulary);
+  Decoder decoder(model, 3);
+  const int32_t a = decoder.start();
+  decoder.read(a, prompt);
+  const int32_t b = decoder.fork(a);
+  for (const int32_t slot : {a, b}) decoder.set_sampling(slot, {.temperature = 1, .seed = 5});
+  const int64_t before = decoder.bytes(a);
+  EXPECT_EQ(decoder.bytes(b), before);
+  for (int i = 0; i < 80; ++i) {
+    if (i == 40) {  // the fork of a fork, after the original is gone
+      decoder.stop(a);
+      EXPECT_EQ(decoder.free_slots(), 2);
+      const int32_t c = decoder.fork(b);
+      EXPECT_TRUE(same_bits(decoder.logits(b), decoder.logits(c)));
+      break;
+    }
+    const std::vector<int32_t> ids = decoder.step(std::vector{b, a}).wait();
+    ASSERT_EQ(ids[0], ids[1]) << i;
+    ASSERT_TRUE(same_bits(decoder.logits(a), decoder.logits(b))) << i;
+  }
+}
+
+// In memory and in a file.
+TEST_P(DecoderOf, SnapshotsGoOnToTheBit) {
+  Random random(5);
+  const TemporaryDirectory folder;
+  const LanguageModel model = lively_model(little(preset(GetParam())));
+  Decoder decoder(model, 2), other(model, 4);
+  (void)other.start();
+  const Sampling sampling{.temperature = 0.9, .top_k = 9, .repetition_penalty = 1.3, .seed = 8};
+  std::vector<int32_t> slots;
+  for (const int64_t length : {5, 260}) {
+    slots.push_back(decoder.start());
+    decoder.read(slots.back(), random_text(random, length, model.config().vocabulary));
+    decoder.set_sampling(slots.back(), sampling);
+  }
+  for (int i = 0; i < 9; ++i) (void)decoder.step(slots).wait();
+  const std::vector<SlotContents> contents{decoder.contents(slots[0]), decoder.contents(slots[1])};
+  save_state(folder / "two.state", contents, model.config(), "print");
+  const std::vector<SlotContents> loaded = load_state(folder / "two.state", model.config(), "print");
+  ASSERT_EQ(loaded.size(), 2u);
+  std::vector<int32_t> restored;
+  for (size_t i = 0; i < 2; ++i) {
+    restored.push_back(other.start());
+    other.read(restored.back(), random_text(random, 70, model.config().vocabulary));  // what is there goes
+    other.restore(restored.back(), i == 0 ? contents[0] : loaded[1]);
+    other.set_sampling(restored.back(), sampling);
+    EXPECT_EQ(other.tokens(restored[i]), decoder.tokens(slots[i]));
+  }
+  for (int i = 0; i < 90; ++i) {
+    ASSERT_EQ(other.step(restored).wait(), decoder.step(slots).wait()) << i;
+    for (size_t s = 0; s < 2; ++s)
+      ASSERT_TRUE(same_bits(other.logits(restored[s]), decoder.logits(slots[s]))) << i << ", sequence " << s;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Presets, DecoderOf,
+                         ::testing::Values("2mamba", "softmax", "mamba2", "mamba2-paper", "2mamba-e"),
+                         [](const auto& test) {
+                           std::string name = test.param;
+                           std::ranges::replace(name, '-', '_');
+                           return name;
+                         });
+
+TEST(Decoder, WhatCannotBeIsAnError) {
+  const LanguageModel model = lively_model(little(preset("2mamba")));
+  expect_error([&] { Decoder(model, 0); }, {"0 slots", "expected 1 or more"});
+  Decoder decoder(model, 2);
+  const int32_t a = decoder.start(), b = decoder.start();
+  expect_error([&] { decoder.start(); }, {"all 2 slots", "stop one"});
+  expect_error([&] { decoder.fork(a); }, {"all 2 slots"});
+  expect_error([&] { decoder.step(std::vector{a}); }, {"slot 0", "read nothing"});
+  expect_error([&] { decoder.step({}); }, {"no slots"});
+  decoder.stop(b);
+  expect_error([&] { decoder.read(b, std::vector{1}); }, {"slot 1 holds no sequence"});
+  expect_error([&] { decoder.tokens(7); }, {"slot 7", "expected 0..1"});
+  expect_error([&] { decoder.read(a, std::vector{1, 23}); }, {"23"});
+  decoder.read(a, std::vector{1, 2});
+  expect_error([&] { decoder.step(std::vector{a, a}); }, {"twice"});
+
+  const LanguageModel other = lively_model(little(preset("softmax")));
+  Decoder of_other(other, 1);
+  const int32_t slot = of_other.start();
+  expect_error([&] { of_other.restore(slot, decoder.contents(a)); }, {"restore"});
+}
+
+TEST(Decoder, LogProbabilitiesOfTheChosenAndTheBest) {
+  const LanguageModel model = lively_model(little(preset("2mamba")));
+  Decoder decoder(model, 2);
+  std::vector<int32_t> slots{decoder.start(), decoder.start()};
+  decoder.read(slots[0], std::vector{1, 2, 3});
+  decoder.read(slots[1], std::vector{4});
+  for (const int32_t slot : slots) decoder.set_sampling(slot, {.temperature = 1, .log_probabilities = 3});
+  const Tensor logits = decoder.logits(slots[1]);
+  const ChosenTokens chosen = decoder.step(slots);
+  const int32_t id = chosen.wait()[1];
+  double sum = 0;
+  for (int64_t i = 0; i < logits.size(0); ++i) sum += std::exp(static_cast<double>(logits.data<float>()[i]));
+  const Tensor found = chosen.log_probabilities().select(0, 1);
+  EXPECT_NEAR(found.data<float>()[0], static_cast<double>(logits.data<float>()[id]) - std::log(sum), 1e-4);
+  const float largest = *std::max_element(logits.data<float>(), logits.data<float>() + logits.size(0));
+  EXPECT_NEAR(found.data<float>()[1], static_cast<double>(largest) - std::log(sum), 1e-4);
+  EXPECT_EQ(logits.data<float>()[chosen.best().select(0, 1).data<int32_t>()[1]], largest);
+}
+
+// Ids behind the vocabulary of the tokenizer are never chosen.
+TEST(Decoder, ChoosesOnlyIdsOfTheVocabulary) {
+  const LanguageModel model = lively_model(little(preset("2mamba")));
+  Decoder decoder(model, 1, 5);
+  const int32_t slot = decoder.start();
+  decoder.read(slot, std::vector{22});
+  decoder.set_sampling(slot, {.temperature = 100, .top_p = 1});
+  std::set<int32_t> seen;
+  for (int i = 0; i < 60; ++i) seen.insert(decoder.step({&slot, 1}).wait()[0]);
+  EXPECT_EQ(seen, (std::set<int32_t>{0, 1, 2, 3, 4}));
+}
+
+}  // namespace
+}  // namespace furious
