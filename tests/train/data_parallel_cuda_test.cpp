@@ -1,4 +1,4 @@
-// The way of several GPUs, NCCL, walked by one rank.
+// The NCCL path of several GPUs, with a single rank.
 #include "cuda.h"
 #include "dist/collectives.h"
 #include "train/small_run.h"
