@@ -49,7 +49,7 @@ TEST_F(DataCommands, FromTextToShards) {
   Random random(1);
   const std::string text = folder.write("in/a.jsonl.zst", zstd_of(json_lines(random_documents(random, 300))));
   const std::string model = folder.path("t.model");
-  expect_run(fmt::format("tokenizer train {} --vocab 400 --out {}", text, model), 0, {"400 ids"});
+  expect_run(fmt::format("tokenizer train {} --vocab 400 --out {}", text, model), 0, {"vocabulary of 400"});
   expect_run(fmt::format("tokenizer show {} --text 'the snake'", model), 0,
              {"sentencepiece", "400", "fnv1a64:", "decoded: the snake"});
   const std::string out = folder.path("data");

@@ -37,7 +37,7 @@ class TrainCommandTest : public ::testing::Test {
 
 TEST_F(TrainCommandTest, TrainsAndSaysSo) {
   expect_run(command("run", "--steps 6 --eval-every 3 --sample-every 3 --warmup 0"), 0,
-             {"2mamba: 0.0", "steps 1 to 6", "test loss", "writes:", "done after 6 steps", "step-00000006"});
+             {"2mamba: 0.0", "steps 1 to 6", "test loss", "sample:", "done after 6 steps", "step-00000006"});
   expect_run("train --help", 0, {"--schedule-steps", "=0.0001", "Example: furious train"});
   const RunResult said = run(command("again", "--steps 1"));
   EXPECT_EQ(said.output.find("increase --steps to continue"), std::string::npos) << said.output;

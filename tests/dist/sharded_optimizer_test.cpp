@@ -82,7 +82,7 @@ struct Model {
 const std::vector<int64_t> kBuckets = {64, 128, 1000, 4096, 1 << 20};
 const std::vector<int64_t> kSizes = {300, 1, 64, 2000, 63, 65, 5};
 
-TEST(WorldShards, SumsTheGradientsOfAllRanks) {
+TEST(WorldShardedOptimizer, SumsTheGradientsOfAllRanks) {
   const int ranks = world().size();
   const double all = ranks * (ranks + 1) / 2.0;  // 1 + … + n
   for (const DType sent : {DType::f32, DType::bf16}) {
@@ -115,7 +115,7 @@ TEST(WorldShards, SumsTheGradientsOfAllRanks) {
   }
 }
 
-TEST(WorldShards, KeepValuesAndMoments) {
+TEST(WorldShardedOptimizer, KeepValuesAndMoments) {
   for (const int64_t bucket : kBuckets) {
     Model model(kSizes);
     ShardedOptimizer shards(world(), model.parameters, DType::f32, bucket);
@@ -137,7 +137,7 @@ TEST(WorldShards, KeepValuesAndMoments) {
   }
 }
 
-TEST(WorldShards, ARankThatFailsMakesTheSumNotANumber) {
+TEST(WorldShardedOptimizer, ARankThatFailsMakesTheSumNotANumber) {
   Model model({100, 200});
   ShardedOptimizer shards(world(), model.parameters, DType::f32, 64);
   shards.begin_step();

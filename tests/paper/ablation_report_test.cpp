@@ -97,7 +97,7 @@ TEST(AblationReport, CountsPairsInTheOrderOfThePaper) {
   add(3.1, {run_of(1, 4, 4.5)});
   add(0, {run_of(1, 4, 1)});  // not in the paper
   add(3.2, {});               // not trained yet
-  EXPECT_NE(ablation_notes(ablation).find("Of 5 pairs of rows whose test losses differ in the paper, 4 come in its"),
+  EXPECT_NE(ablation_notes(ablation).find("Of 5 pairs of rows whose test losses differ in the paper, 4 have the "),
             std::string::npos)
       << ablation_notes(ablation);
 }
@@ -175,7 +175,8 @@ TEST(AblationReport, JsonComesBack) {
   EXPECT_EQ(ablation_to_json(again), json);
   EXPECT_EQ(ablation_page(again), ablation_page(ablation));
   EXPECT_TRUE(std::isnan(again.rows[1].runs[1].train_loss));
-  expect_error([] { ablation_from_json("{}", "some.json"); }, {"some.json", "not the results.json of an ablation"});
+  expect_error([] { ablation_from_json("{}", "some.json"); },
+               {"some.json", "expected the results.json of an ablation"});
   expect_error([] { ablation_from_json("nonsense", "some.json"); }, {"some.json"});
   expect_error([] { ablation_from_json(R"({"words": [], "finished": true, "rows": []})", "x"); }, {"x", "no rows"});
   expect_error([&] { ablation_from_json(json.substr(0, json.size() / 2), "half"); }, {"half"});

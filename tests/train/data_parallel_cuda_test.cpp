@@ -1,4 +1,4 @@
-// The way of several GPUs, NCCL, walked by one rank.
+// The NCCL path of several GPUs, with a single rank.
 #include "cuda.h"
 #include "dist/collectives.h"
 #include "train/small_run.h"
@@ -16,7 +16,7 @@ std::vector<double> weights_of(const Trainer& trainer) {
   return all;
 }
 
-TEST(TeamCuda, OfOneIsTheProcessAlone) {
+TEST(DataParallelCuda, OfOneIsTheProcessAlone) {
   SKIP_WITHOUT_GPU();
   if (!nccl_library().starts_with("NCCL 2")) GTEST_SKIP() << "no NCCL: " << nccl_library();
   const TemporaryFolder folder;
@@ -43,7 +43,7 @@ TEST(TeamCuda, OfOneIsTheProcessAlone) {
   }
 }
 
-TEST(TeamCuda, SavesWhatTheProcessAloneSaves) {
+TEST(DataParallelCuda, SavesWhatTheProcessAloneSaves) {
   SKIP_WITHOUT_GPU();
   if (!nccl_library().starts_with("NCCL 2")) GTEST_SKIP() << "no NCCL: " << nccl_library();
   const TemporaryFolder folder;

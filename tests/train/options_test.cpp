@@ -41,7 +41,7 @@ TEST(TrainOptions, Refuses) {
   expect_error([&] { check_train_options(options); }, {"batch of 8", "3 micro-batches"});
   options.accumulate = 1;
   options.schedule_steps = 50;
-  expect_error([&] { check_train_options(options); }, {"schedule-steps is 50", "100 of warmup"});
+  expect_error([&] { check_train_options(options); }, {"schedule-steps is 50", "warmup (100)"});
   options.schedule_steps = 0;
   options.bos = true;
   for (const char* packing : {"packed", "isolated"}) {
@@ -59,7 +59,7 @@ TEST(TrainOptions, ACpuMixesInF32) {
   options.device = "cpu";
   for (const char* precision : {"bf16", "tf32", "tf32x3"}) {
     set_train_option(options, "mixer-precision", precision);
-    expect_error([&] { resolved(options); }, {"mixer-precision", precision, "f32 only"});
+    expect_error([&] { resolved(options); }, {"mixer-precision", precision, "not supported on a CPU"});
   }
   for (const char* precision : {"auto", "f32"}) {
     set_train_option(options, "mixer-precision", precision);
@@ -92,7 +92,7 @@ TEST(TrainOptions, SwitchesReplaceTheArchitectures) {
   expected.norm = Norm::none;
   EXPECT_EQ(model_config(options, 300).block, expected);
   options.switches = "conv_window";
-  expect_error([&] { model_config(options, 300); }, {"\"conv_window\"", "no key=value"});
+  expect_error([&] { model_config(options, 300); }, {"\"conv_window\"", "not KEY=VALUE"});
   options.switches = "score=linear";  // under the sum norm, without ReLU
   expect_error([&] { model_config(options, 300); }, {"linear score", "ReLU"});
 }

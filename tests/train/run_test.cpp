@@ -300,7 +300,7 @@ TEST_F(RunTest, FilesOfACheckpointBelongTogether) {
     expect_error([&] { train(options); }, parts);
     std::ofstream(file, std::ios::binary) << good;
   };
-  const std::string good_one = "step-00000009 is undamaged: --resume=previous";
+  const std::string good_one = "step-00000009 is undamaged; resume from it with --resume=previous";
   const std::string config = newest + "/config.json", toml = options.out + "/run.toml";
   refused(config, read_file(config) + " ", {config, "is not the file that was saved with the weights", good_one});
   refused(newest + "/tokenizer_config.json", "{}", {"tokenizer_config.json", "is not the file"});
@@ -369,7 +369,7 @@ TEST_F(RunTest, BadInput) {
   refused([](TrainOptions& o) { o.length = 1 << 25; }, {"length"});
   refused([](TrainOptions& o) { o.arch = "2mambo"; }, {"2mambo", "2mamba"});
   refused([](TrainOptions& o) { o.device = "tpu"; }, {"tpu"});
-  refused([&](TrainOptions& o) { o.out = folder.write("file", "x") + "/run"; }, {"cannot make the folder"});
+  refused([&](TrainOptions& o) { o.out = folder.write("file", "x") + "/run"; }, {"cannot create the folder"});
 }
 
 }  // namespace
