@@ -79,39 +79,39 @@ TEST(DecoderCuda, RoundedWeightsAndActivations) {
   }
 }
 
-// A cache with a state becomes one kernel for a token exactly where that kernel computes every switch.
-TEST(DecoderCuda, WhatIsOneKernel) {
+// A token is the persistent kernel exactly where that kernel runs every operation of the plan, before the first fold
+// and after it.
+TEST(DecoderCuda, WhatRunsAsThePersistentKernel) {
   SKIP_WITHOUT_GPU();
+  if (TokenProgram::resident_blocks(kGpu, 0) == 0) GTEST_SKIP() << "this device has no code for the kernel";
   Random random(6);
-  const auto runs_as = [&](const ModelConfig& config) {
-    const LanguageModel model = rounded_on_gpu(config);
-    Batch cache(model, 1);
-    cache.read(random_tokens(random, {1, 2048}, config.vocabulary));
-    for (int i = 0; i < 2; ++i) cache.step(random_tokens(random, {1, 1}, config.vocabulary));
-    return std::string(cache.ran_as());
-  };
   const auto with = [&](const char* arch, auto&& change) {
     ModelConfig config = little(preset(arch));
     change(config);
-    return runs_as(config);
+    const LanguageModel model = rounded_on_gpu(config);
+    const std::string missing = TokenProgram::missing(kGpu, plan_tokens(model.plan()), 1);
+    for (const int64_t before : {3, 2048}) {
+      Batch cache(model, 1);
+      cache.read(random_tokens(random, {1, before}, config.vocabulary));
+      for (int i = 0; i < 2; ++i) cache.step(random_tokens(random, {1, 1}, config.vocabulary));
+      EXPECT_EQ(cache.ran_as(), missing.empty() ? "persistent kernel" : "graph") << arch << ": " << missing;
+    }
+    return missing.empty();
   };
   const auto unchanged = [](ModelConfig&) {};
-  if (TokenProgram::resident_blocks(kGpu, 0) == 0) GTEST_SKIP() << "this device has no code for the kernel";
-  EXPECT_EQ(with("2mamba", unchanged), "persistent kernel");
-  for (const char* arch : {"2mamba-outnorm", "2mamba-square-mask", "conv2-a-original", "linear", "outnorm-z"})
-    EXPECT_EQ(with(arch, unchanged), "persistent kernel") << arch;
-  EXPECT_EQ(with("2mamba", [](ModelConfig& c) { c.block.decay_bias = true; }), "persistent kernel");
-  EXPECT_EQ(with("2mamba", [](ModelConfig& c) { c.block.conv_bias = false; }), "persistent kernel");
-  EXPECT_EQ(with("2mamba", [](ModelConfig& c) { c.block.scale = 0.5f; }), "persistent kernel");
-  EXPECT_EQ(with("outnorm-z", [](ModelConfig& c) { c.block.z_gate_bias = false; }), "persistent kernel");
-  for (const char* arch : {"mamba2", "mamba2-paper", "mamba2s", "2mamba-dt", "fox", "2mamba-e", "softmax"})
-    EXPECT_EQ(with(arch, unchanged), "graph") << arch;
-  EXPECT_EQ(with("2mamba", [](ModelConfig& c) { c.qk_dim = 16; }), "graph");
-  EXPECT_EQ(with("2mamba", [](ModelConfig& c) { c.branch = 16; }), "graph");
-  EXPECT_EQ(with("2mamba", [](ModelConfig& c) { c.block.decay = DecayKind::log_sigmoid; }), "graph");
-  EXPECT_EQ(with("2mamba", [](ModelConfig& c) { c.block.decay = DecayKind::softplus_dt; }), "graph");
-  EXPECT_EQ(with("2mamba", [](ModelConfig& c) { c.block.discretize = Discretization::softplus; }), "graph");
-  EXPECT_EQ(with("conv2-a-original", [](ModelConfig& c) { c.block.dt_limit = 0.5; }), "graph");
+  for (const char* arch : {"2mamba", "2mamba-outnorm", "2mamba-square-mask", "conv2-a-original", "linear", "outnorm-z",
+                           "mamba2", "mamba2s", "2mamba-dt", "softmax"})
+    EXPECT_TRUE(with(arch, unchanged)) << arch;
+  EXPECT_TRUE(with("2mamba", [](ModelConfig& c) { c.block.decay_bias = true; }));
+  EXPECT_TRUE(with("2mamba", [](ModelConfig& c) { c.block.conv_bias = false; }));
+  EXPECT_TRUE(with("2mamba", [](ModelConfig& c) { c.block.scale = 0.5f; }));
+  EXPECT_TRUE(with("outnorm-z", [](ModelConfig& c) { c.block.z_gate_bias = false; }));
+  EXPECT_FALSE(with("2mamba", [](ModelConfig& c) { c.branch = 16; }));
+  EXPECT_FALSE(with("2mamba", [](ModelConfig& c) { c.block.decay = DecayKind::log_sigmoid; }));
+  EXPECT_FALSE(with("2mamba", [](ModelConfig& c) { c.block.decay = DecayKind::softplus_dt; }));
+  EXPECT_FALSE(with("2mamba", [](ModelConfig& c) { c.block.discretize = Discretization::softplus; }));
+  EXPECT_FALSE(with("conv2-a-original", [](ModelConfig& c) { c.block.dt_limit = 0.5; }));
+  EXPECT_FALSE(with("softmax-qk-norm", unchanged));
 }
 
 // A step that was recorded long ago, and one that runs for the first time.
@@ -146,25 +146,9 @@ Tensor as_chosen(const Tensor& ids) {
   return to_device(pairs, kGpu).slice(1, 0, 1);
 }
 
-// The blocks of the one kernel wait for each other: it is only taken where a block fits on every multiprocessor.
-TEST(DecoderCuda, OneKernelNeedsAllItsBlocksAtOnce) {
+TEST(DecoderCuda, MoreSequencesThanThePersistentKernelHasRunAsAGraph) {
   SKIP_WITHOUT_GPU();
-  const TokenProgram::Sizes small{1, 2, 16, 64, 64};
-  if (TokenProgram::resident_blocks(kGpu, 0) == 0) {
-    EXPECT_FALSE(TokenProgram::fits(kGpu, small));
-    GTEST_SKIP() << "this device has no code for the kernel";
-  }
-  EXPECT_TRUE(TokenProgram::fits(kGpu, small));
-  EXPECT_EQ(TokenProgram::resident_blocks(kGpu, 1 << 20), 0) << "no multiprocessor has so much shared memory";
-  TokenProgram::Sizes many_sequences = small, many_heads = small, large_heads = small, wide = small;
-  many_sequences.batch = 9;
-  many_heads.heads = 1000;  // more than multiprocessors
-  large_heads.head_dim = 256;
-  wide.widest = 1 << 16;
-  for (const TokenProgram::Sizes& sizes : {many_sequences, many_heads, large_heads, wide})
-    EXPECT_FALSE(TokenProgram::fits(kGpu, sizes)) << sizes.batch << " " << sizes.heads << " " << sizes.widest;
-
-  // What does not fit runs as a graph.
+  if (TokenProgram::resident_blocks(kGpu, 0) == 0) GTEST_SKIP() << "this device has no code for the kernel";
   Random random(7);
   const ModelConfig config = little(preset("2mamba"));
   const LanguageModel model = rounded_on_gpu(config);
@@ -202,8 +186,6 @@ TEST(DecoderCuda, OneKernelReadsAsManyDo) {
     SCOPED_TRACE(fmt::format("{}: {} {}, hidden {}, intermediate {}, {} heads of {} with {} keys, batch {}", i,
                              config.arch, config.vocabulary, config.hidden, config.intermediate, heads, config.head_dim,
                              config.k_heads, batch));
-    const int64_t widest = std::max({config.hidden, config.intermediate, heads * config.head_dim});
-    ASSERT_TRUE(TokenProgram::fits(kGpu, {batch, heads, config.head_dim, widest, config.hidden}));
     const LanguageModel cpu(config, 1), one = rounded_on_gpu(config);
     LanguageModel many = rounded_on_gpu(config);
     Compute compute = compute_in(DType::bf16, kGpu);
