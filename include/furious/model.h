@@ -53,7 +53,7 @@ class FURIOUS_API Model {
 
   struct Parts;  // of the library
   explicit Model(std::shared_ptr<const Parts> parts);
-  const Parts& parts() const { return *parts_; }
+  const Parts& parts() const;  // an Error where the model was moved from
 
  private:
   std::shared_ptr<const Parts> parts_;

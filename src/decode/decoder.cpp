@@ -370,8 +370,13 @@ Tensor Decoder::recorded_pass(const SlotRows& rows, const Tensor& ids) {
   return recorded.logits;
 }
 
-Tensor Decoder::token_pass(const SlotRows& rows, const Tensor& ids) {
+Tensor Decoder::token_pass(const SlotRows& rows, const Tensor& tokens) {
   const ModelConfig& config = model_->config();
+  Tensor ids = tokens;
+  if (!tokens.is_contiguous()) {  // a column of what was chosen
+    ids = Tensor::empty(tokens.shape(), DType::i32, tokens.device());
+    copy(ids, tokens);
+  }
   Tensor x = embedding_forward(model_->embedding_table(), ids, model_->compute().activations);
   for (size_t i = 0; i < layers_.size(); ++i) x = run_layer(i, rows, x);
   const TokenInput in{x.view({rows.size(), config.hidden}), {}, model_->final_norm(), config.norm_eps};

@@ -117,7 +117,7 @@ class Decoder {
   Tensor logits_of(std::span<const int32_t> slots) const;
   void forward(std::span<const int32_t> slots, const Tensor& ids);
   Tensor recorded_pass(const SlotRows& rows, const Tensor& ids);
-  Tensor token_pass(const SlotRows& rows, const Tensor& ids);
+  Tensor token_pass(const SlotRows& rows, const Tensor& tokens);
   Tensor run_layer(size_t layer, const SlotRows& rows, const Tensor& x);
   std::shared_ptr<TokenProgram> new_program(const SlotRows& rows) const;
   bool runs_as_program(int64_t rows) const;

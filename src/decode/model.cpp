@@ -22,6 +22,11 @@ Model::Parts::Parts(LanguageModel model, std::shared_ptr<const Tokenizer> its_to
 
 Model::Model(std::shared_ptr<const Parts> parts) : parts_(std::move(parts)) {}
 
+const Model::Parts& Model::parts() const {
+  require(parts_ != nullptr, "model: it was moved to another; use that one");
+  return *parts_;
+}
+
 Model Model::load(const std::filesystem::path& given, const LoadOptions& options) try {
   require(options.threads >= 0 && options.threads <= 4096, "threads is {}, expected 0 to 4096; 0 is all cores",
           options.threads);
@@ -41,25 +46,25 @@ Model Model::load(const std::filesystem::path& given, const LoadOptions& options
 }
 
 std::string Model::arch() const {
-  return parts_->language_model.config().arch;
+  return parts().language_model.config().arch;
 }
 
 int64_t Model::parameters() const {
-  return parameter_count(parts_->language_model.config());
+  return parameter_count(parts().language_model.config());
 }
 
 int64_t Model::vocabulary() const {
-  return parts_->language_model.config().vocabulary;
+  return parts().language_model.config().vocabulary;
 }
 
 std::vector<int32_t> Model::encode(std::string_view text) const try {
-  return parts_->tokenizer->encode(text);
+  return parts().tokenizer->encode(text);
 } catch (...) {
   rethrow_as_error();
 }
 
 std::string Model::decode(const std::vector<int32_t>& ids) const try {
-  return parts_->tokenizer->decode(ids);
+  return parts().tokenizer->decode(ids);
 } catch (...) {
   rethrow_as_error();
 }

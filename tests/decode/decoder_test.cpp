@@ -58,7 +58,7 @@ TEST_P(DecoderOf, SlotsWriteWhatEachWritesAlone) {
   for (int i = 0; i < 7; ++i) {
     Sequence sequence;
     sequence.prompt = random_text(random, random.pick<int64_t>({1, 2, 33, 190, 300}), model.config().vocabulary);
-    sequence.sampling = i % 3 == 0 ? kGreedy : Sampling{.temperature = 0.7, .top_k = i, .seed = uint64_t(i)};
+    sequence.sampling = i % 3 == 0 ? kGreedy : Sampling{.temperature = 2, .top_k = 5 + i, .seed = uint64_t(i)};
     sequence.starts = random.integer(0, 60);
     sequence.ends = sequence.starts + random.integer(1, 140);
     sequences.push_back(sequence);
@@ -86,7 +86,7 @@ TEST_P(DecoderOf, SlotsWriteWhatEachWritesAlone) {
   for (const Sequence& sequence : sequences) {
     EXPECT_EQ(sequence.text,
               alone(model, sequence.prompt, sequence.sampling, static_cast<int64_t>(sequence.text.size())));
-    if (sequence.text.size() > 20) {
+    if (sequence.text.size() > 20 && sequence.sampling.temperature > 0) {
       EXPECT_GT(std::set(sequence.text.begin(), sequence.text.end()).size(), 2u) << "the test would see nothing";
     }
   }

@@ -55,6 +55,10 @@ TEST(Session, OneThatWasMovedFromSaysSo) {
   expect_error([&] { session.bytes(); }, {"session", "moved"});
   expect_error([&] { session.read("more"); }, {"session", "moved"});
   expect_error([&] { session.write(options_of(1)); }, {"session", "moved"});
+  Model first = random_model("2mamba");
+  const Model second = std::move(first);
+  expect_error([&] { first.encode("text"); }, {"model", "moved"});
+  expect_error([&] { Session of_none(first); }, {"model", "moved"});
 }
 
 class SessionOfEveryPreset : public ::testing::TestWithParam<Preset> {};
@@ -229,7 +233,7 @@ TEST(Session, SeveralSequencesStartFromTheStateOfOne) {
   const std::vector<Text> expected = read.write(options_of(20)), texts = loaded.write(options_of(20));
   for (size_t i = 0; i < 3; ++i) EXPECT_EQ(texts[i].text, expected[i].text);
   read.save(folder / "three");
-  expect_error([&] { one.load(folder / "three"); }, {"three", "3 sequences", "asked for were 1"});
+  expect_error([&] { one.load(folder / "three"); }, {"three", "3 sequences", "expected 1"});
 }
 
 TEST(Session, RefusesWhatIsNotItsState) {
@@ -260,8 +264,8 @@ TEST(Session, RefusesWhatIsNotItsState) {
     return content;
   };
   refused(replaced("furious state", "furious stale"), {"not a state file"});
-  refused(replaced("\"version\":\"1\"", "\"version\":\"7\""), {"version 7", "expected 1"});
-  refused(replaced("\"tokens\":\"0", "\"tokens\":\"x"), {"\"tokens\" is not a number"});
+  refused(replaced("\"version\":\"2\"", "\"version\":\"7\""), {"version 7", "expected 2"});
+  refused(replaced("\"0.tokens\":\"0", "\"0.tokens\":\"x"), {"\"0.tokens\" is not a number"});
   refused(replaced("00005\"", "00004\""), {"checksum"});
   expect_error([&] { session.load(folder / "none"); }, {"none"});
 

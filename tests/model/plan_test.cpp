@@ -64,7 +64,7 @@ TEST(Plan, IsAProgramOfSingleAssignments) {
 TEST(Plan, RefusesWhatCannotWork) {
   ModelConfig config = little(preset("2mamba"));
   config.qk_dim = 3;
-  expect_error([&] { plan_layer(config); }, {"qk"});
+  expect_error([&] { plan_layer(config); }, {"head dimension 3"});
 }
 
 }  // namespace

@@ -60,6 +60,7 @@ TEST(ZeroKeys, EveryForm) {
 void check_cache(const MixerSpec& spec, Device device) {
   Random random(2);
   const MixerCache::Sizes sizes{2, 2, 2, 2, 8, 8};
+  const SlotRows rows = all_slots(2, device);
   MixerCache cache(spec, sizes, device);
   const int64_t length = cache.first_fold() + 70;
   const Tensor k = Tensor::zeros({2, length, 2, 8}, DType::f32, device);
@@ -72,11 +73,13 @@ void check_cache(const MixerSpec& spec, Device device) {
     if (is_zero_at_zero(spec)) expect_zeros("out", out);
   };
   const auto part = [&](const Tensor& x, int64_t t) { return x ? to_dtype(x.select(1, t), DType::f32) : Tensor(); };
-  for (int64_t t = 0; t < length; ++t) check(cache.step(part(q, t), part(k, t), part(v, t), part(decay, t)));
-  EXPECT_EQ(cache.has_folded(), has_state(spec, sizes.qk_dim));
+  for (int64_t t = 0; t < length; ++t) check(cache.step(rows, part(q, t), part(k, t), part(v, t), part(decay, t)));
+  EXPECT_EQ(cache.has_folded(1), has_state(spec, sizes.qk_dim));
   MixerCache at_once(spec, sizes, device);
-  check(at_once.prefill({q, k, v, decay, {}, {}}));
-  check(at_once.step(part(q, 0), part(k, 0), part(v, 0), part(decay, 0)));
+  const auto of = [](const Tensor& x, int64_t row) { return x ? x.slice(0, row, 1) : Tensor(); };
+  for (const int64_t row : {0, 1})
+    check(at_once.prefill(row, {of(q, row), of(k, row), of(v, row), of(decay, row), {}, {}}));
+  check(at_once.step(rows, part(q, 0), part(k, 0), part(v, 0), part(decay, 0)));
 }
 
 TEST(ZeroKeys, Recurrent) {
