@@ -12,11 +12,11 @@
 //
 // An activation goes from block to block as a word that holds its 16 bits and a tag, the number of the operation that
 // wrote it counted over all tokens: a reader polls until the tag is the expected one. That costs one trip through the
-// L2 cache, where a barrier of all blocks costs three. Numbers of f32 go the same way in two words. All blocks read the
-// same words at the same time, from one place in the cache: so there are several copies, each for some of the blocks.
-// No word is overwritten before everybody has read it: a block writes an activation anew after all its warps have read
-// everything that the previous operation wrote, and each block of that had read its own input before it wrote. Only a
-// step reads less than all, its own head; but the operation after it reads all heads.
+// L2 cache, where a barrier of all blocks costs three. Numbers of f32 go from block to block in two words. All blocks
+// read the same words at the same time, from one place in the cache: so there are several copies, each for some of the
+// blocks. No word is overwritten before everybody has read it: a block writes an activation anew after all its warps
+// have read everything that the previous operation wrote, and each block of that had read its own input before it
+// wrote. Only a step reads less than all, its own head; but the operation after it reads all heads.
 //
 // The operations form one long chain, and what counts is how short it is. So the warps that multiply share out the
 // columns of a product, and each waits for its own columns of the input alone, with its weights already in registers.
@@ -26,8 +26,8 @@
 // the window), and says everything that is to be done with it. Its place in the ring, and the piece that must have been
 // used before, are known when the program is made. What differs from token to token and from row to row, the length of
 // the window and whether there is a state, is read from the slots' records: further tokens of a window come in chunks
-// of their own, as many as there are, through stages in the piece's part of the ring. There the state would be: a
-// window is that long only before the first fold, or where there is no state at all.
+// of their own, as many as there are, through stages in the piece's part of the ring. They lie in the memory for
+// rows of the state: a window is that long only before the first fold, or where a cache has no state at all.
 //
 // Sums are always taken in the same order.
 
@@ -266,7 +266,7 @@ struct StepArea {
   }
 };
 
-// Where the parts of some tokens lie that have room for `tokens`.
+// Where the parts of up to `tokens` tokens lie.
 struct WindowArea {
   char *k, *v;
   double* totals;
@@ -488,7 +488,7 @@ __device__ int wait_for_slot(const TokenWork& program, const TokenPiece& piece) 
   return own.active ? __ldcg(program.slots + own.row) : 0;
 }
 
-// One warp fetches descriptions, weights and states. The descriptions of two further pieces are on their way meanwhile.
+// One warp fetches descriptions, weights and states. Meanwhile the descriptions of two further pieces are loaded.
 __device__ void fetch(const TokenWork& program, Memory& memory, char* ring) {
   const int lane = lane_of_thread();
   const auto description = [&](int p) {
@@ -667,11 +667,11 @@ __device__ void multiply(const TokenPiece& piece, Barrier& used, const uint4* we
   const uint4* x_even = activations + min(row, batch - 1) * x_stride + lane / 8;
   const int further = wide ? 4 : 8, x_odd = wide ? 0 : 4;
   // Where this warp's sums go, and whose they are.
-  const unsigned turn = state.products++;
-  sums += turn % 2 * batch;
+  const unsigned product = state.products++;
+  sums += product % 2 * batch;
   const int of = lane % 4 * 2, squares_of = lane >> lane_bits(batch);
   float* const to = in_register(&sums[of].rows[lane / 4][warp_of_thread()]);
-  if (turn >= 2) memory.finished[turn % 2].wait(static_cast<int>(turn / 2) - 1);
+  if (product >= 2) memory.finished[product % 2].wait(static_cast<int>(product / 2) - 1);
 
   constexpr int kTiles = 64 / kWarps;  // that are loaded before the input is waited for
   float products[4][4] = {};
@@ -736,7 +736,7 @@ __device__ void multiply(const TokenPiece& piece, Barrier& used, const uint4* we
       }
     }
   if (squares_of < batch) sums[squares_of].squares[warp_of_thread()] = state.squares;
-  memory.multiplied[turn % 2].arrive();
+  memory.multiplied[product % 2].arrive();
 }
 
 // A warp finishes the results of some rows of the batch: a lane for each element.
@@ -747,7 +747,7 @@ __device__ void finish_product(const TokenPiece& piece, Barrier& used, const War
   const Tiles tiles(piece);
   used.arrive();
   if (tiles.first >= tiles.end) return;
-  const unsigned turn = products++;
+  const unsigned product = products++;
   const bool pairs = call.pairs();
   const int tile = tiles.first + lane / 8;
   // Everything that is known of the operation is loaded before its sums are waited for.
@@ -773,8 +773,8 @@ __device__ void finish_product(const TokenPiece& piece, Barrier& used, const War
     const Before before = next;
     const float old = next_residual;
     load_next(sequence + kFinishers);
-    const WarpSums& all = *in_register(&sums[turn % 2 * call.batch + sequence]);
-    memory.multiplied[turn % 2].wait(static_cast<int>(turn / 2));
+    const WarpSums& all = *in_register(&sums[product % 2 * call.batch + sequence]);
+    memory.multiplied[product % 2].wait(static_cast<int>(product / 2));
     if (!valid) continue;
     float sum = sum_of(all.rows[result]), other = pairs ? sum_of(all.rows[result + 8]) : 0;
     if (normed) {
@@ -784,8 +784,8 @@ __device__ void finish_product(const TokenPiece& piece, Barrier& used, const War
     }
     finish(part, sequence, row, sum, other, old, before, written);
   }
-  memory.multiplied[turn % 2].wait(static_cast<int>(turn / 2));  // where a warp has no row
-  memory.finished[turn % 2].arrive();
+  memory.multiplied[product % 2].wait(static_cast<int>(product / 2));  // where a warp has no row
+  memory.finished[product % 2].arrive();
 }
 
 // The sums of a warp over the rows and tokens that it has had: of four columns in each lane.
