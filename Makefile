@@ -1,22 +1,24 @@
-# For people; CMake does the work. `make test` on a fresh Debian machine installs what is missing, builds and tests.
-.PHONY: help setup build demo test install asan tsan fuzz cuda bench findings format tidy clean
+# Shortcuts for CMake presets. `make test` on a fresh Debian machine installs missing packages, builds and tests.
+.PHONY: help setup build demo test install asan tsan fuzz cuda test-cuda bench findings format tidy clean
 JOBS ?= $(shell nproc)
 PREFIX ?= /usr/local
 FUZZ_SECONDS ?= 20
 
 help:
-	@echo "make setup   install what the build needs (Debian, Ubuntu)"
+	@echo "make setup   install the packages that the build needs (Debian, Ubuntu)"
 	@echo "make build   build build/release/furious"
-	@echo "make demo    train three small models side by side, see their losses and what they write"
-	@echo "make test    set up, build, run all tests"
-	@echo "make install PREFIX=/usr/local   the binary, libfurious and its headers"
-	@echo "make asan    the fast tests under the address and undefined-behaviour sanitizers"
-	@echo "make tsan    the tests with threads under the thread sanitizer"
-	@echo "make fuzz    the fuzzers of tests/fuzz, FUZZ_SECONDS=20 each (needs clang)"
+	@echo "make demo    train three small models side by side and compare them"
+	@echo "make test    install packages, build, and run all tests"
+	@echo "make install PREFIX=/usr/local   install the binary, libfurious and its headers"
+	@echo "make asan    run the fast tests under the address and undefined-behaviour sanitizers"
+	@echo "make tsan    run the tests with threads under the thread sanitizer"
+	@echo "make fuzz    run the fuzzers of tests/fuzz, FUZZ_SECONDS=20 each (needs clang)"
 	@echo "make cuda    build the CUDA preset (needs nvcc)"
-	@echo "make bench   mixer speed on this machine, beside its floor"
-	@echo "make findings   tables and figures of docs/findings.md, from the results beside it"
-	@echo "make format  clang-format over the sources;   make tidy  clang-tidy"
+	@echo "make test-cuda   build the CUDA preset and run all GPU tests (needs nvcc and a GPU)"
+	@echo "make bench   measure mixer speed beside the floor of this machine"
+	@echo "make findings   rebuild the tables and figures of docs/findings.md from its results"
+	@echo "make format  run clang-format on the sources"
+	@echo "make tidy    run clang-tidy on the sources"
 
 setup:
 	@scripts/setup.sh
@@ -47,7 +49,7 @@ tsan: setup
 	cmake --build --preset tsan -j $(JOBS)
 	ctest --preset tsan
 
-# Each begins with its part of the corpus and keeps what it finds in build/fuzz; an input that fails is named.
+# Each fuzzer starts from its corpus and stores new inputs in build/fuzz; a failing input is named.
 fuzz:
 	@scripts/setup.sh clang libclang-rt-dev
 	cmake --preset fuzz
@@ -57,6 +59,9 @@ fuzz:
 cuda: setup
 	cmake --preset cuda
 	cmake --build --preset cuda -j $(JOBS)
+
+test-cuda:
+	@scripts/test_cuda.sh $(JOBS)
 
 bench: build
 	build/release/furious bench mixer --preset 2mamba --length 512,2048 --backward

@@ -8,7 +8,7 @@ find_package(nlohmann_json REQUIRED)
 find_package(hwy REQUIRED)
 
 # Matrix products: oneDNN, or OpenBLAS on a machine that lacks it.
-option(FURIOUS_ONEDNN "Use oneDNN for matrix products where it is found; OFF takes OpenBLAS" ON)
+option(FURIOUS_ONEDNN "Use oneDNN for matrix products where it is found; OFF uses OpenBLAS" ON)
 add_library(furious_matmul INTERFACE)
 if(FURIOUS_ONEDNN)
   find_package(dnnl CONFIG QUIET)

@@ -1,5 +1,5 @@
-# What `cmake --install` puts under its prefix: the binary, libfurious.so, its headers, and a CMake package for
-# find_package(furious). The library is shared, so that its users need none of the packages it was built with.
+# Files of `cmake --install`: the binary, libfurious.so, its headers, and a CMake package for find_package(furious). The
+# library is shared, so that its users need none of the packages it was built with.
 include(CMakePackageConfigHelpers)
 include(GNUInstallDirs)
 
@@ -7,7 +7,7 @@ file(GLOB public_headers CONFIGURE_DEPENDS include/furious/*.h)
 add_library(libfurious SHARED)
 target_sources(libfurious PUBLIC FILE_SET HEADERS BASE_DIRS include FILES ${public_headers})
 target_link_libraries(libfurious PRIVATE furious_objects furious_options)
-# Static libraries inside it stay inside; it stays loaded, since the threads of its pool do.
+# Symbols of static libraries are hidden; the library is never unloaded, since the threads of its pool run on.
 target_link_options(libfurious PRIVATE -Wl,--exclude-libs,ALL -Wl,-z,nodelete)
 target_compile_features(libfurious INTERFACE cxx_std_20)
 # Before 1.0 a minor version may change the interface.

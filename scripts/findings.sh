@@ -1,7 +1,7 @@
 #!/bin/bash
-# Makes the tables and figures of docs/findings.md again from the results in docs/findings/.
+# Rebuilds the tables and figures of docs/findings.md from the results in docs/findings/.
 #   scripts/findings.sh [--check] [FURIOUS]
-# --check: changes nothing, and fails where the page or a figure is not what the results say.
+# --check: changes nothing, and fails if the page or a figure differs from the results.
 set -euo pipefail
 check=0
 if [ "${1:-}" = --check ]; then check=1; shift; fi
@@ -12,7 +12,7 @@ trap 'rm -rf "$made"' EXIT
 page=$made/findings.md
 stop() { echo "findings: $*" >&2; exit 1; }
 
-# fill NAME TABLE: puts the table between the page's marks of that name.
+# fill NAME TABLE: replaces the table between the page's markers of that name.
 fill() {
   awk -v name="$1" -v table="$2" '
     $0 == "<!-- table " name " -->" { print; while ((getline line < table) > 0) print line; skip = found = 1; next }
@@ -36,7 +36,7 @@ for results in docs/findings/*.json; do
     done < <(sed -n 's/^\(.*\): \([0-9]*\) of [0-9]* found$/\1 \2/p' "$made/log")
     printf '%s\n%s\n' "$head" "$rule" > "$made/head"
     [ -f "$made/niah" ] || cp "$made/head" "$made/niah"
-    cmp -s "$made/head" "$made/niah" || stop "$results has other models than those before"
+    cmp -s "$made/head" "$made/niah" || stop "$results has other models than the previous files"
     echo "$steps $seed $row" >> "$made/rows"
   else
     "$furious" ablate --from "$results" --out "$made/$name" > "$made/log"
@@ -48,12 +48,12 @@ done
 sort -n -k1,1 -k2,2 "$made/rows" | cut -d' ' -f3- >> "$made/niah"
 fill niah "$made/niah"
 
-# What the page shows has been made, and what it does not show is left out.
+# Every table and figure of the page has results; figures that it does not show are not kept.
 for table in $(sed -n 's/^<!-- table \(.*\) -->$/\1/p' "$page"); do
-  grep -qx "$table" "$made/filled" || stop "there are no results for the table $table"
+  grep -qx "$table" "$made/filled" || stop "no results for the table $table"
 done
 figures=$(sed -n 's/.*(findings\/\(.*\.svg\)).*/\1/p' "$page" | sort)
-for figure in $figures; do [ -f "$made/findings/$figure" ] || stop "there are no results for the figure $figure"; done
+for figure in $figures; do [ -f "$made/findings/$figure" ] || stop "no results for the figure $figure"; done
 
 if [ $check = 1 ]; then
   diff -u docs/findings.md "$page"

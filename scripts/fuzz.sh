@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# fuzz.sh NAME SECONDS: runs one fuzzer of `make fuzz` on its part of the corpus. Says nothing but how many files it
-# tried, and all of the report where one fails.
+# fuzz.sh NAME SECONDS: runs one fuzzer of `make fuzz` on its corpus. Prints the number of runs, or the whole report after a
+# failure.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 name=$1 seconds=$2
@@ -12,6 +12,6 @@ if build/fuzz/tests/fuzz/fuzz_"$name" -max_total_time="$seconds" -timeout=20 -rs
   echo "fuzz: $name: $(grep -o 'Done [0-9]* runs.*' "$log" | tail -n 1)"
 else
   cat "$log" >&2
-  echo "fuzz: $name failed; put the file that it names into tests/fuzz/corpus/$name with the repair" >&2
+  echo "fuzz: $name failed; fix it, and add the file named above to tests/fuzz/corpus/$name" >&2
   exit 1
 fi

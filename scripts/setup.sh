@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs the Debian packages the build needs and this machine lacks, and those named as arguments. Asks nothing; does
-# nothing when all are there.
+# Installs the Debian packages that the build needs, and those given as arguments, without questions. Does nothing if all
+# are installed.
 set -euo pipefail
 
 packages=(
@@ -12,7 +12,7 @@ packages=(
   "$@"
 )
 
-# NCCL, for several GPUs: beside a CUDA toolkit that lacks it, where its packages are known. The build does without it.
+# NCCL for several GPUs, if a CUDA toolkit without it is installed and the package exists. The build works without it.
 if toolkit=$(command -v nvcc) && ! ls "$(dirname "$toolkit")"/../include/nccl.h /usr/include/nccl.h >/dev/null 2>&1 &&
     apt-cache show libnccl-dev >/dev/null 2>&1; then
   packages+=(libnccl-dev)
@@ -25,12 +25,12 @@ done
 [ ${#missing[@]} -eq 0 ] && exit 0
 
 if ! command -v apt-get >/dev/null; then
-  echo "setup: this script knows Debian and Ubuntu only; please install: ${missing[*]}" >&2
+  echo "setup: only Debian and Ubuntu are supported; install these packages: ${missing[*]}" >&2
   exit 1
 fi
 as_root=()
 if [ "$(id -u)" -ne 0 ]; then
-  command -v sudo >/dev/null || { echo "setup: need root to install: ${missing[*]}" >&2; exit 1; }
+  command -v sudo >/dev/null || { echo "setup: root is needed to install ${missing[*]}; run this script as root, or install sudo" >&2; exit 1; }
   as_root=(sudo -n)
 fi
 echo "setup: installing ${missing[*]}"

@@ -62,45 +62,55 @@ std::vector<double> to_doubles(const Tensor& tensor) {
   return {data, data + dense.elements()};
 }
 
-double relative_error(const std::vector<double>& actual, const std::vector<double>& expected, double floor) {
-  if (actual.size() != expected.size()) return std::numeric_limits<double>::infinity();
-  double difference = 0;
-  double norm = 0;
-  for (size_t i = 0; i < actual.size(); ++i) {
-    if (!std::isfinite(actual[i])) return std::numeric_limits<double>::infinity();
-    difference += (actual[i] - expected[i]) * (actual[i] - expected[i]);
-    norm += expected[i] * expected[i];
-  }
-  return std::sqrt(difference) / (std::sqrt(norm) + floor);
-}
-
 void PrintTo(const RelativeError& error, std::ostream* out) {
   *out << fmt::format("{:.3g} (row {}: {:.3g})", error.all, error.row, error.worst);
 }
 
-RelativeError relative_error(const Tensor& actual, const std::vector<double>& expected, double floor) {
-  const std::vector<double> values = to_doubles(actual);
-  RelativeError error{relative_error(values, expected, floor), 0, 0};
-  if (values.size() != expected.size() || actual.rank() == 0 || values.empty()) return error;
-  const auto width = static_cast<size_t>(actual.size(-1)), rows = values.size() / width;
-  double typical = 0;
-  for (const double x : expected) typical += x * x;
-  typical = std::sqrt(typical / static_cast<double>(rows));
-  const double least = std::max(typical, floor / std::sqrt(static_cast<double>(rows)));
-  for (size_t row = 0; row < rows; ++row) {
-    double difference = 0, norm = 0;
-    for (size_t i = row * width; i < (row + 1) * width; ++i) {
-      difference += (values[i] - expected[i]) * (values[i] - expected[i]);
-      norm += expected[i] * expected[i];
+namespace {
+
+constexpr double kInfinite = std::numeric_limits<double>::infinity();
+
+// Of rows of `width` numbers; the last may be shorter.
+RelativeError error_by_row(const std::vector<double>& actual, const std::vector<double>& expected, size_t width,
+                           double floor) {
+  if (actual.size() != expected.size()) return {kInfinite, kInfinite, 0};
+  if (actual.empty()) return {};
+  struct Row {
+    double difference = 0, norm = 0;  // squared
+  };
+  std::vector<Row> rows((actual.size() + width - 1) / width);
+  Row all;
+  for (size_t i = 0; i < actual.size(); ++i) {
+    if (!std::isfinite(actual[i])) return {kInfinite, kInfinite, static_cast<int64_t>(i / width)};
+    const double difference = actual[i] - expected[i];
+    for (Row* row : {&all, &rows[i / width]}) {
+      row->difference += difference * difference;
+      row->norm += expected[i] * expected[i];
     }
-    const double of_row = std::sqrt(difference) / std::max({std::sqrt(norm), least, 1e-300});
-    if (of_row > error.worst) error = {error.all, of_row, static_cast<int64_t>(row)};
+  }
+  const auto count = static_cast<double>(rows.size());
+  const double least = std::max({std::sqrt(all.norm / count), floor / std::sqrt(count), 1e-300});
+  RelativeError error{std::sqrt(all.difference) / (std::sqrt(all.norm) + floor), 0, 0};
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const double of_row = std::sqrt(rows[i].difference) / std::max(std::sqrt(rows[i].norm), least);
+    if (of_row > error.worst) error = {error.all, of_row, static_cast<int64_t>(i)};
   }
   return error;
 }
 
+}  // namespace
+
+RelativeError relative_error(const std::vector<double>& actual, const std::vector<double>& expected, double floor) {
+  return error_by_row(actual, expected, kRowOfList, floor);
+}
+
+RelativeError relative_error(const Tensor& actual, const std::vector<double>& expected, double floor) {
+  const auto width = static_cast<size_t>(actual.rank() > 0 ? std::max<int64_t>(actual.size(-1), 1) : 1);
+  return error_by_row(to_doubles(actual), expected, width, floor);
+}
+
 RelativeError relative_error(const Tensor& actual, const Tensor& expected, double floor) {
-  if (actual.shape() != expected.shape()) return {std::numeric_limits<double>::infinity(), 0, 0};
+  if (actual.shape() != expected.shape()) return {kInfinite, kInfinite, 0};
   return relative_error(actual, to_doubles(expected), floor);
 }
 

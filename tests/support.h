@@ -42,19 +42,20 @@ Tensor int_tensor_of(const std::vector<int32_t>& values, const Shape& shape);
 
 std::vector<double> to_doubles(const Tensor& tensor);  // in row-major order, whatever the strides and dtype
 
-// ‖actual − expected‖ / (‖expected‖ + floor); infinite if anything in actual is not finite.
-double relative_error(const std::vector<double>& actual, const std::vector<double>& expected, double floor = 1e-30);
-
-// The same for tensors, and for each of their rows (the innermost dimension), so that a row that is wrong does not pass
-// for rounding of all: the error of a row is relative to its own size, or to that of rows in general where it is
-// smaller. As a number it is the error of all, or a tenth of that of the worst row where that is more: rows may differ
-// from each other in how much they lose to rounding, but not by more.
+// ‖actual − expected‖ / (‖expected‖ + floor), for all numbers and for each row of a tensor (the innermost dimension; of
+// a plain list, every kRowOfList numbers), so that a wrong row does not pass for rounding of all: the error of a row is
+// relative to its own norm, or to that of rows in general where it is smaller. As a number it is the error of all, or a
+// tenth of that of the worst row where that is more: rows may differ from each other in how much they lose to rounding,
+// but not by more. Infinite if anything in actual is not finite.
+inline constexpr int64_t kRowOfList = 64;
 struct RelativeError {
   double all = 0, worst = 0;
   int64_t row = 0;  // the worst
   operator double() const { return std::max(all, worst / 10); }
 };
 void PrintTo(const RelativeError& error, std::ostream* out);
+RelativeError relative_error(const std::vector<double>& actual, const std::vector<double>& expected,
+                             double floor = 1e-30);
 RelativeError relative_error(const Tensor& actual, const std::vector<double>& expected, double floor = 1e-30);
 RelativeError relative_error(const Tensor& actual, const Tensor& expected, double floor = 1e-30);
 bool all_finite(const Tensor& tensor);

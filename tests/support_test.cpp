@@ -18,6 +18,10 @@ TEST(RelativeError, SeesOneWrongRow) {
   EXPECT_EQ(error.row, 1234);
   EXPECT_GE(static_cast<double>(error), 5e-2);
   EXPECT_NE(::testing::PrintToString(error).find("row 1234"), std::string::npos);
+  const RelativeError of_list = relative_error(to_doubles(actual), to_doubles(expected));  // four rows in one
+  EXPECT_LE(of_list.all, 2e-2);
+  EXPECT_EQ(of_list.row, 1234 / 4);
+  EXPECT_GE(static_cast<double>(of_list), 2e-2);
   actual.data<float>()[0] = NAN;
   EXPECT_EQ(static_cast<double>(relative_error(actual, expected)), INFINITY);
   EXPECT_EQ(static_cast<double>(relative_error(actual.slice(0, 0, 10), expected)), INFINITY);

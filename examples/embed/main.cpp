@@ -1,8 +1,8 @@
 // A language model inside a program: load a checkpoint, feed a prompt, stream what the model writes, keep the state.
 //
 //     cmake -S . -B build -DCMAKE_PREFIX_PATH=<where furious was installed> && cmake --build build
-//     build/embed <checkpoint> "Once upon a time" story.state    begins a text and keeps its state
-//     build/embed <checkpoint> "" story.state                    goes on with it
+//     build/embed <checkpoint> "Once upon a time" story.state    starts a text and saves its state
+//     build/embed <checkpoint> "" story.state                    continues it
 #include <furious/model.h>
 
 #include <exception>

@@ -1,6 +1,6 @@
-// Training a model from a program of your own:
+// Training a model from a program:
 //
-//     train DATA OUT        DATA: a folder of `furious tokenize`, or synthetic:recall
+//     train DATA OUT        DATA: a folder written by `furious tokenize`, or synthetic:recall
 #include <furious/train.h>
 
 #include <cstdio>
@@ -15,7 +15,7 @@ int main(int argc, char** argv) {
   options.size = "tiny";
   options.data = argv[1];
   options.out = argv[2];
-  options.resume = true;  // started again, it goes on where it was
+  options.resume = true;  // a second call continues the run
   options.steps = 20;
   options.batch = 4;
   options.length = 128;

@@ -1,4 +1,4 @@
-// Marks what libfurious.so offers to other programs: every public class and every public function that is not inline.
+// Marks the exported symbols of libfurious.so: every public class and every public function that is not inline.
 #pragma once
 
 #define FURIOUS_API __attribute__((visibility("default")))

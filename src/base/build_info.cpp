@@ -47,11 +47,22 @@ std::string cpu_name() {
   return "unknown";
 }
 
+namespace {
+
+// Highway numbers its targets; AVX3 is AVX-512.
+std::string target_name(int64_t target) {
+  std::string name = hwy::TargetName(target);
+  if (name.starts_with("AVX3")) name.replace(0, 4, "AVX-512");
+  return name;
+}
+
+}  // namespace
+
 std::string simd_target() {
   std::string built;
   for (int64_t rest = HWY_TARGETS; rest != 0; rest &= rest - 1)
-    built += (built.empty() ? "" : ", ") + std::string(hwy::TargetName(rest & -rest));
-  return fmt::format("{} (built for {})", hwy::TargetName(HWY_DYNAMIC_DISPATCH(running_target)()), built);
+    built += (built.empty() ? "" : ", ") + target_name(rest & -rest);
+  return fmt::format("{} (built for {})", target_name(HWY_DYNAMIC_DISPATCH(running_target)()), built);
 }
 
 }  // namespace furious

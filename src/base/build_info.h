@@ -7,9 +7,9 @@
 
 namespace furious {
 
-std::string compiler();     // "g++ 12.2.0"
-std::string cpu_name();     // "AMD EPYC", as the system names it
-std::string simd_target();  // the instruction set chosen on this machine, of those in the binary: "AVX3 (built for
-                            // AVX3, AVX2, SCALAR)"
+std::string compiler();  // "g++ 12.2.0"
+std::string cpu_name();  // "AMD EPYC", as the system names it
+// The instruction set in use and those in the binary: "AVX-512 (built for AVX-512, AVX2, SSE2)".
+std::string simd_target();
 
 }  // namespace furious

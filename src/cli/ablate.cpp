@@ -1,4 +1,4 @@
-// `furious ablate`: the paper's experiments, each with one command.
+// `furious ablate`: train the rows of an experiment and compare them.
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -10,16 +10,16 @@
 
 #include "base/error.h"
 #include "base/file.h"
-#include "cli/checks.h"
 #include "cli/commands.h"
+#include "cli/flags.h"
 #include "cli/progress.h"
 #include "cli/train_flags.h"
-#include "report/ablation_report.h"
+#include "paper/ablation_report.h"
 
 namespace furious::cli {
 namespace {
 
-// Small enough for a laptop: a row takes about half a minute on two cores.
+// Small enough for a laptop: about half a minute per row on two cores.
 TrainOptions laptop_options() {
   TrainOptions options;
   options.length = 256;
@@ -32,7 +32,7 @@ TrainOptions laptop_options() {
   return options;
 }
 
-// Those of `furious train`, without what makes a row, and what a row has no use for.
+// The options of `furious train` without those that define a row or have no use in one.
 std::vector<std::string> shared_options() {
   const std::set<std::string> others = {"arch", "init", "resume", "sample-every", "sample-tokens"};
   std::vector<std::string> names;
@@ -44,11 +44,11 @@ std::vector<std::string> shared_options() {
 class AblateCommand {
  public:
   explicit AblateCommand(CLI::App& command) : flags_(command, laptop_options(), shared_options()), recipe_(command) {
-    command.add_option("rows", words_, "Suites, and presets with changes of your own: 2mamba:conv_window=3,lr=1e-3");
-    command.add_option("--seeds", seeds_, "Trainings of each row, with --seed and the numbers after it")
+    command.add_option("rows", words_, "Suites, or presets with changes: 2mamba:conv_window=3,lr=1e-3");
+    command.add_option("--seeds", seeds_, "Number of runs of each row, with seeds counted from --seed")
         ->check(CLI::Range(1, 1000))
         ->capture_default_str();
-    command.add_option("--from", from_, "Train nothing: make the report again from this results.json");
+    command.add_option("--from", from_, "Write the report from this results.json, without training");
   }
 
   void run();
@@ -112,14 +112,14 @@ void AblateCommand::step(const RowResult& row, uint64_t seed, const TrainStep& s
 
 void AblateCommand::ended(const Ablation& so_far, const RowResult& row, const RowRun& run) {
   if (row_steps_ == 0) done_before_ += run.steps;
-  if (run.finished) done_before_ += steps_of_a_run_ - run.steps;  // a run that diverged has no more
+  if (run.finished) done_before_ += steps_of_a_run_ - run.steps;  // a diverged run has no further steps
   std::string text = fmt::format("{}  seed {}  ", row.label, run.seed);
   if (!run.diverged.empty())
     text += run.diverged;
   else
     text += fmt::format("train loss {:.4f}  test loss {:.4f}  {:.0f} tokens/s", run.train_loss, run.test_loss,
                         run.tokens_per_second);
-  if (row_steps_ == 0) text += "  (done before)";
+  if (row_steps_ == 0) text += "  (already done)";
   if (!run.finished) text += fmt::format("  stopped at step {}", run.steps);
   line_->print(text);
   row_steps_ = 0;
@@ -127,15 +127,15 @@ void AblateCommand::ended(const Ablation& so_far, const RowResult& row, const Ro
 }
 
 void AblateCommand::report_again() const {
-  require(words_.empty(), "ablate: --from makes a report again; it takes no suite");
+  require(words_.empty(), "ablate: --from only writes a report; leave out the suites");
   TrainOptions given;
   flags_.apply(given);
-  require(!given.out.empty(), "ablate: --from needs --out, a folder for the report");
+  require(!given.out.empty(), "ablate: --from needs a folder for the report; give --out");
   const Ablation ablation = ablation_from_json(read_input(from_), from_);
   std::filesystem::create_directories(given.out);
   write_ablation_report(given.out, ablation);
   show(ablation);
-  fmt::print("\nreport in {}/report.html\n", given.out);
+  fmt::print("\nreport: {}/report.html\n", given.out);
 }
 
 void AblateCommand::run() {
@@ -144,7 +144,7 @@ void AblateCommand::run() {
   if (words_.empty()) {
     std::vector<std::string> names;
     for (const Suite& suite : suites()) names.push_back(suite.name);
-    throw CLI::ValidationError(fmt::format("name a suite ({}) or presets", fmt::join(names, ", ")));
+    throw CLI::ValidationError(fmt::format("no rows; give a suite ({}) or presets", fmt::join(names, ", ")));
   }
   if (chosen.base.data.empty()) throw CLI::RequiredError("--data");
   out_ = chosen.base.out;
@@ -161,23 +161,22 @@ void AblateCommand::run() {
   line_->clear();
   write_ablation_report(out_, ablation);
   show(ablation);
-  fmt::print("\n{} in {}; report in {}/report.html\n", ablation.stopped ? "stopped" : "done",
+  fmt::print("\n{} in {}; report: {}/report.html\n", ablation.stopped ? "stopped" : "done",
              clock_text(line_->seconds()), out_);
-  if (ablation.stopped) fmt::print("go on with the same command\n");
+  if (ablation.stopped) fmt::print("run the same command to resume\n");
 }
 
 }  // namespace
 
 void add_ablate(CLI::App& app) {
-  CLI::App* ablate = app.add_subcommand("ablate", "Train the rows of an experiment side by side, and compare");
+  CLI::App* ablate = app.add_subcommand("ablate", "Train the rows of an experiment and compare them");
   auto command = std::make_shared<AblateCommand>(*ablate);
   std::string text = "Suites:\n";
   for (const Suite& suite : suites()) text += fmt::format("  {:<10} {}\n", suite.name, suite.about);
   ablate->footer(
       text +
-      "Keys of changes: the switches of config.json (score, norm, decay, conv_window, …) and the options of a "
-      "model or its training.\n"
-      "Runs and report lie in --out, or in ablate-SUITE. Ctrl-C saves and ends; the same command goes on.\n"
+      "A change is a switch of config.json (score, norm, decay, conv_window, …) or an option of `furious train`.\n"
+      "Runs and report are in --out, by default ablate-SUITE. Ctrl-C saves and stops; the same command resumes.\n"
       "Example: furious ablate compare 2mamba:conv_window=4 --data shards --seeds 3\n" +
       kPaperPage);
   ablate->callback([command] { command->run(); });

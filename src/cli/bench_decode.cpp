@@ -9,8 +9,8 @@
 
 #include "base/parallel.h"
 #include "cli/bench_rates.h"
-#include "cli/checks.h"
 #include "cli/commands.h"
+#include "cli/flags.h"
 #include "cli/json_file.h"
 #include "decode/decoder.h"
 
@@ -52,7 +52,7 @@ void DecodeBench::run() const {
   model.set_compute(compute);
   if (type == DType::bf16) model.round_weights();
   const double rate = copy_rate(where);
-  fmt::print("decode {} {}: {:.1f} M parameters, {}, {}, after {} tokens; {:.1f} GB/s copied\n\n", preset, size,
+  fmt::print("decode {} {}: {:.1f} M parameters, {}, {}, after {} tokens; copy rate {:.1f} GB/s\n\n", preset, size,
              static_cast<double>(parameter_count(config)) / 1e6, name_of(type),
              where.is_cpu() ? fmt::format("{} threads", furious::threads()) : device, context, rate / 1e9);
   fmt::print("{:>6} {:>10} {:>10} {:>12} {:>12} {:>12} {:>9}  {}\n", "batch", "tokens/s", "ms/step", "weights MB",
@@ -111,24 +111,29 @@ void DecodeBench::run() const {
 void add_bench_decode(CLI::App& bench) {
   auto options = std::make_shared<DecodeBench>();
   CLI::App* command =
-      bench.add_subcommand("decode", "A model that writes token after token, beside the bytes it takes");
+      bench.add_subcommand("decode", "Measure decoding, beside the time to read weights and cache once");
   command->add_option("--preset,--arch", options->preset, "Architecture; `furious presets` lists them")
       ->capture_default_str();
-  command->add_option("--size", options->size, "Size; `furious presets` lists them")->capture_default_str();
-  command->add_option("--vocab", options->vocabulary, "Number of ids")
+  command->add_option("--size", options->size, "Model size; `furious presets` lists them")->capture_default_str();
+  command->add_option("--vocab", options->vocabulary, "Vocabulary size of the model")
       ->check(CLI::Range(2, 1 << 30))
       ->capture_default_str();
-  command->add_option("--batch", options->batches, "Sequences; several with commas; without: 1, on a GPU 1 and 64")
+  command->add_option("--batch", options->batches, "Numbers of sequences, with commas; default: 1, on a GPU 1,64")
       ->delimiter(',')
       ->check(CLI::Range(1, 1 << 20));
-  command->add_option("--context", options->context, "Tokens read before")
+  command->add_option("--context", options->context, "Length of the prompt in tokens")
       ->check(CLI::Range(1, 1 << 24))
       ->capture_default_str();
-  command->add_option("--tokens", options->tokens, "Tokens to take the mean of; 64 of them see one fold")
+  command
+      ->add_option("--tokens", options->tokens, "Number of decode steps to average over; 64 of them contain one fold")
       ->check(CLI::Range(1, 1 << 20))
       ->capture_default_str();
-  command->add_option("--device", options->device, "cpu, cuda")->capture_default_str();
-  command->add_option("--dtype", options->dtype, "f32, bf16; without: bf16 on a GPU, f32 on the CPU")
+  command->add_option("--device", options->device, "Device: cpu, cuda or cuda:N; auto: a GPU if there is one")
+      ->capture_default_str();
+  command
+      ->add_option(
+          "--dtype", options->dtype,
+          "Dtype of matrix products, on a GPU also of activations: f32 or bf16; default: bf16 on a GPU, f32 on a CPU")
       ->check(CLI::IsMember({"f32", "bf16"}));
   command
       ->add_option("--temperature", options->sampling.temperature,
@@ -140,9 +145,10 @@ void add_bench_decode(CLI::App& bench) {
       ->capture_default_str();
   command->add_flag("--random-lengths", options->random_lengths,
                     "Sequences of different lengths, between half of the context and all of it");
-  command->add_flag("--graph", options->graph, "A graph of kernels for a token also where one kernel can do it");
+  command->add_flag("--graph", options->graph,
+                    "Use the CUDA graph of separate kernels even where the persistent kernel supports the model");
   add_threads(*command, options->threads);
-  command->add_option("--json", options->json, "Write the rows to this file");
+  command->add_option("--json", options->json, "Write the rows to this JSON file");
   command->footer("Example: furious bench decode --preset 2mamba --size small --batch 1,64 --device cuda");
   command->callback([options] { options->run(); });
 }

@@ -1,4 +1,4 @@
-// What the benchmarks measure with.
+// Measurements that the benchmarks share.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 
 namespace furious::cli {
 
-// Until the device has done it all.
+// Including the work of the device.
 template <class Work>
 double seconds_of(Work&& work, Device device = {}) {
   synchronize(device);
@@ -18,7 +18,7 @@ double seconds_of(Work&& work, Device device = {}) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-// Bytes per second that the whole device copies, reading and writing counted: what bounds the recurrent form.
+// Bytes per second of a large copy, reads plus writes: the memory bandwidth that bounds decoding.
 inline double copy_rate(Device device) {
   const int64_t floats = device.is_cpu() ? 64 << 20 : 512 << 20;
   const Tensor from = Tensor::empty({floats}, DType::f32, device);

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "cli/bench_rates.h"
-#include "cli/checks.h"
 #include "cli/commands.h"
+#include "cli/flags.h"
 #include "ops/random.h"
 #include "ops/sampling/argmax.h"
 #include "ops/sampling/sampling.h"

@@ -1,4 +1,4 @@
-// `furious bench step`: whole training steps, beside the floor that the matrix rate of this machine sets.
+// `furious bench step`: training steps, beside the floor that the matrix rate of this machine sets.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -9,6 +9,7 @@
 #include "base/parallel.h"
 #include "base/random.h"
 #include "cli/commands.h"
+#include "cli/flags.h"
 #include "cli/json_file.h"
 #include "cli/train_flags.h"
 #include "data/batch_rows.h"
@@ -21,7 +22,7 @@
 namespace furious::cli {
 namespace {
 
-// Tokens without meaning: as much work as any others.
+// Random token ids.
 class RandomBatches final : public BatchSource {
  public:
   RandomBatches(int64_t batch, int64_t length, int32_t vocabulary)
@@ -50,7 +51,7 @@ class RandomBatches final : public BatchSource {
   int32_t vocabulary_;
 };
 
-// The 19 M model with 32,000 ids.
+// 19 M parameters with a vocabulary of 32,000.
 TrainOptions default_options() {
   TrainOptions options;
   options.hidden = 256;
@@ -71,7 +72,7 @@ struct StepBench {
   std::string preset = "2mamba";
   int32_t vocabulary = 32000;
   int64_t steps = 5;
-  bool one_by_one = false;
+  bool no_graph = false;
   std::string json;
 
   TrainOptions resolve() const;
@@ -81,7 +82,7 @@ struct StepBench {
   };
   Measured measure(Trainer& trainer) const;
   void run() const;
-  void run(const Team& team) const;
+  void run(const DataParallel& parallel) const;
 };
 
 // The size's name, or hidden/intermediate/heads/layers.
@@ -102,12 +103,12 @@ TrainOptions StepBench::resolve() const {
 }
 
 StepBench::Measured StepBench::measure(Trainer& trainer) const {
-  if (one_by_one) trainer.launch_one_by_one();
+  if (no_graph) trainer.disable_graph();
   Arena& arena = Arena::of(trainer.model().device());
   arena.reset_peak();
-  trainer.step();  // takes its memory
+  trainer.step();  // allocates
   const auto peak = static_cast<int64_t>(arena.usage().peak);
-  trainer.step();  // on a GPU the one that is captured in a graph
+  trainer.step();  // on a GPU captured in a graph
   std::vector<TrainStep> done;
   for (int64_t i = 0; i < steps; ++i) done.push_back(trainer.step());
   const auto faster = [](const TrainStep& a, const TrainStep& b) { return a.tokens_per_second > b.tokens_per_second; };
@@ -121,8 +122,8 @@ TrainData random_data(const TrainOptions& options, int32_t vocabulary) {
   return data;
 }
 
-// What several ranks reach together, beside what each of them reaches with its own rows and without the others, all at
-// the same time.
+// Speed of several ranks together, beside the speed of each with its own rows and without communication, all at the
+// same time.
 struct Scaling {
   std::vector<double> alone, together;  // tokens/s of each rank
   double efficiency = 1;                // of the slowest
@@ -143,42 +144,42 @@ struct Scaling {
 
 void StepBench::run() const {
   Communicator& ranks = Communicator::world();
-  together(ranks, [&] { run(Team{ranks}); });
+  run_on_all_ranks(ranks, [&] { run(DataParallel{ranks}); });
 }
 
-void StepBench::run(const Team& team) const {
-  const int ranks = team.ranks.size();
+void StepBench::run(const DataParallel& parallel) const {
+  const int ranks = parallel.ranks.size();
   std::optional<JsonFile> file;
-  if (team.ranks.leads()) file.emplace(json);
+  if (parallel.ranks.leads()) file.emplace(json);
   TrainOptions options;
-  team.ranks.agree([&] {
-    options = resolved(resolve(), team.ranks);
+  parallel.ranks.agree([&] {
+    options = resolved(resolve(), parallel.ranks);
     check_division(options, ranks);
   });
   check_same_everywhere(options,
                         {{"--vocab", std::to_string(vocabulary)},
                          {"--steps", std::to_string(steps)},
-                         {"--no-graph", one_by_one ? "true" : "false"}},
-                        team.ranks);
-  team.ranks.set_timeout(options.timeout);
+                         {"--no-graph", no_graph ? "true" : "false"}},
+                        parallel.ranks);
+  parallel.ranks.set_timeout(options.timeout);
   const Device device = usable_device(options.device);
-  const ThreadLimit limit(threads_for(options, team.ranks));
+  const ThreadLimit limit(threads_for(options, parallel.ranks));
   Scaling scaling;
   if (ranks > 1) {
     TrainOptions own = options;
     own.batch /= ranks;
     Trainer trainer(own, random_data(own, vocabulary));
-    scaling.alone = team.ranks.all_gather(measure(trainer).median.tokens_per_second);
+    scaling.alone = parallel.ranks.all_gather(measure(trainer).median.tokens_per_second);
   }
   Arena::of(device).trim();
-  Trainer trainer(options, random_data(options, vocabulary), team);
+  Trainer trainer(options, random_data(options, vocabulary), parallel);
   const auto [median, peak] = measure(trainer);
   if (ranks > 1) {
-    scaling.together = team.ranks.all_gather(median.tokens_per_second / ranks);
+    scaling.together = parallel.ranks.all_gather(median.tokens_per_second / ranks);
     scaling.efficiency = std::ranges::min(scaling.together) / std::ranges::min(scaling.alone);
     scaling.times = *median.ranks;
   }
-  if (!team.ranks.leads()) return;
+  if (!parallel.ranks.leads()) return;
 
   const ModelConfig& config = trainer.model().config();
   const double flops = training_flops(config, options.batch, options.length) / ranks;
@@ -190,7 +191,7 @@ void StepBench::run(const Team& team) const {
              static_cast<double>(parameter_count(config)) / 1e6, config.layers, config.hidden, options.batch,
              options.length, options.dtype, device.is_cpu() ? fmt::format("{} threads", threads()) : options.device);
   fmt::print(
-      "{:.0f} tokens/s, median of {} steps of {:.2f} ms; {:.1f} MFLOP a token, {:.0f} GFLOP/s, {:.0f} % of the {:.0f} "
+      "{:.0f} tokens/s, median of {} steps of {:.2f} ms; {:.1f} MFLOP/token, {:.0f} GFLOP/s, {:.0f} % of the {:.0f} "
       "of a "
       "large product ({}); peak {:.2f} GB (estimated {:.2f})\n",
       median.tokens_per_second, steps, seconds * 1e3, flops / tokens / 1e6, flops / seconds / 1e9, 100 * median.mfu,
@@ -211,9 +212,9 @@ void StepBench::run(const Team& team) const {
                                 {"peak_bytes", peak}};
   if (ranks > 1) {
     fmt::print(
-        "{} ranks: {:.0f} tokens/s each; {:.0f} without the others, scaling efficiency {:.1f} %; {:.2f} ms of a step "
-        "in "
-        "communication; work took {:.2f} ms (rank {}) to {:.2f} ms (rank {})\n",
+        "{} ranks: {:.0f} tokens/s each; {:.0f} without communication, scaling efficiency {:.1f} %; {:.2f} ms of a "
+        "step "
+        "in communication; computation needed {:.2f} ms (rank {}) to {:.2f} ms (rank {})\n",
         ranks, fmt::join(scaling.together, ", "), fmt::join(scaling.alone, ", "), 100 * scaling.efficiency,
         1e3 * scaling.times.waiting_seconds, 1e3 * scaling.times.fastest_seconds, scaling.times.fastest,
         1e3 * scaling.times.slowest_seconds, scaling.times.slowest);
@@ -225,18 +226,18 @@ void StepBench::run(const Team& team) const {
 }  // namespace
 
 void add_bench_step(CLI::App& bench) {
-  CLI::App* step = bench.add_subcommand("step", "Whole training steps");
+  CLI::App* step = bench.add_subcommand("step", "Measure training steps");
   auto command = std::make_shared<StepBench>(*step);
   step->add_option("--preset,--arch", command->preset, "Architecture; `furious presets` lists them")
       ->capture_default_str();
-  step->add_option("--vocab", command->vocabulary, "Number of ids")
+  step->add_option("--vocab", command->vocabulary, "Vocabulary size of the model")
       ->check(CLI::Range(2, 1 << 30))
       ->capture_default_str();
-  step->add_option("--steps", command->steps, "Steps to take the median of")
+  step->add_option("--steps", command->steps, "Number of steps to take the median of")
       ->check(CLI::Range(1, 1 << 20))
       ->capture_default_str();
-  step->add_flag("--no-graph", command->one_by_one, "On a GPU, launch kernel by kernel instead of a captured graph");
-  step->add_option("--json", command->json, "Write the result to this file");
+  step->add_flag("--no-graph", command->no_graph, "On a GPU, launch kernels one by one instead of as a CUDA graph");
+  add_json(*step, command->json, "Write the result to this JSON file");
   step->footer("Example: furious bench step --preset softmax --size mini --length 1024 --batch 2");
   step->callback([command] { command->run(); });
 }

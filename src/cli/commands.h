@@ -1,7 +1,10 @@
-// The commands of `furious`, one file each. Each adds itself to the command line; its work runs when it is called.
+// The commands of `furious`, one file each. Each function adds one to the command line, with a callback that runs it.
 #pragma once
 
 #include <CLI/CLI.hpp>
+#include <string>
+
+#include "furious/error.h"
 
 namespace furious::cli {
 
@@ -13,6 +16,7 @@ void add_bench_step(CLI::App& bench);
 void add_demo(CLI::App& app);
 void add_eval(CLI::App& app);
 void add_generate(CLI::App& app);
+void add_help(CLI::App& app);
 void add_memory(CLI::App& app);
 void add_niah(CLI::App& app);
 void add_plot(CLI::App& app);
@@ -22,6 +26,15 @@ void add_tokenize(CLI::App& app);
 void add_tokenizer(CLI::App& app);
 void add_train(CLI::App& app);
 void add_verify(CLI::App& app);
+
+// A mistake in the command line: exit code 2.
+class UsageError : public Error {
+ public:
+  using Error::Error;
+};
+
+// The subcommand of this name; an unknown name is a UsageError that suggests the nearest.
+const CLI::App& find_command(const CLI::App& app, const std::string& name);
 
 // The lines of `furious --version`.
 std::string version_text();

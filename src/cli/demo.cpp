@@ -1,4 +1,4 @@
-// `furious demo`: from text to three trained models, side by side, in a few minutes.
+// `furious demo`: train three small models on the same batches, from text to a comparison.
 #include <fmt/format.h>
 
 #include <cmath>
@@ -9,6 +9,7 @@
 #include "base/file.h"
 #include "base/parallel.h"
 #include "cli/commands.h"
+#include "cli/flags.h"
 #include "cli/progress.h"
 #include "data/corpus_lines.h"
 #include "data/tokenize.h"
@@ -38,7 +39,7 @@ struct DemoCommand {
   void run() const;
 
  private:
-  struct Contender {
+  struct Candidate {
     std::string arch;
     std::unique_ptr<Trainer> trainer;
     std::vector<double> losses;
@@ -49,16 +50,17 @@ struct DemoCommand {
   std::string tokenizer(const std::vector<std::string>& from) const;
   std::string shards(const std::vector<std::string>& from, const std::string& tokenizer) const;
   TrainOptions options(const std::string& arch, const std::string& data) const;
-  void train(std::vector<Contender>& contenders) const;
-  void report(const std::vector<Contender>& contenders) const;
+  void train(std::vector<Candidate>& candidates) const;
+  void report(const std::vector<Candidate>& candidates) const;
 };
 
 std::vector<std::string> DemoCommand::inputs() const {
   if (!text.empty()) return text;
-  require(fs::exists(kDictionary),
-          "demo: there is no {}; install the package dict-gcide (make demo does), or name text "
-          "of your own: furious demo FILE…",
-          kDictionary);
+  require(
+      fs::exists(kDictionary),
+      "demo: {} does not exist; install the package dict-gcide (`make demo` does), or give your own text: furious demo "
+      "FILE…",
+      kDictionary);
   fs::create_directories(out);
   const fs::path link = fs::path(out) / "dictionary.txt.gz";
   std::error_code ignored;
@@ -77,7 +79,8 @@ std::string DemoCommand::tokenizer(const std::vector<std::string>& from) const {
   training.threads = threads();
   fs::create_directories(out);
   write_text(path, train_sentencepiece(lines, training));
-  fmt::print("tokenizer  {} ids, from {:.1f} MB of text\n", vocabulary, static_cast<double>(lines.bytes()) / 1e6);
+  fmt::print("tokenizer  vocabulary {}, from {:.1f} MB of text\n", vocabulary,
+             static_cast<double>(lines.bytes()) / 1e6);
   return path;
 }
 
@@ -91,7 +94,7 @@ std::string DemoCommand::shards(const std::vector<std::string>& from, const std:
   std::error_code ignored;
   fs::remove_all(options.out, ignored);
   const Manifest manifest = tokenize_corpus(options, {stop_requested, {}}).manifest;
-  fmt::print("shards     {} tokens to learn from, {} held out\n", manifest[Split::train].total().tokens,
+  fmt::print("shards     {} tokens for training, {} for testing\n", manifest[Split::train].total().tokens,
              manifest[Split::test].total().tokens);
   return options.out;
 }
@@ -110,47 +113,46 @@ TrainOptions DemoCommand::options(const std::string& arch, const std::string& da
   return options;
 }
 
-void DemoCommand::train(std::vector<Contender>& contenders) const {
+void DemoCommand::train(std::vector<Candidate>& candidates) const {
   ProgressLine line("demo");
   for (int64_t step = 1; step <= steps && !stop_requested(); ++step) {
     std::string losses;
-    for (Contender& contender : contenders) {
-      const TrainStep done = contender.trainer->step();
-      contender.losses.push_back(done.loss);
-      contender.seconds += static_cast<double>(kBatch * kLength) / done.tokens_per_second;
-      losses += fmt::format("  {} {:.3f}", contender.arch, done.loss);
+    for (Candidate& candidate : candidates) {
+      const TrainStep done = candidate.trainer->step();
+      candidate.losses.push_back(done.loss);
+      candidate.seconds += static_cast<double>(kBatch * kLength) / done.tokens_per_second;
+      losses += fmt::format("  {} {:.3f}", candidate.arch, done.loss);
     }
     const double left = line.seconds() / static_cast<double>(step) * static_cast<double>(steps - step);
     if (line.due()) line.show(fmt::format("step {}/{}  loss{}  {} left", step, steps, losses, clock_text(left)));
   }
-  for (Contender& contender : contenders) contender.test_loss = contender.trainer->test_loss().value_or(NAN);
+  for (Candidate& candidate : candidates) candidate.test_loss = candidate.trainer->test_loss().value_or(NAN);
 }
 
-void DemoCommand::report(const std::vector<Contender>& contenders) const {
+void DemoCommand::report(const std::vector<Candidate>& candidates) const {
   Chart chart;
   chart.title = "Training loss, side by side";
   chart.x_label = "step";
   chart.y_label = "loss";
   Table table{{"model", "parameters", "test loss", "tokens/s", "KB at 1k", "KB at 8k", "KB at 64k"}, {}};
-  for (const Contender& contender : contenders) {
-    const ModelConfig& config = contender.trainer->model().config();
+  for (const Candidate& candidate : candidates) {
+    const ModelConfig& config = candidate.trainer->model().config();
     const auto kilobytes = [&](int64_t length) {
       return fmt::format("{:.0f}", static_cast<double>(cache_numbers(config, length) * 4) / 1e3);
     };
-    const auto tokens = static_cast<double>(kBatch * kLength * static_cast<int64_t>(contender.losses.size()));
-    table.rows.push_back({contender.arch, fmt::format("{:.2f}M", static_cast<double>(parameter_count(config)) / 1e6),
-                          fmt::format("{:.3f}", contender.test_loss), fmt::format("{:.0f}", tokens / contender.seconds),
+    const auto tokens = static_cast<double>(kBatch * kLength * static_cast<int64_t>(candidate.losses.size()));
+    table.rows.push_back({candidate.arch, fmt::format("{:.2f}M", static_cast<double>(parameter_count(config)) / 1e6),
+                          fmt::format("{:.3f}", candidate.test_loss), fmt::format("{:.0f}", tokens / candidate.seconds),
                           kilobytes(1 << 10), kilobytes(8 << 10), kilobytes(64 << 10)});
-    Series series{contender.arch, {}, smooth(contender.losses, 8)};
+    Series series{candidate.arch, {}, smooth(candidate.losses, 8)};
     for (size_t i = 0; i < series.y.size(); ++i) series.x.push_back(static_cast<double>(i + 1));
     chart.series.push_back(std::move(series));
   }
-  fmt::print("\n{}\nKB: memory that one sequence needs while it is written, after 1k, 8k and 64k tokens\n",
-             to_text(table));
+  fmt::print("\n{}\nKB: cache memory of one sequence after 1k, 8k and 64k tokens\n", to_text(table));
   write_text(out + "/loss.svg", to_svg(chart));
 }
 
-std::vector<Text> written_by(const Trainer& trainer, int sequences) {
+std::vector<Text> samples_of(const Trainer& trainer, int sequences) {
   const auto tokenizer = trainer.data().dataset->tokenizer();
   Session session(Model(std::make_shared<Model::Parts>(trainer.model(), tokenizer, false)), sequences);
   session.read("");
@@ -164,36 +166,35 @@ void DemoCommand::run() const {
   stop_on_signals();
   const std::vector<std::string> from = inputs();
   const std::string data = shards(from, tokenizer(from));
-  std::vector<Contender> contenders;
+  std::vector<Candidate> candidates;
   for (const std::string& arch : archs)
-    contenders.push_back({arch, std::make_unique<Trainer>(options(arch, data)), {}, 0, 0});
+    candidates.push_back({arch, std::make_unique<Trainer>(options(arch, data)), {}, 0, 0});
   fmt::print("training   {} steps of {} x {} tokens, {} threads\n", steps, kBatch, kLength, threads());
   std::fflush(stdout);
-  train(contenders);
-  report(contenders);
-  for (const Contender& contender : contenders)
-    replace_directory(fs::path(out) / contender.arch,
-                      [&](const fs::path& directory) { contender.trainer->save(directory); });
-  fmt::print("\nWhat {} has learned to write, four times:\n\n", contenders.front().arch);
-  for (const Text& written : written_by(*contenders.front().trainer, 4)) fmt::print("{}\n\n", written.text);
-  fmt::print("curves in {0}/loss.svg; go on with: furious generate {0}/{1} --prompt \"Mamba\"\n", out,
-             contenders.front().arch);
+  train(candidates);
+  report(candidates);
+  for (const Candidate& candidate : candidates)
+    replace_directory(fs::path(out) / candidate.arch,
+                      [&](const fs::path& directory) { candidate.trainer->save(directory); });
+  fmt::print("\nFour samples of {}:\n\n", candidates.front().arch);
+  for (const Text& written : samples_of(*candidates.front().trainer, 4)) fmt::print("{}\n\n", written.text);
+  fmt::print("chart: {0}/loss.svg; generate more: furious generate {0}/{1} --prompt \"Mamba\"\n", out,
+             candidates.front().arch);
 }
 
 }  // namespace
 
 void add_demo(CLI::App& app) {
   auto demo = std::make_shared<DemoCommand>();
-  CLI::App* command = app.add_subcommand("demo", "From text to three small models, side by side, in minutes");
-  command->add_option("text", demo->text, "Text as `furious tokenize` takes it; without, the dictionary of dict-gcide");
-  command->add_option("--out", demo->out, "Folder for everything it makes")->capture_default_str();
-  command->add_option("--arch", demo->archs, "Architectures; several with commas")
-      ->delimiter(',')
-      ->capture_default_str();
-  command->add_option("--steps", demo->steps, "Steps of training")
+  CLI::App* command = app.add_subcommand("demo", "Train three small models side by side, from text to a comparison");
+  command->add_option("text", demo->text,
+                      "Text files as for `furious tokenize`; default: the dictionary of the package dict-gcide");
+  command->add_option("--out", demo->out, "Folder for tokenizer, shards, models and chart")->capture_default_str();
+  with_commas(command->add_option("--arch", demo->archs, "Architectures to train, with commas"))->capture_default_str();
+  command->add_option("--steps", demo->steps, "Number of training steps")
       ->check(CLI::Range(1, 1 << 20))
       ->capture_default_str();
-  command->add_option("--vocab", demo->vocabulary, "Ids of the tokenizer")
+  command->add_option("--vocab", demo->vocabulary, "Vocabulary size of the tokenizer")
       ->check(CLI::Range(260, 1 << 16))
       ->capture_default_str();
   command->footer("Example: furious demo my-notes.txt --out demo");

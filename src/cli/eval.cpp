@@ -1,4 +1,4 @@
-// `furious eval`: how well a model predicts text.
+// `furious eval`: loss and perplexity of a model on token shards.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -8,14 +8,14 @@
 
 #include "base/error.h"
 #include "base/parallel.h"
-#include "cli/checks.h"
 #include "cli/commands.h"
+#include "cli/flags.h"
 #include "cli/json_file.h"
 #include "cli/load_flags.h"
 #include "cli/progress.h"
 #include "eval/test_loss.h"
 #include "model/checkpoint.h"
-#include "train/trainer.h"
+#include "train/training_checkpoint.h"
 
 namespace furious::cli {
 namespace {
@@ -33,8 +33,8 @@ struct EvalCommand {
   void run() const;
 };
 
-// As the model was trained; where that is not known, with the defaults of training. A model of texts with bos gets a
-// row for each, unless another packing is asked for.
+// The packing and length of training; the defaults of training where they are unknown. A model that expects bos gets
+// one document per row, unless --packing is given.
 BatchOptions EvalCommand::batches_for(const ModelConfig& config) const {
   const bool is_known = fs::exists(fs::path(model) / "training.safetensors");
   const TrainOptions trained = is_known ? saved_options(model) : TrainOptions();
@@ -45,7 +45,7 @@ BatchOptions EvalCommand::batches_for(const ModelConfig& config) const {
   options.packing = packing_from_name(!packing.empty() ? packing : bos ? name_of(Packing::rows) : trained.packing);
   options.bos = bos && options.packing == Packing::rows;
   options.order = Order::once;
-  require(!load.bos || options.bos, "eval: --bos is for rows of one document each; use --packing rows");
+  require(!load.bos || options.bos, "eval: --bos needs one document per row; use --packing rows");
   return options;
 }
 
@@ -80,7 +80,8 @@ void EvalCommand::run() const {
       });
   const double seconds = line.seconds();
   line.clear();
-  require(loss.tokens > 0, "eval: {} has no token to predict", dataset.tokens(part).name());
+  require(loss.tokens > 0, "eval: {} has no token to predict; give data with at least two tokens",
+          dataset.tokens(part).name());
   fmt::print("loss            {:.5f} per token\nperplexity      {:.4f}\n", loss.mean(), loss.perplexity());
   fmt::print("loss            {:.5f} per byte of text\nbits            {:.5f} per byte of text\n", loss.per_byte(),
              loss.bits_per_byte());
@@ -107,32 +108,33 @@ void EvalCommand::run() const {
 
 void add_eval(CLI::App& app) {
   auto options = std::make_shared<EvalCommand>();
-  CLI::App* command = app.add_subcommand("eval", "Measure how well a model predicts a tokenized text");
-  command->add_option("model", options->model, "A checkpoint directory, a training run or a .safetensors file")
-      ->required();
-  command->add_option("--data", options->data, "Folder with token shards, as furious tokenize makes them")->required();
-  command->add_option("--split", options->split, "The part of the data")
+  CLI::App* command = app.add_subcommand("eval", "Compute the loss and perplexity of a model on token shards");
+  add_model(*command, options->model);
+  command->add_option("--data", options->data, "Folder of token shards, written by `furious tokenize`")->required();
+  command->add_option("--split", options->split, "Split of the data: test or train")
       ->check(CLI::IsMember({"test", "train"}))
       ->capture_default_str();
-  command->add_option("--length", options->length, "Tokens of a row; by default as in training, else 512")
+  command
+      ->add_option("--length", options->length,
+                   "Number of tokens in a row; default: as in training, or 512 where that is unknown")
       ->check(CLI::Range(1, 1 << 26));
-  command->add_option("--batch", options->batch, "Rows at once")->check(CLI::Range(1, 1 << 24))->capture_default_str();
+  command->add_option("--batch", options->batch, "Number of rows in a batch")
+      ->check(CLI::Range(1, 1 << 24))
+      ->capture_default_str();
   command
       ->add_option("--packing", options->packing,
-                   "packed: windows over all documents; isolated: the same, documents apart; rows: one per document; "
-                   "by default as in training, else rows with bos for models of texts with bos, and packed for others")
+                   "packed: windows over the concatenated documents; isolated: the same, with attention limited to "
+                   "the document; rows: one document per row. Default: as in training; where that is unknown, rows for "
+                   "models that expect bos, and packed for others")
       ->check(CLI::IsMember({"packed", "isolated", "rows"}));
-  command->add_option("--max-batches", options->max_batches, "Stop after so many; 0: all")
+  command->add_option("--max-batches", options->max_batches, "Stop after this number of batches; 0: all batches")
       ->check(at_least(0))
       ->capture_default_str();
   add_load_flags(*command, options->load);
   add_threads(*command, options->threads);
-  command->add_option("--device", options->device, "cpu, cuda, cuda:N; auto: a GPU if there is one")
-      ->capture_default_str();
-  command->add_option("--dtype", options->dtype, "Of products, on a GPU also of activations; auto: bf16 on a GPU")
-      ->check(CLI::IsMember({"auto", "f32", "bf16"}))
-      ->capture_default_str();
-  command->add_option("--json", options->json, "Write the same to this file");
+  add_device(*command, options->device);
+  add_dtype(*command, options->dtype);
+  add_json(*command, options->json, "Write the results to this JSON file");
   command->footer("Example: furious eval runs/stories --data data/stories --json loss.json");
   command->callback([options] {
     options->model = checkpoint_of(options->model).string();

@@ -1,4 +1,4 @@
-// `furious generate`: a model writes on.
+// `furious generate`: continue a prompt with a model.
 #include <fmt/format.h>
 
 #include <chrono>
@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "base/file.h"
-#include "cli/checks.h"
 #include "cli/commands.h"
+#include "cli/flags.h"
 #include "cli/json_file.h"
 #include "cli/load_flags.h"
 #include "cli/progress.h"
@@ -118,61 +118,70 @@ void GenerateCommand::run() const {
 }
 
 void add_sampling(CLI::App& command, Sampling& sampling) {
-  command.add_option("--temperature", sampling.temperature, "0: always the most probable token")
+  command.add_option("--temperature", sampling.temperature, "Sampling temperature; 0: always the most probable token")
       ->check(at_least(0))
       ->capture_default_str();
-  command.add_option("--top-k", sampling.top_k, "Choose among the K most probable tokens; 0: all")
+  command.add_option("--top-k", sampling.top_k, "Sample only from the K most probable tokens; 0: from all")
       ->check(at_least(0))
       ->capture_default_str();
-  command.add_option("--top-p", sampling.top_p, "Choose among the most probable tokens of this total probability")
+  command
+      .add_option("--top-p", sampling.top_p,
+                  "Sample only from the most probable tokens that together have this probability; 1: from all")
       ->check(CLI::Range(1e-9, 1.0))
       ->capture_default_str();
   command
-      .add_option("--repetition-penalty", sampling.repetition_penalty,
-                  "Above 1: tokens among the last 256 become less probable")
+      .add_option(
+          "--repetition-penalty", sampling.repetition_penalty,
+          "Divide the positive logits of the last 256 tokens by this factor, and multiply the negative ones; 1: off")
       ->check(at_least(1e-3))
       ->capture_default_str();
-  command.add_option("--seed", sampling.seed, "Sequence i draws from seed + i - 1")->capture_default_str();
+  command.add_option("--seed", sampling.seed, "Seed of the sampling; sequence i uses seed + i - 1")
+      ->capture_default_str();
 }
 
 }  // namespace
 
 void add_generate(CLI::App& app) {
   auto options = std::make_shared<GenerateCommand>();
-  CLI::App* command = app.add_subcommand("generate", "Let a model write on from a prompt");
+  CLI::App* command = app.add_subcommand("generate", "Generate text from a prompt");
   command->add_option("model", options->model, "A checkpoint directory, a training run or a .safetensors file")
       ->required();
-  CLI::Option* prompt = command->add_option("--prompt", options->prompt, "The text to go on from; may be empty");
+  CLI::Option* prompt = command->add_option("--prompt", options->prompt, "The prompt; may be empty");
   CLI::Option* prompt_file =
-      command->add_option("--prompt-file", options->prompt_file, "The same from a file")->excludes(prompt);
-  command->add_option("standard-input", options->standard_input, "-: the same from the standard input")
+      command->add_option("--prompt-file", options->prompt_file, "Read the prompt from this file")->excludes(prompt);
+  command->add_option("standard-input", options->standard_input, "-: read the prompt from the standard input")
       ->check(CLI::IsMember({"-"}))
       ->excludes(prompt)
       ->excludes(prompt_file);
-  command->add_option("--tokens", options->write.tokens, "New tokens, at most")
+  command->add_option("--tokens", options->write.tokens, "Largest number of new tokens")
       ->check(at_least(0))
       ->capture_default_str();
   add_sampling(*command, options->write.sampling);
-  command->add_option("--stop", options->write.stop, "End before this text; may be given several times")
+  command->add_option("--stop", options->write.stop, "Stop before this text is written; may be given several times")
       ->allow_extra_args(false);
-  command->add_option("--sequences", options->sequences, "Texts to write from the same prompt")
+  command->add_option("--sequences", options->sequences, "Number of texts to generate from the same prompt")
       ->check(at_least(1))
       ->capture_default_str();
-  command->add_option("--save-state", options->save_state, "Keep in this file what the model remembers at the end");
-  command->add_option("--load-state", options->load_state, "Go on from there; a prompt is read after it");
+  command->add_option("--save-state", options->save_state, "Save the state (cache) after the last token to this file");
+  command->add_option("--load-state", options->load_state,
+                      "Start from a state saved by --save-state; the prompt is appended");
   add_load_flags(*command, options->load);
-  command->add_option("--tokenizer", options->load.tokenizer, "Instead of the one in the checkpoint");
+  command->add_option(
+      "--tokenizer", options->load.tokenizer,
+      "Tokenizer to use instead of that of the checkpoint: a SentencePiece model, a folder with one, or \"byte\"");
   add_threads(*command, options->load.threads);
-  command->add_option("--device", options->load.device, "Where the model runs: cpu, cuda")->capture_default_str();
-  command->add_option("--dtype", options->load.dtype, "f32, bf16; without: bf16 on a GPU, f32 on the CPU")
+  command->add_option("--device", options->load.device, "Device: cpu, cuda or cuda:N; auto: a GPU if there is one")
+      ->capture_default_str();
+  command
+      ->add_option(
+          "--dtype", options->load.dtype,
+          "Dtype of matrix products, on a GPU also of activations: f32 or bf16; default: bf16 on a GPU, f32 on a CPU")
       ->check(CLI::IsMember({"f32", "bf16"}));
-  command->add_option("--json", options->json, "Write texts and rates to this file, too");
+  command->add_option("--json", options->json, "Also write the texts and rates to this JSON file");
   command->footer(
-      "The text begins with eos, which stands before every document of our training data; with bos where the "
-      "checkpoint\n"
-      "was trained so (plain Llamas, the authors' release, `train --bos`), or by --bos. One sequence is shown as it is "
-      "written, several one "
-      "after the other.\n"
+      "A text begins with eos, which precedes every document of training data; with bos where the checkpoint was\n"
+      "trained so (Llama models, the authors' release, `train --bos`), or with --bos. A single sequence is printed\n"
+      "while it is generated, several ones at the end.\n"
       "Example: furious generate runs/stories --prompt 'Once upon a time' --tokens 100 --temperature 0.7");
   command->callback([options] { options->run(); });
 }

@@ -1,4 +1,4 @@
-// The file of an option --json: opened before the work begins, so that a place that cannot be written is said first.
+// The file of a --json option, opened before the work begins, so that an unwritable path is reported first.
 #pragma once
 
 #include <nlohmann/json.hpp>
@@ -11,7 +11,7 @@ namespace furious::cli {
 
 class JsonFile {
  public:
-  explicit JsonFile(const std::string& path) {  // empty: no file is asked for
+  explicit JsonFile(const std::string& path) {  // empty: no file
     if (!path.empty()) file_.emplace(path);
   }
 

@@ -1,4 +1,4 @@
-// The flags that say what a model is, where its files do not: the same in every command that loads one.
+// Flags of every command that loads a model: what its files do not say, and the notes on loading it.
 #pragma once
 
 #include <fmt/format.h>
@@ -6,7 +6,7 @@
 #include <cstdio>
 #include <string>
 
-#include "cli/checks.h"
+#include "cli/flags.h"
 #include "furious/model.h"
 #include "model/checkpoint.h"
 
@@ -14,12 +14,17 @@ namespace furious::cli {
 
 inline void add_load_flags(CLI::App& command, LoadOptions& load) {
   command.add_option("--arch", load.arch,
-                     "The architecture, for weights without a config.json: a preset or an attention_type of the "
-                     "authors' release");
+                     "Architecture of weights without a config.json: a preset, or an attention_type of the authors' "
+                     "release");
   command
-      .add_option("--heads", load.heads, "The number of heads, for weights without a config.json that do not tell it")
+      .add_option("--heads", load.heads,
+                  "Number of heads of weights without a config.json, where their shapes do not determine it")
       ->check(CLI::Range(1, 1 << 14));
-  command.add_flag("--bos", load.bos, "Texts begin with bos, as those of plain Llamas and of the authors' release do");
+  command.add_flag("--bos", load.bos, "Begin every text with bos, as Llama models and the authors' release expect");
+}
+
+inline void add_model(CLI::App& command, std::string& model) {
+  command.add_option("model", model, "A checkpoint directory, a training run or a .safetensors file")->required();
 }
 
 inline void show_notes(const std::string& model) {

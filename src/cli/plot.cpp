@@ -1,4 +1,4 @@
-// `furious plot`: the curves of any runs.
+// `furious plot`: loss curves of runs.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -9,8 +9,8 @@
 #include "base/error.h"
 #include "base/file.h"
 #include "base/names.h"
-#include "cli/checks.h"
 #include "cli/commands.h"
+#include "cli/flags.h"
 #include "report/chart.h"
 #include "report/png.h"
 #include "train/log.h"
@@ -54,11 +54,11 @@ std::vector<fs::path> runs_in(const std::vector<std::string>& places) {
   for (const std::string& place : places) {
     fs::path path = fs::path(place).lexically_normal();
     if (path.filename().empty() || path.filename() == kLogFile) path = path.parent_path();  // "run/", "run/log.jsonl"
-    require(fs::exists(path), "plot: there is no {}", place);
-    require(fs::is_directory(path), "plot: {} is no folder; expected a run of `furious train`", place);
+    require(fs::exists(path), "plot: {} does not exist; give the folder of a run", place);
+    require(fs::is_directory(path), "plot: {} is not a folder; give a run of `furious train`", place);
     const size_t before = found.size();
     find_runs(path.empty() ? "." : path, found);
-    require(found.size() > before, "plot: {} holds no run: no folder in it has a {}", place, kLogFile);
+    require(found.size() > before, "plot: {} contains no run; no folder in it has a {}", place, kLogFile);
   }
   return found;
 }
@@ -119,7 +119,7 @@ void PlotCommand::add(Chart& chart, const std::string& name, const RunLog& log, 
 
 void PlotCommand::run() const {
   const std::string extension = fs::path(out).extension().string();
-  require(extension == ".svg" || extension == ".png", "plot: {}: pictures are written as .svg or .png", out);
+  require(extension == ".svg" || extension == ".png", "plot: {}: unknown file type; use .svg or .png", out);
   if (extension == ".png") check_png();
   const std::vector<fs::path> found = runs_in(runs);
   const std::vector<std::string> names = distinguishing_names(found);
@@ -141,7 +141,7 @@ void PlotCommand::run() const {
     write_png(out, to_svg(chart));
   else
     write_text(out, to_svg(chart));
-  fmt::print("{} run{} in {}\n", found.size(), found.size() == 1 ? "" : "s", out);
+  fmt::print("{} run{}: {}\n", found.size(), found.size() == 1 ? "" : "s", out);
 }
 
 }  // namespace
@@ -149,20 +149,21 @@ void PlotCommand::run() const {
 void add_plot(CLI::App& app) {
   auto plot = std::make_shared<PlotCommand>();
   CLI::App* command = app.add_subcommand("plot", "Draw the training and test losses of runs");
-  command->add_option("runs", plot->runs, "Folders of runs, or folders that hold some, as of furious ablate")
+  command
+      ->add_option("runs", plot->runs, "Folders of runs, or folders that contain runs, as `furious ablate` writes them")
       ->required();
-  command->add_option("-o,--out", plot->out, "The picture: .svg, or .png (by rsvg-convert or inkscape)")->required();
-  command->add_option("--curves", plot->curves, "train, test or both")
+  command->add_option("-o,--out", plot->out, "Output file: .svg, or .png (needs rsvg-convert or inkscape)")->required();
+  command->add_option("--curves", plot->curves, "Curves to draw: train, test or both")
       ->check(CLI::IsMember({"train", "test", "both"}))
       ->capture_default_str();
   command
       ->add_option("--smooth", plot->smooth,
-                   "Steps of training that a point is the mean of; by default a fiftieth of the run; 0: none")
+                   "Number of steps to average training losses over; default: a fiftieth of the run; 0: none")
       ->check(CLI::Range(int64_t{0}, int64_t{1} << 40));
-  command->add_option("--from", plot->from, "The first step that is shown")->check(at_least(0))->capture_default_str();
-  command->add_flag("--log-x", plot->log_x, "Steps on a logarithmic axis");
-  command->add_flag("--log-y", plot->log_y, "Losses on a logarithmic axis");
-  command->add_option("--title", plot->title, "Over the picture");
+  command->add_option("--from", plot->from, "First step to draw")->check(at_least(0))->capture_default_str();
+  command->add_flag("--log-x", plot->log_x, "Draw steps on a logarithmic axis");
+  command->add_flag("--log-y", plot->log_y, "Draw losses on a logarithmic axis");
+  command->add_option("--title", plot->title, "Title of the chart");
   command->footer("Example: furious plot runs/2mamba runs/softmax -o loss.svg --from 100 --log-x");
   command->callback([plot] { plot->run(); });
 }

@@ -14,6 +14,7 @@
 #include "base/error.h"
 #include "base/names.h"
 #include "cli/commands.h"
+#include "cli/flags.h"
 #include "cli/json_file.h"
 #include "model/config_json.h"
 #include "model/plan.h"
@@ -60,8 +61,8 @@ std::string count_text(int64_t count) {
   return fmt::format("{:.1f}{}", value, units.front());
 }
 
-// The block's switches as config.json has them, which is how --switches takes them: those that few blocks use only
-// where this one does.
+// The block's switches with the names and values of config.json, which --switches accepts; rare ones only where this
+// block uses them.
 Json switches_of(const ModelConfig& config) {
   const Json all = Json::parse(config_to_json(config));
   Json switches;
@@ -76,7 +77,7 @@ void print_one(const Preset& preset, const PresetsCommand& options) {
   fmt::print("At size {}: {} head{} of {} with queries and keys of {}", options.size, config.heads(),
              config.heads() == 1 ? "" : "s", config.head_dim, config.qk_dim);
   if (config.branch > 0) fmt::print(", beside a gated branch of {} channels", config.branch);
-  fmt::print("\n\nSwitches, for --switches KEY=VALUE,…:\n");
+  fmt::print("\n\nSwitches, to be changed with --switches KEY=VALUE,…:\n");
   const Json switches = switches_of(config);
   for (const auto& [key, value] : switches.items())
     fmt::print("  {:<14} {}\n", key, value.is_string() ? value.get<std::string>() : value.dump());
@@ -86,8 +87,10 @@ void print(const std::vector<Row>& rows, const PresetsCommand& options) {
   size_t width = 0;
   for (const Row& row : rows) width = std::max(width, row.preset.name.size());
   for (const Row& row : rows) fmt::print("{:<{}}  {}\n", row.preset.name, width, row.preset.description);
-  fmt::print("\nParameters with {} ids; MB that a sequence needs in memory (f32) at size {}, by its tokens\n\n",
-             options.vocabulary, options.size);
+  fmt::print(
+      "\nParameters with a vocabulary of {}; cache memory of a sequence in MB (f32) at size {}, by length in "
+      "tokens\n\n",
+      options.vocabulary, options.size);
   Table table{{"preset"}, {}};
   for (const Size& size : sizes()) table.header.push_back(size.name);
   for (const int64_t length : kLengths) table.header.push_back(fmt::format("MB at {}k", length >> 10));
@@ -131,48 +134,33 @@ void PresetsCommand::run() const {
   file.write(to_json(rows, *this));
 }
 
-// Why `name` is no preset; empty if it is one.
-std::string check_preset(const std::string& name) {
-  try {
-    preset(name);
-    return {};
-  } catch (const Error& error) {
-    return error.what();
-  }
-}
-
 std::vector<std::string> size_names() {
   std::vector<std::string> names;
   for (const Size& size : sizes()) names.push_back(size.name);
   return names;
 }
 
-// Why `name` is no size; empty if it is one.
-std::string check_size(const std::string& name) {
+void check_size(const std::string& name) {
   const std::vector<std::string> known = size_names();
-  if (std::find(known.begin(), known.end(), name) != known.end()) return {};
-  try {
-    unknown_name("size", name, known);
-  } catch (const Error& error) {
-    return error.what();
-  }
+  if (std::ranges::find(known, name) == known.end()) unknown_name("size", name, known);
 }
 
 }  // namespace
 
 void add_presets(CLI::App& app) {
   auto options = std::make_shared<PresetsCommand>();
-  CLI::App* command = app.add_subcommand("presets", "List the architectures, with their parameters and memory");
-  command->add_option("--preset", options->name, "Show the switches of this one only")->check(check_preset);
+  CLI::App* command = app.add_subcommand("presets", "List the architectures with their parameters and cache memory");
+  command->add_option("--preset", options->name, "Show only this preset, with its switches")
+      ->check(parsed_by([](const std::string& name) { preset(name); }));
   command
       ->add_option("--size", options->size,
-                   fmt::format("The size whose memory is shown: {}", fmt::join(size_names(), ", ")))
-      ->check(check_size)
+                   fmt::format("Size for which the cache memory is shown: {}", fmt::join(size_names(), ", ")))
+      ->check(parsed_by(check_size))
       ->capture_default_str();
-  command->add_option("--vocab", options->vocabulary, "Number of ids")
+  command->add_option("--vocab", options->vocabulary, "Vocabulary size of the models")
       ->check(CLI::Range(int64_t{1}, int64_t{std::numeric_limits<int32_t>::max()}))
       ->capture_default_str();
-  command->add_option("--json", options->json, "Write the same to this file");
+  add_json(*command, options->json, "Write the list to this JSON file");
   command->footer("Example: furious presets --size medium --vocab 8192 --json presets.json");
   command->callback([options] { options->run(); });
 }

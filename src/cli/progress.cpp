@@ -30,7 +30,7 @@ void ProgressLine::show(const std::string& line) {
   shown_ = Clock::now();
   drawn_ = terminal_;
   const std::string text = terminal_ ? "\r\033[K" + line.substr(0, terminal_width() - 1) : name_ + ": " + line + "\n";
-  std::fputs(text.c_str(), stderr);  // does not throw: the work goes on where nobody reads along
+  std::fputs(text.c_str(), stderr);  // does not throw: work continues when the reading end is closed
   std::fflush(stderr);
 }
 

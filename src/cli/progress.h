@@ -1,5 +1,5 @@
-// What long work shows: one line that is drawn again and again on a terminal, plain lines now and then elsewhere; and
-// how a signal ends it.
+// Progress of long commands: one line redrawn on a terminal, plain lines every few seconds elsewhere; and the
+// handling of SIGINT and SIGTERM.
 #pragma once
 
 #include <chrono>
@@ -9,14 +9,14 @@ namespace furious::cli {
 
 class ProgressLine {
  public:
-  explicit ProgressLine(std::string name);  // of the command, in front of plain lines
+  explicit ProgressLine(std::string name);  // of the command, the prefix of plain lines
   ~ProgressLine() { clear(); }
   ProgressLine(const ProgressLine&) = delete;
   ProgressLine& operator=(const ProgressLine&) = delete;
 
-  bool due() const;                     // whether it is time to show something new
+  bool due() const;                     // whether it is time to redraw
   void show(const std::string& line);   // draws it
-  void print(const std::string& text);  // a line that stays, above the progress line
+  void print(const std::string& text);  // a permanent line above the progress line
   void clear();
   double seconds() const;  // since the beginning
 
@@ -31,9 +31,9 @@ class ProgressLine {
 
 std::string clock_text(double seconds);  // "1:02:03", "2:03"
 
-bool shows_colours();  // what is printed goes to a terminal, and nobody set NO_COLOR
+bool shows_colours();  // stdout is a terminal, and NO_COLOR is not set
 
-// The first SIGINT or SIGTERM asks for a clean end; a second one ends at once.
+// The first SIGINT or SIGTERM requests a clean stop; a second one ends the process at once.
 void stop_on_signals();
 bool stop_requested();
 

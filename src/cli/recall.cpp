@@ -10,8 +10,8 @@
 #include "base/error.h"
 #include "base/file.h"
 #include "base/parallel.h"
-#include "cli/checks.h"
 #include "cli/commands.h"
+#include "cli/flags.h"
 #include "cli/json_file.h"
 #include "cli/progress.h"
 #include "cli/small_models.h"
@@ -45,7 +45,9 @@ std::vector<SmallModel> RecallCommand::models(const TrainOptions& base) const {
   std::vector<SmallModel> models;
   for (const std::string& arch : archs)
     for (const int64_t dim : dims) {
-      require(base.hidden % dim == 0, "recall: a width of {} has no heads of {}", base.hidden, dim);
+      require(base.hidden % dim == 0,
+              "recall: a width of {} is not a multiple of the head dimension {}; change --hidden or --dims",
+              base.hidden, dim);
       models.push_back({fmt::format("{}-{}", preset(arch).name, dim), base});
       models.back().options.arch = arch;
       models.back().options.heads = base.hidden / dim;
@@ -63,7 +65,7 @@ RecallTask RecallCommand::task(int64_t count, uint64_t seed) const {
   return RecallTask(options);
 }
 
-// What a sequence takes in memory when the longest of these texts has been read.
+// The cache memory of a sequence after the longest of these texts.
 std::string memory_text(const ModelConfig& config, int64_t length) {
   const auto bytes = static_cast<double>(cache_numbers(config, length)) * sizeof(float);
   return fmt::format("d {} ({:.1f} KB)", config.head_dim, bytes / 1e3);
@@ -76,7 +78,7 @@ void RecallCommand::run() const {
   JsonFile file(!json.empty() ? json : out + "/recall.json");
   const ThreadLimit limit(static_cast<int>(base.threads));
   stop_on_signals();
-  for (const int64_t count : pairs) task(count, 0);  // what cannot be asked is not trained for
+  for (const int64_t count : pairs) task(count, 0);  // invalid options fail before the training
   const std::vector<LanguageModel> trained = train_small_models("recall", out, models(base));
   if (trained.empty()) return;
 
@@ -104,31 +106,30 @@ void RecallCommand::run() const {
   for (const HeatMap& map : maps) fmt::print("\n{}", to_text(map, shows_colours()));
   const std::string picture = svg.empty() ? out + "/recall.svg" : svg;
   write_text(picture, to_svg("Values recalled by their keys, in percent", maps));
-  fmt::print("\nheat map{} in {}\n", maps.size() == 1 ? "" : "s", picture);
+  fmt::print("\nheat map{}: {}\n", maps.size() == 1 ? "" : "s", picture);
   file.write(Json{{"steps", base.steps}, {"cells", written}});
 }
 
 RecallCommand::RecallCommand(CLI::App& command) : flags(command, false) {
-  with_commas(command.add_option("--arch", archs, "Architectures, with commas"))->capture_default_str();
-  with_commas(command.add_option("--dims", dims, "Dimensions of a head, with commas: the size of the state"))
+  with_commas(command.add_option("--arch", archs, "Architectures to train, with commas"))->capture_default_str();
+  with_commas(command.add_option("--dims", dims, "Head dimensions, with commas; they determine the size of the state"))
       ->check(CLI::Range(kSmallestDim, kLargestDim))
       ->capture_default_str();
-  with_commas(command.add_option("--pairs", pairs, "Numbers of pairs to recall, with commas"))
+  with_commas(command.add_option("--pairs", pairs, "Numbers of key-value pairs, with commas"))
       ->check(CLI::Range(1, 1 << 16))
       ->capture_default_str();
-  command.add_option("--rows", rows, "Texts for each number of pairs, each asking for all of its pairs")
+  command.add_option("--rows", rows, "Number of texts for each number of pairs; each asks for all of its pairs")
       ->check(CLI::Range(1, 1 << 16))
       ->capture_default_str();
-  command.add_option("--out", out, "Folder of the models; a second run with it asks what is there")
-      ->capture_default_str();
-  command.add_option("--svg", svg, "The heat maps; by default recall.svg in the folder");
-  command.add_option("--json", json, "The counts; by default recall.json in the folder");
+  command.add_option("--out", out, "Folder of the models; a second run reuses them")->capture_default_str();
+  command.add_option("--svg", svg, "Write the heat maps to this file; default: recall.svg in --out");
+  add_json(command, json, "Write the counts to this JSON file; default: recall.json in --out");
 }
 
 }  // namespace
 
 void add_recall(CLI::App& app) {
-  CLI::App* recall = app.add_subcommand("recall", "Train small models to recall values by keys, by size of the state");
+  CLI::App* recall = app.add_subcommand("recall", "Train small models on associative recall, by size of the state");
   auto command = std::make_shared<RecallCommand>(*recall);
   recall->footer("Example: furious recall --arch 2mamba,mamba2s --dims 8,16 --steps 400");
   recall->callback([command] { command->run(); });

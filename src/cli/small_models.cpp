@@ -22,7 +22,7 @@ TrainOptions small_model_options() {
   options.data = "synthetic:lookup";
   options.hidden = 64;
   options.intermediate = 128;
-  options.heads = 1;  // softmax attention learns this soon in one large head only
+  options.heads = 1;  // softmax attention learns the task quickly only with one large head
   options.layers = 2;
   options.batch = 32;
   options.length = 132;
@@ -54,13 +54,9 @@ TrainOptions SmallModelFlags::options() const {
   return options;
 }
 
-CLI::Option* with_commas(CLI::Option* option) {
-  return option->delimiter(',')->allow_extra_args(false);
-}
-
 std::vector<LanguageModel> train_small_models(const std::string& command, const std::string& out,
                                               std::vector<SmallModel> models) {
-  int64_t left = 0, made = 0;  // steps of all models that are not done yet, and those that were done here
+  int64_t left = 0, made = 0;  // steps of the unfinished models, and steps done by this process
   for (const SmallModel& model : models) left += model.options.steps;
   ProgressLine line(command);
   std::vector<LanguageModel> trained;
@@ -81,10 +77,10 @@ std::vector<LanguageModel> train_small_models(const std::string& command, const 
     const double began = line.seconds();
     const TrainResult result = train(options, observer);
     if (result.stopped) {
-      line.print(fmt::format("stopped in {}; the same command goes on from there", name));
+      line.print(fmt::format("stopped in {}; run the same command to resume", name));
       return {};
     }
-    line.print(made == made_before ? fmt::format("{:<10} was trained before: {}", name, options.out)
+    line.print(made == made_before ? fmt::format("{:<10} is already trained: {}", name, options.out)
                                    : fmt::format("{:<10} {} steps in {}, loss {:.4f}", name, result.steps,
                                                  clock_text(line.seconds() - began), result.last.loss));
     trained.push_back(trained_model(options, result.checkpoint));

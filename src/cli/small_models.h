@@ -1,10 +1,11 @@
-// Small models of several architectures, trained on one task on the spot: for commands that show what an architecture
-// can do before anyone has a large model of it.
+// Small models of several architectures, trained on a synthetic task: for commands that compare architectures without
+// trained checkpoints.
 #pragma once
 
 #include <string>
 #include <vector>
 
+#include "cli/flags.h"
 #include "cli/train_flags.h"
 #include "model/language_model.h"
 
@@ -18,8 +19,8 @@ struct SmallModel {
 // The architectures of the paper's comparison.
 inline const std::vector<std::string> kCompared{"softmax", "2mamba", "mamba2s", "mamba2"};
 
-// The options of their training, on synthetic:lookup and small enough for minutes on a CPU, with flags for those that a
-// user may want to change.
+// The options of their training on synthetic:lookup, small enough for minutes on a CPU, with flags for the most
+// important ones.
 class SmallModelFlags {
  public:
   explicit SmallModelFlags(CLI::App& command, bool heads = true);
@@ -29,11 +30,8 @@ class SmallModelFlags {
   TrainFlags any_, of_models_;
 };
 
-// Lists of the command line: with commas, so that what follows a space is not part of them.
-CLI::Option* with_commas(CLI::Option* option);
-
-// Trains each in folder OUT/NAME, or goes on with what is there: what was trained before is not trained again. Nothing
-// where a signal ended it; the same command goes on then.
+// Trains each model in OUT/NAME, or resumes the run there; a finished run is only loaded. Empty after a signal; the
+// same command then resumes.
 std::vector<LanguageModel> train_small_models(const std::string& command, const std::string& out,
                                               std::vector<SmallModel> models);
 

@@ -1,10 +1,10 @@
-// `furious tokenize`: a corpus to token shards.
+// `furious tokenize`: encode a corpus into token shards.
 #include <fmt/format.h>
 
 #include <memory>
 
-#include "cli/checks.h"
 #include "cli/commands.h"
+#include "cli/flags.h"
 #include "cli/progress.h"
 #include "data/tokenize.h"
 
@@ -30,9 +30,9 @@ void print_result(const TokenizeOptions& options, const TokenizeResult& result, 
   }
   if (manifest.replaced > 0) fmt::print("{} broken UTF-8 sequences were replaced by U+FFFD\n", manifest.replaced);
   if (manifest[Split::test].shards.empty() && options.test_fraction > 0)
-    fmt::print("the test part is empty; a larger --test-fraction than {} gives one\n", options.test_fraction);
+    fmt::print("the test split is empty; increase --test-fraction above {}\n", options.test_fraction);
   if (result.was_complete)
-    fmt::print("{} was complete already; nothing was done\n", options.out);
+    fmt::print("{} is already complete; nothing was done\n", options.out);
   else
     fmt::print("{} in {:.1f} s, {:.1f} MB/s of text\n", options.out, seconds,
                static_cast<double>(result.progress.text_bytes) / 1e6 / std::max(seconds, 1e-9));
@@ -55,30 +55,35 @@ void run(const TokenizeOptions& options) {
 
 void add_tokenize(CLI::App& app) {
   auto options = std::make_shared<TokenizeOptions>();
-  CLI::App* command = app.add_subcommand("tokenize", "Turn text into token shards for training");
-  command->add_option("input", options->inputs, ".txt and .jsonl files (also .gz, .zst), .parquet, folders, globs")
+  CLI::App* command = app.add_subcommand("tokenize", "Encode text into token shards for training");
+  command
+      ->add_option("input", options->inputs,
+                   "Input: .txt and .jsonl files (also .gz, .zst), .parquet files, folders, globs")
       ->required();
-  command->add_option("--tokenizer", options->tokenizer, "A SentencePiece model, or \"byte\"")->required();
-  command->add_option("--out", options->out, "Folder for the shards")->required();
-  command->add_option("--field", options->reader.field, "Field of .jsonl lines, or column of .parquet, with the text")
+  command->add_option("--tokenizer", options->tokenizer, "Tokenizer: a SentencePiece model, or \"byte\"")->required();
+  command->add_option("--out", options->out, "Folder of the shards to write")->required();
+  command
+      ->add_option("--field", options->reader.field,
+                   "Field of .jsonl lines, or column of .parquet files, that holds the text")
       ->capture_default_str();
   command->add_flag("--split-on-blank-line", options->reader.split_on_blank_line,
-                    "In .txt files a blank line ends a document, not the end of the file");
+                    "End documents of .txt files at blank lines instead of the end of the file");
   CLI::Option* fraction =
-      command->add_option("--test-fraction", options->test_fraction, "Part of the documents that is held out for tests")
+      command->add_option("--test-fraction", options->test_fraction, "Fraction of the documents for the test split")
           ->check(CLI::Range(0.0, 0.999999))
           ->capture_default_str();
-  command->add_option("--test", options->test_inputs,
-                      "Files of a corpus that has a test part of its own; nothing else is held out then, unless "
-                      "--test-fraction is given");
-  command->add_option("--seed", options->seed, "Chooses the held-out documents")->capture_default_str();
-  command->add_option("--shard-tokens", options->shard_tokens, "Tokens after which a new shard begins")
+  command->add_option(
+      "--test", options->test_inputs,
+      "Input files of the test split; other files then are for training only, unless --test-fraction is "
+      "given");
+  command->add_option("--seed", options->seed, "Seed of the random choice of test documents")->capture_default_str();
+  command->add_option("--shard-tokens", options->shard_tokens, "Number of tokens after which a new shard begins")
       ->check(at_least(1))
       ->capture_default_str();
-  command->add_flag("--bos", options->bos, "Begin documents with bos; they always end with eos");
+  command->add_flag("--bos", options->bos, "Begin every document with bos; all documents end with eos");
   add_threads(*command, options->threads);
   command->footer(
-      "Interrupted in any way, the same command goes on where it was.\n"
+      "After an interruption the same command resumes.\n"
       "Example: furious tokenize corpus/ more-*.jsonl.zst --tokenizer tokenizer.model --out data");
   command->callback([options, fraction] {
     if (!options->test_inputs.empty() && fraction->count() == 0) options->test_fraction = 0;

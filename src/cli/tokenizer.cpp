@@ -1,4 +1,4 @@
-// `furious tokenizer`: make a tokenizer from text, or look at one.
+// `furious tokenizer`: train a tokenizer, or show one.
 #include <fmt/format.h>
 
 #include <chrono>
@@ -6,8 +6,8 @@
 
 #include "base/file.h"
 #include "base/parallel.h"
-#include "cli/checks.h"
 #include "cli/commands.h"
+#include "cli/flags.h"
 #include "data/corpus_lines.h"
 #include "data/tokenizer.h"
 
@@ -30,7 +30,7 @@ struct TrainCommand {
     const auto tokenizer = make_sentencepiece(model, out);
     write_text(out, model);
     const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-    fmt::print("{}: {} ids from {:.1f} MB of text in {:.1f} s\n", out, tokenizer->vocabulary_size(),
+    fmt::print("{}: vocabulary of {} from {:.1f} MB of text in {:.1f} s\n", out, tokenizer->vocabulary_size(),
                static_cast<double>(lines.bytes()) / 1e6, seconds);
   }
 };
@@ -61,15 +61,19 @@ void show(const std::string& name, const std::string& text) {
 
 void add_tokenizer_train(CLI::App& tokenizer) {
   auto options = std::make_shared<TrainCommand>();
-  CLI::App* command = tokenizer.add_subcommand("train", "Make a SentencePiece tokenizer from text");
-  command->add_option("input", options->inputs, "As `furious tokenize` takes them")->required();
-  command->add_option("--vocab", options->training.vocabulary_size, "Number of ids")
+  CLI::App* command = tokenizer.add_subcommand("train", "Train a SentencePiece tokenizer on text");
+  command->add_option("input", options->inputs, "Input files, as for `furious tokenize`")->required();
+  command->add_option("--vocab", options->training.vocabulary_size, "Vocabulary size")
       ->check(CLI::Range(260, 1 << 20))
       ->capture_default_str();
-  command->add_option("--out", options->out, "The model file to write")->required();
-  command->add_option("--field", options->reader.field, "Field of .jsonl lines, or column of .parquet, with the text")
+  command->add_option("--out", options->out, "Model file to write")->required();
+  command
+      ->add_option("--field", options->reader.field,
+                   "Field of .jsonl lines, or column of .parquet files, that holds the text")
       ->capture_default_str();
-  command->add_option("--sentences", options->training.sentences, "Lines to learn from, at most; more are sampled")
+  command
+      ->add_option("--sentences", options->training.sentences,
+                   "Largest number of lines to train on; longer input is sampled")
       ->check(CLI::Range(int64_t{1000}, int64_t{1} << 40))
       ->capture_default_str();
   add_threads(*command, options->threads);
@@ -80,10 +84,11 @@ void add_tokenizer_train(CLI::App& tokenizer) {
 void add_tokenizer_show(CLI::App& tokenizer) {
   auto name = std::make_shared<std::string>();
   auto text = std::make_shared<std::string>();
-  CLI::App* command = tokenizer.add_subcommand("show", "What a tokenizer is, and what it makes of a text");
-  command->add_option("tokenizer", *name, "A SentencePiece model, a folder with a tokenizer.model, or \"byte\"")
+  CLI::App* command = tokenizer.add_subcommand("show", "Show the properties of a tokenizer, and the tokens of a text");
+  command
+      ->add_option("tokenizer", *name, "Tokenizer: a SentencePiece model, a folder with a tokenizer.model, or \"byte\"")
       ->required();
-  command->add_option("--text", *text, "A text to encode");
+  command->add_option("--text", *text, "Text to encode");
   command->footer("Example: furious tokenizer show tokenizer.model --text \"Two mambas met.\"");
   command->callback([name, text] { show(*name, *text); });
 }
@@ -91,7 +96,7 @@ void add_tokenizer_show(CLI::App& tokenizer) {
 }  // namespace
 
 void add_tokenizer(CLI::App& app) {
-  CLI::App* tokenizer = app.add_subcommand("tokenizer", "Make a tokenizer, or look at one");
+  CLI::App* tokenizer = app.add_subcommand("tokenizer", "Train or show a tokenizer");
   tokenizer->require_subcommand(1);
   tokenizer->footer("Example: furious tokenizer train corpus/ --vocab 8192 --out tokenizer.model");
   add_tokenizer_train(*tokenizer);

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "base/error.h"
+#include "cli/flags.h"
 
 namespace furious::cli {
 
@@ -14,18 +14,10 @@ TrainFlags::TrainFlags(CLI::App& command, const TrainOptions& defaults, const st
       flags_.emplace_back(&option, command.add_flag(flag, option.help));
       continue;
     }
-    CLI::Option* added = command.add_option(flag, option.help)
-                             ->check(CLI::Validator(
-                                 [&option](std::string& text) {
-                                   try {
-                                     TrainOptions ignored;
-                                     option.set(ignored, text);
-                                     return std::string();
-                                   } catch (const Error& error) {
-                                     return std::string(error.what());
-                                   }
-                                 },
-                                 ""));
+    CLI::Option* added = command.add_option(flag, option.help)->check(parsed_by([&option](const std::string& text) {
+      TrainOptions ignored;
+      option.set(ignored, text);
+    }));
     added->take_last();
     added->type_name(option.kind == TrainOption::Kind::number ? "NUMBER" : "TEXT");
     if (const std::string value = option.get(defaults); !value.empty()) added->default_str(value);
@@ -43,20 +35,11 @@ void TrainFlags::apply(TrainOptions& options) const {
 }
 
 RecipeFlag::RecipeFlag(CLI::App& command) {
-  std::string help = "The paper's training; flags win over it:";
+  std::string help = "Use the options of the paper's training; flags override them:";
   for (const Recipe& one : recipes()) help += fmt::format("\n{}: {}", one.name, one.about);
-  CLI::Option* named = command.add_option("--recipe", name_, help)
-                           ->check(CLI::Validator(
-                               [](std::string& name) {
-                                 try {
-                                   recipe(name);
-                                   return std::string();
-                                 } catch (const Error& error) {
-                                   return std::string(error.what());
-                                 }
-                               },
-                               ""));
-  command.add_flag("--paper", paper_, "--recipe paper")->excludes(named);
+  CLI::Option* named =
+      command.add_option("--recipe", name_, help)->check(parsed_by([](const std::string& name) { recipe(name); }));
+  command.add_flag("--paper", paper_, "The same as --recipe paper")->excludes(named);
 }
 
 }  // namespace furious::cli

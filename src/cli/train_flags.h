@@ -13,10 +13,10 @@ namespace furious::cli {
 
 class TrainFlags {
  public:
-  // Those named, or all. A value that cannot be is refused when the command line is read.
+  // The named options, or all. An invalid value is an error when the command line is parsed.
   TrainFlags(CLI::App& command, const TrainOptions& defaults, const std::vector<std::string>& names = {});
 
-  void apply(TrainOptions& options) const;  // sets those that were given
+  void apply(TrainOptions& options) const;  // sets the options that were given
 
  private:
   std::vector<std::pair<const TrainOption*, const CLI::Option*>> flags_;
@@ -28,7 +28,8 @@ class RecipeFlag {
   explicit RecipeFlag(CLI::App& command);
 
   explicit operator bool() const { return paper_ || !name_.empty(); }
-  // `given` sets what was asked for, which wins over the recipe: called before it too, for the device it is for.
+  // `given` sets the flags of the user, which override the recipe. It also runs before the recipe, which depends on the
+  // device.
   template <class Given>
   void apply(TrainOptions& options, Given&& given) const {
     given(options);
@@ -42,8 +43,9 @@ class RecipeFlag {
   bool paper_ = false;
 };
 
-// Where the paper's experiments are listed, for the end of a command's help.
+// For the end of a help text.
+inline constexpr const char* kGlossaryPage = "docs/glossary.md explains the numbers that commands print.";
 inline constexpr const char* kPaperPage =
-    "docs/paper.md has the command of every table, figure and claim of the paper.";
+    "docs/paper.md lists the command of every table, figure and claim of the paper.";
 
 }  // namespace furious::cli

@@ -1,4 +1,4 @@
-// `furious verify`: whether files are still what was written.
+// `furious verify`: compare files with their checksums.
 #include <fmt/format.h>
 
 #include <memory>
@@ -10,7 +10,7 @@
 #include "model/checkpoint.h"
 #include "model/safetensors.h"
 #include "train/run.h"
-#include "train/trainer.h"
+#include "train/training_checkpoint.h"
 
 namespace furious::cli {
 namespace {
@@ -20,17 +20,17 @@ using Lines = std::vector<std::string>;
 
 class Verifier {
  public:
-  void look_at(const fs::path& path);
+  void verify(const fs::path& path);
   int64_t damaged() const { return damaged_; }
 
  private:
   // `find` returns what the thing is, and adds what is wrong with it.
   template <class Find>
   void report(const fs::path& path, Find&& find);
-  void look_at_run(const fs::path& folder);
-  void look_at_checkpoint(const fs::path& folder);
-  void look_at_data(const fs::path& folder, const std::string& file);
-  void look_at_tensors(const fs::path& path);
+  void verify_run(const fs::path& folder);
+  void verify_checkpoint(const fs::path& folder);
+  void verify_shards(const fs::path& folder, const std::string& file);
+  void verify_tensors(const fs::path& path);
 
   int64_t damaged_ = 0;
 };
@@ -50,37 +50,37 @@ void Verifier::report(const fs::path& path, Find&& find) {
   damaged_ += damage.empty() ? 0 : 1;
 }
 
-bool is_there(const fs::path& path) {
+bool path_exists(const fs::path& path) {
   std::error_code ignored;
   return fs::exists(path, ignored);
 }
 
 std::string checked_by(const SafetensorsReader& reader) {
   for (const StoredTensor& tensor : reader.tensors())
-    if (!tensor.checksum) return ", but without checksums: only its structure was checked";
+    if (!tensor.checksum) return " without checksums: only the structure was checked";
   return "";
 }
 
-void Verifier::look_at_checkpoint(const fs::path& folder) {
+void Verifier::verify_checkpoint(const fs::path& folder) {
   report(folder, [&](Lines& damage) {
     damage = checkpoint_damage(folder);
     return damage.empty() ? "checkpoint" + checked_by(SafetensorsReader(folder)) : "";
   });
 }
 
-void Verifier::look_at_run(const fs::path& folder) {
+void Verifier::verify_run(const fs::path& folder) {
   const std::vector<fs::path> checkpoints = checkpoints_in(folder);
-  for (const fs::path& checkpoint : checkpoints) look_at_checkpoint(checkpoint);
-  if (!is_there(folder / "run.toml")) return;
+  for (const fs::path& checkpoint : checkpoints) verify_checkpoint(checkpoint);
+  if (!path_exists(folder / "run.toml")) return;
   report(folder / "run.toml", [&](Lines& damage) {
     if (const std::string line = run_toml_damage(folder, saved_options(checkpoints.back())); !line.empty())
       damage.push_back(line);
-    return "as the newest checkpoint has it";
+    return "agrees with the newest checkpoint";
   });
 }
 
-// All of a folder of shards, or one file of it.
-void Verifier::look_at_data(const fs::path& folder, const std::string& file) {
+// A folder of shards, or one file of it.
+void Verifier::verify_shards(const fs::path& folder, const std::string& file) {
   report(file.empty() ? folder : folder / file, [&](Lines& damage) {
     const Dataset data(folder.string());
     for (const std::string& line : data.damage())
@@ -91,7 +91,7 @@ void Verifier::look_at_data(const fs::path& folder, const std::string& file) {
   });
 }
 
-void Verifier::look_at_tensors(const fs::path& path) {
+void Verifier::verify_tensors(const fs::path& path) {
   report(path, [&](Lines& damage) {
     const SafetensorsReader reader(path);
     const bool is_state = is_state_file(reader);
@@ -102,38 +102,40 @@ void Verifier::look_at_tensors(const fs::path& path) {
   });
 }
 
-void Verifier::look_at(const fs::path& path) {
+void Verifier::verify(const fs::path& path) {
   std::error_code ignored;
   if (!fs::is_directory(path, ignored)) {
     const std::string ending = path.extension().string();
     if (ending == ".tokens" || ending == ".documents" || ending == ".checks")
-      return look_at_data(path.has_parent_path() ? path.parent_path() : ".", path.filename().string());
-    return look_at_tensors(path);
+      return verify_shards(path.has_parent_path() ? path.parent_path() : ".", path.filename().string());
+    return verify_tensors(path);
   }
-  if (is_there(path / "training.safetensors")) return look_at_checkpoint(path);
-  if (!checkpoints_in(path).empty()) return look_at_run(path);
-  if (is_there(path / "model.safetensors") || is_there(path / "model.safetensors.index.json"))
-    return look_at_tensors(path);
-  look_at_data(path, "");
+  if (path_exists(path / "training.safetensors")) return verify_checkpoint(path);
+  if (!checkpoints_in(path).empty()) return verify_run(path);
+  if (path_exists(path / "model.safetensors") || path_exists(path / "model.safetensors.index.json"))
+    return verify_tensors(path);
+  verify_shards(path, "");
 }
 
 }  // namespace
 
 void add_verify(CLI::App& app) {
   auto paths = std::make_shared<std::vector<std::string>>();
-  CLI::App* command = app.add_subcommand("verify", "Check files against the checksums that were written with them");
+  CLI::App* command = app.add_subcommand("verify", "Compare files with their checksums");
   command
-      ->add_option("path", *paths,
-                   "Runs (all their checkpoints), checkpoints, models, .safetensors files, folders of token shards, "
-                   "saved states")
+      ->add_option(
+          "path", *paths,
+          "Runs (all of their checkpoints), checkpoints, models, .safetensors files, folders of token shards or "
+          "saved states")
       ->required();
   command->footer(
-      "Prints a line for each: ok, or what is damaged. The exit code is 1 if anything is.\n"
+      "Prints a line for each: ok, or what is damaged. The exit code is 1 if anything is damaged.\n"
       "Example: furious verify run shards chapter.state");
   command->callback([paths] {
     Verifier verifier;
-    for (const std::string& path : *paths) verifier.look_at(path);
-    require(verifier.damaged() == 0, "verify: {} damaged", verifier.damaged());
+    for (const std::string& path : *paths) verifier.verify(path);
+    require(verifier.damaged() == 0,
+            "verify: {} damaged; restore them from a copy, or resume from an undamaged checkpoint", verifier.damaged());
   });
 }
 

@@ -5,7 +5,7 @@
 #include "base/build_info.h"
 #include "base/parallel.h"
 #include "cli/commands.h"
-#include "dist/link.h"
+#include "dist/collectives.h"
 #include "ops/matmul.h"
 #include "tensor/device.h"
 
@@ -16,7 +16,7 @@ std::string cuda_text() {
 #ifdef FURIOUS_CUDA
   std::string text;
   for (const std::string& device : describe_cuda_devices()) text += "\ndevice          " + device;
-  return text.empty() ? "\ncuda            built in; no usable GPU or driver was found" : text;
+  return text.empty() ? "\ncuda            built in; no usable GPU or driver found" : text;
 #else
   return "\ncuda            not built in";
 #endif
@@ -33,7 +33,7 @@ std::string several_text() {
 std::string version_text() {
   const std::string bf16 = matmul_supports(MatmulPrecision::bf16) ? "f32, bf16" : "f32";
   return fmt::format(
-      "furious {}\ncompiler        {}\nvector code     {}\nmatrix products {} ({})\ndevice          cpu: {}, {} "
+      "furious {}\ncompiler        {}\nSIMD            {}\nmatrix products {} ({})\ndevice          cpu: {}, {} "
       "threads{}{}",
       version(), compiler(), simd_target(), matmul_library(), bf16, cpu_name(), threads(), cuda_text(), several_text());
 }

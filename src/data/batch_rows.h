@@ -1,4 +1,4 @@
-// The making of a Batch, row by row.
+// Builds a Batch row by row.
 #pragma once
 
 #include <algorithm>

@@ -13,7 +13,7 @@
 namespace furious {
 namespace {
 
-constexpr uint64_t kOrderStream = uint64_t{0x6f72646572} << 24;  // "order", then room for the epoch
+constexpr uint64_t kOrderStream = uint64_t{0x6f72646572} << 24;  // "order"; the low bits are the epoch
 constexpr int kRounds = 6;
 
 const std::vector<std::string>& packing_names() {
@@ -25,7 +25,7 @@ const std::vector<std::string>& packing_names() {
 
 Permutation::Permutation(int64_t size, uint64_t seed, uint64_t epoch)
     : size_(static_cast<uint64_t>(size)), seed_(seed), epoch_(epoch) {
-  require(size >= 1, "permutation of {} things", size);
+  require(size >= 1, "permutation of {} elements, expected 1 or more", size);
   half_bits_ = std::max(1, (static_cast<int>(std::bit_width(size_ - 1)) + 1) / 2);
 }
 
@@ -58,7 +58,7 @@ Packing packing_from_name(const std::string& name) {
   return static_cast<Packing>(found - names.begin());
 }
 
-// Where one sample goes.
+// The destination of one sample.
 struct DatasetBatches::Row {
   int32_t* inputs;
   int32_t* targets;
@@ -75,9 +75,9 @@ DatasetBatches::DatasetBatches(const Dataset& data, Split split, const BatchOpti
   require(options.batch >= 1, "batches: batch {}, expected 1 or more", options.batch);
   require(options.length >= 1, "batches: length {}, expected 1 or more", options.length);
   require(!options.bos || options.packing == Packing::rows,
-          "batches: bos begins rows, but the packing is {}; use packing rows, or `furious tokenize --bos`",
+          "batches: bos needs packing rows, but the packing is {}; use packing rows, or `furious tokenize --bos`",
           name_of(options.packing));
-  require(!options.bos || bos_ >= 0, "{}: its tokenizer has no bos; leave bos out, or tokenize with one that has",
+  require(!options.bos || bos_ >= 0, "{}: its tokenizer has no bos; leave bos out, or use a tokenizer with bos",
           tokens_.name());
   require(tokens_.size() > 0, "{} is empty{}", tokens_.name(),
           split == Split::test ? "; tokenize with a larger --test-fraction" : "");
@@ -109,7 +109,7 @@ BatchPosition DatasetBatches::position(int64_t step) const {
 }
 
 Batch DatasetBatches::at(int64_t step, RowRange range) const {
-  require(step >= 0, "batches: step {}", step);
+  require(step >= 0, "batches: step {}, expected 0 or more", step);
   BatchRows rows(options_.batch, options_.length, range, padding_);
   std::vector<int32_t> boundaries;
   for (int64_t i = 0; i < rows.count(); ++i) {
@@ -144,7 +144,7 @@ void DatasetBatches::fill_window(int64_t window, const Row& row) const {
 // Marks where documents begin inside tokens [begin, begin + count) and drops the targets that begin one.
 void DatasetBatches::isolate(int64_t begin, int64_t count, const Row& row) const {
   for (int64_t document = tokens_.document_at(begin);; ++document) {
-    const int64_t end = tokens_.document(document).end - begin;  // here the next one starts
+    const int64_t end = tokens_.document(document).end - begin;  // where the next one starts
     if (end > count) return;
     row.targets[end - 1] = -1;
     if (end == count) return;

@@ -2,7 +2,7 @@
 //
 // A sample is one row of a batch. Row r of step s is a pure function of the data, the options, s and r: sample number
 // s·batch + r of an endless sequence, in which every epoch visits each sample once, in an order of its own. So a run
-// can stop and go on anywhere, and several processes can each take some rows of the same batch.
+// can stop and resume anywhere, and several processes can each compute some rows of the same batch.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,8 @@
 
 namespace furious {
 
-// i -> a place in 0..size-1, each place once: a Feistel network over the next power of four, walked until it lands
-// inside. Needs no memory; another (seed, epoch) gives another order.
+// A permutation of 0..size-1 without memory: a Feistel network over the next power of four, applied until the result is
+// in range. Each (seed, epoch) gives another order.
 class Permutation {
  public:
   Permutation(int64_t size, uint64_t seed, uint64_t epoch);
@@ -32,8 +32,8 @@ class Permutation {
 
 struct Batch {
   Tensor inputs;      // [rows, length] i32
-  Tensor targets;     // [rows, length] i32; -1: nothing is expected here
-  Tensor boundaries;  // as ops/boundaries.h has them; not there where every row is one document
+  Tensor targets;     // [rows, length] i32; -1: no target
+  Tensor boundaries;  // see ops/boundaries.h; undefined where every row is one document
 };
 
 // Rows [first, first + count) of a batch; count -1: all that follow.
@@ -53,14 +53,14 @@ class BatchSource {
 
 enum class Packing {
   packed,    // windows of the concatenated documents
-  isolated,  // the same windows; boundaries are given, and no token is predicted from the document before its own
+  isolated,  // the same windows with boundaries: no token is predicted from another document
   rows,      // one document per row, cut off at the length, padded with eos
 };
 
 std::string name_of(Packing packing);
 Packing packing_from_name(const std::string& name);
 
-// A place in the sequence of samples.
+// A position in the sequence of samples.
 struct BatchPosition {
   int64_t epoch = 0;
   int64_t index = 0;  // of the next sample in its epoch's order
@@ -96,7 +96,7 @@ class DatasetBatches final : public BatchSource {
   Batch at(int64_t step, RowRange rows = {}) const override;
 
   int64_t samples() const { return samples_; }  // in an epoch
-  int64_t steps() const;                        // that an epoch takes, the last one perhaps not full
+  int64_t steps() const;                        // in an epoch; the last one may be partly filled
   BatchPosition position(int64_t step) const;   // of the first row of this step
 
  private:

@@ -51,7 +51,7 @@ class PlainStream final : public ByteStream {
   int64_t consumed_ = 0;
 };
 
-// What the two decompressors share: a buffer of compressed input and the words for its defects.
+// Common to both decompressors: a buffer of compressed input, and the messages for its defects.
 class CompressedStream : public ByteStream {
  public:
   CompressedStream(const std::string& path, std::string_view format)
@@ -63,7 +63,7 @@ class CompressedStream : public ByteStream {
     const size_t bytes = file_.read(input_.data(), input_.size());
     // Compressed nothing still has a header and an end: this file was not written completely.
     require(bytes > 0 || file_.consumed() > 0,
-            "\"{}\" is empty, which {} data never is; write it again, or leave it out", path_, format_);
+            "\"{}\" is empty, which is not valid {} data; write it again, or leave it out", path_, format_);
     return {input_.data(), bytes};
   }
   [[noreturn]] void truncated() const {
@@ -86,7 +86,7 @@ class CompressedStream : public ByteStream {
 class GzipStream final : public CompressedStream {
  public:
   explicit GzipStream(const std::string& path) : CompressedStream(path, "gzip") {
-    require(::inflateInit2(&state_, 15 + 16) == Z_OK, "zlib cannot start");
+    require(::inflateInit2(&state_, 15 + 16) == Z_OK, "zlib failed to initialize");
   }
   ~GzipStream() override { ::inflateEnd(&state_); }
   GzipStream(const GzipStream&) = delete;
@@ -96,14 +96,14 @@ class GzipStream final : public CompressedStream {
     size_t done = 0;
     while (done < bytes) {
       if (state_.avail_in == 0 && !next_input()) break;
-      if (!inside_ && ::inflateReset(&state_) != Z_OK) broken("zlib cannot start");
+      if (!inside_ && ::inflateReset(&state_) != Z_OK) broken("zlib failed to initialize");
       inside_ = true;
-      const size_t room = std::min<size_t>(bytes - done, 1 << 30);
+      const size_t space = std::min<size_t>(bytes - done, 1 << 30);
       state_.next_out = reinterpret_cast<Bytef*>(out + done);
-      state_.avail_out = static_cast<uInt>(room);
+      state_.avail_out = static_cast<uInt>(space);
       const int result = ::inflate(&state_, Z_NO_FLUSH);
-      done += room - state_.avail_out;
-      produced_ += static_cast<int64_t>(room - state_.avail_out);
+      done += space - state_.avail_out;
+      produced_ += static_cast<int64_t>(space - state_.avail_out);
       if (result == Z_STREAM_END)
         inside_ = false;  // a file may hold several members, one after the other
       else if (result != Z_OK && result != Z_BUF_ERROR)
@@ -128,7 +128,7 @@ class GzipStream final : public CompressedStream {
 class ZstdStream final : public CompressedStream {
  public:
   explicit ZstdStream(const std::string& path) : CompressedStream(path, "zstd"), state_(ZSTD_createDStream()) {
-    require(state_ != nullptr, "zstd cannot start");
+    require(state_ != nullptr, "zstd failed to initialize");
   }
   ~ZstdStream() override { ZSTD_freeDStream(state_); }
   ZstdStream(const ZstdStream&) = delete;

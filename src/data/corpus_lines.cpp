@@ -10,7 +10,7 @@ CorpusLines::CorpusLines(const std::vector<std::string>& inputs, const ReaderOpt
 bool CorpusLines::next(std::string& line) {
   while (lines_.empty()) {
     if (!reader_.next(block_)) return false;
-    for_each_piece(block_, options_, [&](const Piece& piece) { split(piece.text); });
+    for_each_document_part(block_, options_, [&](const DocumentPart& part) { split(part.text); });
   }
   line = std::move(lines_.front());
   lines_.pop_front();

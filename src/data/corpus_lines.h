@@ -1,4 +1,4 @@
-// The lines of a corpus, blank ones left out: what a tokenizer learns from.
+// The lines of a corpus without blank ones: the training data of a tokenizer.
 #pragma once
 
 #include <deque>

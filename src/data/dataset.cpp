@@ -26,7 +26,7 @@ class ShardFile {
     ShardHeader header = {};
     std::memcpy(&header, file_->bytes().data(), sizeof(header));
     require(header.magic == magic && header.version == 1 && header.zero == ShardHeader().zero,
-            "shard \"{}\" is damaged: its header is not one of ours", path_);
+            "shard \"{}\" is damaged: its header is not that of a shard", path_);
     require(header.item_bytes == static_cast<uint32_t>(item_bytes) &&
                 header.tokens == static_cast<uint64_t>(info.tokens) &&
                 header.documents == static_cast<uint64_t>(info.documents),
@@ -42,7 +42,7 @@ class ShardFile {
   std::unique_ptr<const MappedFile> file_;
 };
 
-// A file of a shard whose items are checked, block by block, when they are first touched.
+// A file of a shard whose blocks are checked when they are first read.
 class CheckedFile {
  public:
   CheckedFile(ShardFile file, size_t block_bytes, std::vector<uint32_t> crcs)
@@ -110,7 +110,7 @@ struct Shard {
   }
 };
 
-// The two files of a shard, with what they are checked by.
+// The two files of a shard, with their checksums.
 std::pair<CheckedFile, CheckedFile> open_shard(const std::string& folder, Split split, int64_t index, int token_bytes,
                                                const ShardInfo& info) {
   ShardFile tokens(folder + "/" + tokens_file(split, index), kTokensMagic, token_bytes, info.tokens, info);
@@ -186,8 +186,8 @@ const std::string& TokenView::name() const {
 }
 
 void TokenView::copy(int64_t begin, int64_t count, int32_t* out) const {
-  require(begin >= 0 && count >= 0 && begin + count <= size(), "{}: tokens {}..{} asked for, it has {}", name(), begin,
-          begin + count, size());
+  require(begin >= 0 && count >= 0 && begin + count <= size(), "{}: tokens {}..{} are out of range; it has {}", name(),
+          begin, begin + count, size());
   while (count > 0) {
     const Shard& shard = mapping_->shard_of_token(begin);
     const int64_t within = begin - shard.first_token;
@@ -203,7 +203,7 @@ void TokenView::copy(int64_t begin, int64_t count, int32_t* out) const {
 }
 
 DocumentRange TokenView::document(int64_t index) const {
-  require(index >= 0 && index < documents(), "{}: document {} asked for, it has {}", name(), index, documents());
+  require(index >= 0 && index < documents(), "{}: document {} is out of range; it has {}", name(), index, documents());
   const Shard& shard = mapping_->shard_of_document(index);
   const int64_t within = index - shard.first_document;
   const DocumentRange range = {shard.first_token + shard.end_of(within - 1), shard.first_token + shard.end_of(within)};
@@ -213,7 +213,7 @@ DocumentRange TokenView::document(int64_t index) const {
 }
 
 int64_t TokenView::document_at(int64_t token) const {
-  require(token >= 0 && token < size(), "{}: token {} asked for, it has {}", name(), token, size());
+  require(token >= 0 && token < size(), "{}: token {} is out of range; it has {}", name(), token, size());
   const Shard& shard = mapping_->shard_of_token(token);
   const int64_t within = token - shard.first_token;
   int64_t low = 0;  // the first document that ends after the token
@@ -232,13 +232,13 @@ Dataset::Dataset(const std::string& folder) : folder_(folder), manifest_(read_ma
   const TokenizerInfo& info = manifest_.tokenizer;
   tokenizer_ = load_tokenizer(info.kind == "byte" ? "byte" : folder + "/tokenizer.model");
   require(tokenizer_->fingerprint() == info.fingerprint && tokenizer_->vocabulary_size() == info.vocabulary_size,
-          "data \"{}\": tokenizer.model is not the one it was made with ({}, expected {})", folder,
+          "data \"{}\": tokenizer.model is not the one it was tokenized with ({}, expected {})", folder,
           tokenizer_->fingerprint(), info.fingerprint);
   require(manifest_.token_bytes == token_bytes_for(info.vocabulary_size),
           "\"{}/manifest.json\" is damaged: token_bytes {}", folder, manifest_.token_bytes);
   for (const Split split : kSplits) {
     auto mapping = std::make_shared<TokenView::Mapping>();
-    mapping->name = fmt::format("data \"{}\" ({} part)", folder, furious::name_of(split));
+    mapping->name = fmt::format("data \"{}\" ({} split)", folder, furious::name_of(split));
     mapping->token_bytes = manifest_.token_bytes;
     mapping->vocabulary = info.vocabulary_size;
     for (const ShardInfo& shard : manifest_[split].shards) {

@@ -1,4 +1,4 @@
-// A tokenized corpus, opened: its tokens and documents as one sequence per split, mapped from the disk.
+// An opened tokenized corpus: its tokens and documents as one sequence per split, memory-mapped.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "data/shards.h"
+#include "data/token_shards.h"
 #include "data/tokenizer.h"
 
 namespace furious {
@@ -28,8 +28,8 @@ class TokenView {
   int64_t documents() const;
   int64_t text_bytes() const;
 
-  // Tokens [begin, begin + count) to `out`. What is read for the first time is compared with its checksum (shards.h):
-  // damage is an error that names the shard and the bytes. From any number of threads.
+  // Tokens [begin, begin + count) to `out`. What is read for the first time is compared with its checksum
+  // (token_shards.h): damage is an error that names the shard and the bytes. From any number of threads.
   void copy(int64_t begin, int64_t count, int32_t* out) const;
   DocumentRange document(int64_t index) const;
   int64_t document_at(int64_t token) const;  // the index of the document that holds it
@@ -52,10 +52,10 @@ class Dataset {
   const Manifest& manifest() const { return manifest_; }
   std::shared_ptr<const Tokenizer> tokenizer() const { return tokenizer_; }
 
-  // That the text was tokenized as the model in this folder expects it, if a tokenizer lies beside its weights.
+  // Throws if the text was tokenized otherwise than the model in this folder expects; a model without tokenizer passes.
   void check_tokenizer_of(const std::filesystem::path& model) const;
 
-  // Reads everything and compares checksums: a line for each stretch of bytes that is not what was written.
+  // Reads everything and compares checksums: a line for each range of damaged bytes.
   std::vector<std::string> damage() const;
 
  private:

@@ -68,11 +68,11 @@ AppendFile::AppendFile(const std::string& path, size_t skip, int64_t length, uin
   const int64_t found = ::lseek(handle_, 0, SEEK_END);
   if (found < 0) fail_errno("continue", path);
   require(found >= length,
-          "cannot continue: \"{}\" has {} bytes, {} were written before; delete the folder and begin anew", path, found,
-          length);
+          "cannot continue: \"{}\" has {} bytes, {} were written before; delete the folder and start again", path,
+          found, length);
   const uint32_t found_crc = crc_of_file(path, static_cast<int64_t>(skip), length);
   require(found_crc == crc,
-          "cannot continue: \"{}\" is damaged: CRC-32 {:08x}, {:08x} was written; delete the folder and begin anew",
+          "cannot continue: \"{}\" is damaged: CRC-32 {:08x}, {:08x} was written; delete the folder and start again",
           path, found_crc, crc);
   if (::ftruncate(handle_, length) != 0 || ::lseek(handle_, length, SEEK_SET) < 0) fail_errno("continue", path);
 }

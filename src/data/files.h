@@ -1,4 +1,4 @@
-// Files that grow: appending that is checked and can be continued.
+// Append-only files that can be resumed after a crash.
 #pragma once
 
 #include <cstddef>

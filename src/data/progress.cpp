@@ -6,7 +6,7 @@
 #include "base/error.h"
 #include "base/hash.h"
 #include "base/json.h"
-#include "data/shards_json.h"
+#include "data/token_shards_json.h"
 
 namespace furious {
 namespace {
@@ -25,7 +25,7 @@ CorpusPosition position_from(const JsonValue& json, const std::vector<InputFile>
   const auto count = static_cast<int64_t>(files.size());
   position.file = json.at("file").integer(0, count);
   const bool at_end = position.file == count;
-  // Only a file that is read as it lies tells its length.
+  // Only the size of an uncompressed file is a number of text bytes.
   const bool plain =
       !at_end && files[position.file].format != TextFormat::parquet && !is_compressed(files[position.file].path);
   position.offset = json.at("offset").integer(0, at_end ? 0 : plain ? files[position.file].size : kMost);
@@ -48,8 +48,8 @@ void check_size(const std::string& path, int64_t items, int64_t item_bytes) {
   const auto expected = static_cast<uint64_t>(static_cast<int64_t>(sizeof(ShardHeader)) + items * item_bytes);
   std::error_code failed;
   const uint64_t size = fs::file_size(path, failed);
-  require(!failed, "cannot continue: \"{}\": {}; delete the folder and begin anew", path, failed.message());
-  require(size == expected, "cannot continue: \"{}\" has {} bytes, {} were written; delete the folder and begin anew",
+  require(!failed, "cannot continue: \"{}\": {}; delete the folder and start again", path, failed.message());
+  require(size == expected, "cannot continue: \"{}\" has {} bytes, {} were written; delete the folder and start again",
           path, size, expected);
 }
 
@@ -88,7 +88,7 @@ SavedProgress progress_from_json(std::string_view text, const std::string& origi
     progress.splits[static_cast<size_t>(split)] = split_from(json.at(name_of(split).c_str()));
   return progress;
 } catch (const Error& error) {
-  fail("{}; the work done so far cannot be trusted: delete the folder and begin anew", error.what());
+  fail("{}; the work done so far is lost; delete the folder and start again", error.what());
 }
 
 void check_finished_shards(const std::string& folder, const SavedProgress& progress, int token_bytes) {

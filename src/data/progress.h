@@ -1,4 +1,4 @@
-// DIR/progress.json: how far a corpus has been tokenized, for going on after an interruption.
+// DIR/progress.json: the state of tokenizing a corpus, to resume after an interruption.
 #pragma once
 
 #include <array>
@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "data/reader.h"
-#include "data/shards.h"
+#include "data/token_shards.h"
 
 namespace furious {
 

@@ -36,7 +36,7 @@ std::optional<TextFormat> format_of(std::string name) {
 
 InputFile describe(const fs::path& path) {
   const auto format = format_of(path.filename().string());
-  require(format.has_value(), "input \"{}\": unknown kind of file; known are {}", path.string(), kKnownFiles);
+  require(format.has_value(), "input \"{}\": unknown file type; supported are {}", path.string(), kKnownFiles);
   return {path.string(), *format, static_cast<int64_t>(fs::file_size(path)),
           static_cast<int64_t>(fs::last_write_time(path).time_since_epoch().count())};
 }
@@ -45,7 +45,7 @@ void add_folder(const fs::path& folder, std::vector<InputFile>& files) {
   std::vector<fs::path> paths;
   for (const auto& entry : fs::recursive_directory_iterator(folder))
     if (entry.is_regular_file() && format_of(entry.path().filename().string())) paths.push_back(entry.path());
-  require(!paths.empty(), "input \"{}\": no files of a known kind in this folder; known are {}", folder.string(),
+  require(!paths.empty(), "input \"{}\": no supported files in this folder; supported are {}", folder.string(),
           kKnownFiles);
   std::sort(paths.begin(), paths.end());
   for (const fs::path& path : paths) files.push_back(describe(path));
@@ -64,7 +64,7 @@ bool is_space(char c) {
   return c == ' ' || c == '\n' || c == '\t' || c == '\r' || c == '\f' || c == '\v';
 }
 
-// The last place in [begin, end) of `text` where `good` holds; 0 if there is none.
+// The last position in [begin, end) of `text` where `good` holds; 0 if there is none.
 template <class Good>
 size_t last_place(size_t begin, size_t end, Good&& good) {
   for (size_t i = end; i-- > begin;)
@@ -73,7 +73,7 @@ size_t last_place(size_t begin, size_t end, Good&& good) {
 }
 
 // Where to cut a text longer than `limit`, in its last sixteenth below the limit: before a space between words, or a
-// line break, or between two characters. The place depends on the text alone, not on how it was read.
+// line break, or between two characters. The position depends on the text alone, not on how it was read.
 size_t cut_point(std::string_view text, size_t limit) {
   const size_t begin = std::max<size_t>(1, limit - limit / 16);
   const auto between_words = [&](size_t i) { return !is_space(text[i - 1]) && !is_space(text[i + 1]); };
@@ -99,7 +99,7 @@ size_t after_last_blank_line(std::string_view text) {
   return 0;
 }
 
-// Takes one string field out of one JSON object without building the rest of it.
+// Extracts one string field of a JSON object without building the rest of it.
 class FieldReader final : public nlohmann::json_sax<nlohmann::json> {
  public:
   explicit FieldReader(std::string_view field) : field_(field) {}
@@ -162,8 +162,8 @@ class FieldReader final : public nlohmann::json_sax<nlohmann::json> {
   bool wanted_ = false;
 };
 
-// JSON as some programs write it has halves of surrogate pairs, \ud83d alone, which are no text. Each such escape
-// becomes \ufffd.
+// JSON as some programs write it has halves of surrogate pairs, \ud83d alone, which are not valid text. Each such
+// escape becomes \ufffd.
 std::string replace_lone_surrogates(std::string_view line, int64_t& replaced) {
   std::string result(line);
   const auto surrogate_at = [&](size_t at, char low, char high) {
@@ -190,7 +190,7 @@ class LineParser {
  public:
   LineParser(const Block& block, const ReaderOptions& options) : block_(block), options_(options) {}
 
-  // The field's text; nothing for a blank line.
+  // The field's text; none for a blank line.
   std::optional<std::string> parse(std::string_view line, int64_t number, int64_t offset) {
     if (std::all_of(line.begin(), line.end(), is_space)) return std::nullopt;
     std::string repaired;
@@ -220,9 +220,9 @@ class LineParser {
   const ReaderOptions& options_;
 };
 
-using Visitor = std::function<void(const Piece&)>;
+using Visitor = std::function<void(const DocumentPart&)>;
 
-// A whole document, in as many pieces as it needs.
+// A whole document, in as many parts as it needs.
 void visit_document(std::string_view text, size_t limit, const Visitor& visit) {
   if (text.empty()) return;
   bool first = true;
@@ -433,7 +433,7 @@ bool BlockReader::next(Block& block) {
   return false;
 }
 
-int64_t for_each_piece(Block& block, const ReaderOptions& options, const Visitor& visit) {
+int64_t for_each_document_part(Block& block, const ReaderOptions& options, const Visitor& visit) {
   if (block.format == TextFormat::jsonl) return visit_lines(block, options, visit);
   int64_t replaced = 0;
   if (block.format == TextFormat::parquet) {

@@ -1,10 +1,10 @@
-// Documents out of files: .txt, .jsonl, both also as .gz or .zst, and .parquet where the build has Apache Arrow.
+// Documents from files: .txt, .jsonl, both also as .gz or .zst, and .parquet where the build has Apache Arrow.
 //
 // Reading has two halves. A BlockReader cuts the corpus into blocks of about a megabyte, in order, holding one at a
-// time, so memory does not grow with the corpus. for_each_piece then turns a block into text; it keeps nothing between
-// calls, so blocks can be worked on in parallel.
+// time, so memory does not grow with the corpus. for_each_document_part then turns a block into text; it keeps nothing
+// between calls, so blocks can be worked on in parallel.
 //
-// A document longer than a block comes as several pieces, cut before a space near the end of a block.
+// A document longer than a block comes in several parts, cut before a space near the end of a block.
 #pragma once
 
 #include <cstdint>
@@ -36,12 +36,12 @@ struct ReaderOptions {
   size_t longest_line = 1 << 30;  // of a .jsonl file: a line is held in memory whole
 };
 
-// A place between two blocks of the corpus.
+// A position between two blocks of the corpus.
 struct CorpusPosition {
   int64_t file = 0;
   int64_t offset = 0;   // bytes into the decompressed file; rows of a .parquet file
   int64_t line = 0;     // lines before it
-  bool inside = false;  // a document began before it and goes on after it
+  bool inside = false;  // in the middle of a document
 
   bool operator==(const CorpusPosition&) const = default;
 };
@@ -79,13 +79,15 @@ class BlockReader {
   std::unique_ptr<Source> source_;
 };
 
-struct Piece {
+// A document, or a part of a long one.
+struct DocumentPart {
   std::string_view text;  // valid UTF-8
   bool first = true;      // the document begins with it
   bool last = true;       // and ends with it
 };
 
-// visit(piece) for all of a block. Returns how many broken UTF-8 sequences were replaced by U+FFFD.
-int64_t for_each_piece(Block& block, const ReaderOptions& options, const std::function<void(const Piece&)>& visit);
+// visit(part) for all documents of a block. Returns how many broken UTF-8 sequences were replaced by U+FFFD.
+int64_t for_each_document_part(Block& block, const ReaderOptions& options,
+                               const std::function<void(const DocumentPart&)>& visit);
 
 }  // namespace furious

@@ -16,14 +16,14 @@ using Json = nlohmann::json;
 
 std::string text_of(const Json& value, const std::string& place, const std::string& field) {
   if (value.is_string()) return value.get<std::string>();
-  require(value.is_number(), "{}: field \"{}\" is neither text nor a number", place, field);
+  require(value.is_number(), "{}: field \"{}\" is neither a string nor a number", place, field);
   return value.dump();
 }
 
 std::vector<std::string> parse_line(const std::string& line, const std::string& place,
                                     const std::vector<std::string>& fields) {
   const Json record = parse_json(line, place);
-  require(record.is_object(), "{}: is no JSON object: the file is damaged, or no .jsonl", place);
+  require(record.is_object(), "{}: is not a JSON object; the file is damaged, or not .jsonl", place);
   std::vector<std::string> names, texts;
   for (const auto& [name, value] : record.items()) names.push_back(name);
   for (const std::string& field : fields) {
@@ -45,8 +45,8 @@ class Lines {
       const size_t end = std::min(buffer_.find('\n', begin_), buffer_.size());
       line.append(buffer_, begin_, end - begin_);
       require(line.size() <= kLongestLine,
-              "{} is longer than {} bytes: the file is damaged, or no table of questions; "
-              "expected one JSON object on each line",
+              "{} is longer than {} bytes; the file is damaged, or not .jsonl: "
+              "expected one JSON object per line",
               place(number_ + 1), kLongestLine);
       begin_ = end + 1;
       if (end < buffer_.size()) break;

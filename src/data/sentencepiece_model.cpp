@@ -109,7 +109,7 @@ bool is_byte_pair_model(std::string_view trainer_message) {
   while (const auto field = message.next()) {
     if (field->number == 3) byte_pair = field->value == kBytePair;
     if (field->number == 35) byte_fallback = field->value != 0;
-    if (field->number == 24 && field->value != 0) return false;  // spaces belong to the word before them
+    if (field->number == 24 && field->value != 0) return false;  // spaces belong to the preceding word
   }
   return byte_pair && byte_fallback;
 }
@@ -133,8 +133,8 @@ constexpr size_t kMostPieces = 1 << 22;
 constexpr size_t kLongestPiece = 4096;
 constexpr size_t kMostMapBytes = 16 << 20;
 constexpr size_t kLongestReplacement = 1024;
-// What the library has room for, on its stack: rules of the normalizer that match at one place of a text, and
-// user-defined pieces that do.
+// The library has fixed-size arrays for these on its stack: rules of the normalizer that match at one place of a text,
+// and user-defined pieces that do.
 constexpr int kMostRules = 32;
 constexpr size_t kMostNestedPieces = 64;
 
@@ -173,7 +173,7 @@ class ModelCheck {
   void fields(std::string_view data, std::string_view name, Visit&& visit) const {
     Message message(data);
     while (const auto field = message.next()) visit(*field);
-    if (!message.complete()) refuse(fmt::format("its {} is no protobuf message", name));
+    if (!message.complete()) refuse(fmt::format("its {} is not a protobuf message", name));
   }
 
   void piece(std::string_view data) {
@@ -181,7 +181,7 @@ class ModelCheck {
     bool user_defined = false;
     fields(data, "piece", [&](const Field& field) {
       if (field.number == 1) text = wanted(field, Wire::bytes, "piece's text").data;
-      if (field.number == 3)  // the library takes 32 bits of it, and passes over a type that it does not know
+      if (field.number == 3)  // the library reads 32 bits of it, and ignores unknown types
         user_defined |= static_cast<uint32_t>(wanted(field, Wire::integer, "piece's type").value) == kUserDefined;
       if (field.number == 2 &&
           !std::isfinite(std::bit_cast<float>(static_cast<uint32_t>(wanted(field, Wire::four_bytes, "score").value))))
@@ -214,7 +214,7 @@ class ModelCheck {
     });
   }
 
-  // How many bytes the trie takes, the trie, then texts that end in a zero byte. A leaf of the trie is the place of a
+  // The size of the trie in bytes, the trie, then texts that end in a zero byte. A leaf of the trie is the place of a
   // text.
   void charsmap(std::string_view map) const {
     uint32_t bytes = 0;

@@ -1,4 +1,4 @@
-// Synthetic tasks, generated on the fly: what a mixer can keep and find again. Row r of step s is a pure function of
+// Synthetic retrieval tasks, generated on the fly. Row r of step s is a pure function of
 // the options, s and r.
 #pragma once
 

@@ -15,7 +15,7 @@
 #include "base/parallel.h"
 #include "base/random.h"
 #include "data/progress.h"
-#include "data/shards_json.h"
+#include "data/token_shards_json.h"
 #include "data/tokenizer.h"
 #include "data/utf8.h"
 
@@ -29,7 +29,7 @@ using Clock = std::chrono::steady_clock;
 constexpr uint64_t kHeldOutStream = 0x68656c646f7574;  // "heldout"
 constexpr auto kCheckpointInterval = std::chrono::seconds(10);
 
-// A stretch of tokens of one document.
+// Consecutive tokens of one document.
 struct Run {
   size_t tokens = 0;
   int64_t text_bytes = 0;
@@ -49,29 +49,30 @@ struct EncodedBlock {
 
 class BlockEncoder {
  public:
-  // Files from `first_test_file` on are of the test part.
+  // Files from `first_test_file` on belong to the test split.
   BlockEncoder(const Tokenizer& tokenizer, const TokenizeOptions& options, int64_t first_test_file)
       : tokenizer_(tokenizer), options_(options), first_test_file_(first_test_file) {}
 
   EncodedBlock encode(Block& block) const {
     EncodedBlock result;
-    result.replaced = for_each_piece(
-        block, options_.reader, [&](const Piece& piece) { add(piece, block.begin.file >= first_test_file_, result); });
+    result.replaced = for_each_document_part(block, options_.reader, [&](const DocumentPart& part) {
+      add(part, block.begin.file >= first_test_file_, result);
+    });
     result.end = block.end;
     result.disk_bytes = block.consumed;
     return result;
   }
 
  private:
-  void add(const Piece& piece, bool of_test_file, EncodedBlock& result) const {
-    Run run = {result.tokens.size(), static_cast<int64_t>(piece.text.size()), piece.first, piece.last};
-    if (piece.first && (of_test_file || is_held_out(piece.text, options_.seed, options_.test_fraction)))
+  void add(const DocumentPart& part, bool of_test_file, EncodedBlock& result) const {
+    Run run = {result.tokens.size(), static_cast<int64_t>(part.text.size()), part.first, part.last};
+    if (part.first && (of_test_file || is_held_out(part.text, options_.seed, options_.test_fraction)))
       run.split = Split::test;
-    if (piece.first && options_.bos) result.tokens.push_back(tokenizer_.bos());
+    if (part.first && options_.bos) result.tokens.push_back(tokenizer_.bos());
     const std::vector<int32_t> ids =
-        piece.first ? tokenizer_.encode(piece.text) : tokenizer_.encode_continuation(piece.text);
+        part.first ? tokenizer_.encode(part.text) : tokenizer_.encode_continuation(part.text);
     result.tokens.insert(result.tokens.end(), ids.begin(), ids.end());
-    if (piece.last && tokenizer_.eos() >= 0) result.tokens.push_back(tokenizer_.eos());
+    if (part.last && tokenizer_.eos() >= 0) result.tokens.push_back(tokenizer_.eos());
     run.tokens = result.tokens.size() - run.tokens;
     result.runs.push_back(run);
   }
@@ -81,14 +82,14 @@ class BlockEncoder {
   const int64_t first_test_file_;
 };
 
-// Reads and encodes blocks on several threads; gives them out in the order of the corpus. An error takes the place of
-// its block, so it comes after everything before it, whatever the threads did.
+// Reads and encodes blocks on several threads, and returns them in the order of the corpus. An error is returned in the
+// order of its block, whatever the threads do.
 class EncodingPool {
  public:
   EncodingPool(BlockReader& reader, const BlockEncoder& encoder, int threads)
       : reader_(reader), encoder_(encoder), most_in_flight_(2 * int64_t{threads} + 2) {
     threads_.reserve(static_cast<size_t>(threads));
-    // Where the system gives fewer threads than asked for, they do; without any, next() works by itself.
+    // Works with fewer threads where the system allows no more; without any, next() encodes by itself.
     try {
       for (int i = 0; i < threads; ++i)
         threads_.emplace_back([this] {
@@ -182,7 +183,7 @@ class EncodingPool {
   std::vector<std::thread> threads_;
 };
 
-// What is being written: the shards of both splits, and how far the corpus has been read for them.
+// The shards of both splits that are being written, and the position in the corpus.
 class Corpus {
  public:
   Corpus(const TokenizeOptions& options, const std::vector<InputFile>& files, int token_bytes) : folder_(options.out) {
@@ -244,7 +245,7 @@ TokenizerInfo describe(const Tokenizer& tokenizer) {
   return {tokenizer.kind(), tokenizer.fingerprint(), tokenizer.vocabulary_size(), tokenizer.bos(), tokenizer.eos()};
 }
 
-// Everything that decides what the shards will be, under the names of the options.
+// Everything that determines the shards, by the names of the options.
 Json plan_of(const TokenizeOptions& options, const Tokenizer& tokenizer, const std::vector<InputFile>& files,
              int64_t train_files) {
   Json inputs = Json::array();
@@ -280,7 +281,7 @@ std::string input_difference(const std::vector<JsonValue>& before, const nlohman
   return {};
 }
 
-// Why `now` is another piece of work than `before`; empty if it is the same.
+// How the options or inputs `now` differ from those `before`; empty if they do not.
 std::string difference(const JsonValue& before, const nlohmann::json& now) {
   const std::string old_tokenizer = before.at("tokenizer").at("fingerprint").text();
   const std::string new_tokenizer = now.at("tokenizer").at("fingerprint");
@@ -302,9 +303,9 @@ void require_same(const std::string& path, const Json& now, const std::string& f
     const nlohmann::json before = read_json(path);
     reason = difference(JsonValue(before, path), nlohmann::json(now));
   } catch (const Error& error) {
-    fail("{}; delete the folder and begin anew", error.what());
+    fail("{}; delete the folder and start again", error.what());
   }
-  require(reason.empty(), "\"{}\" holds {} of another command: {}; use the same options, another --out, or delete it",
+  require(reason.empty(), "\"{}\" holds {} of other options: {}; use the same options, another --out, or delete it",
           folder, state, reason);
 }
 
@@ -324,7 +325,8 @@ void check(const TokenizeOptions& options, const Tokenizer& tokenizer) {
   require(options.test_fraction >= 0 && options.test_fraction < 1,
           "tokenize: --test-fraction {}, expected at least 0 and less than 1", options.test_fraction);
   require(options.shard_tokens >= 1, "tokenize: --shard-tokens {}, expected 1 or more", options.shard_tokens);
-  require(!options.bos || tokenizer.bos() >= 0, "tokenize: --bos, but the tokenizer has no bos");
+  require(!options.bos || tokenizer.bos() >= 0,
+          "tokenize: --bos is set, but the tokenizer has no bos; leave --bos out, or use another tokenizer");
 }
 
 void remove_state(const std::string& folder) {
@@ -332,7 +334,7 @@ void remove_state(const std::string& folder) {
   fs::remove(folder + "/plan.json");
 }
 
-// Nothing was checkpointed, so nothing is lost: the next command on this folder may be another one.
+// Nothing was checkpointed, so the next command on this folder may have other options.
 void forget_attempt(const std::string& folder) {
   remove_state(folder);
   fs::remove(folder + "/tokenizer.model");
@@ -358,7 +360,7 @@ void write_corpus(const TokenizeOptions& options, const Tokenizer& tokenizer, co
     if (hooks.progress) hooks.progress(progress);
     if (hooks.stop && hooks.stop()) {
       corpus.checkpoint();
-      throw Stopped(fmt::format("stopped; the same command goes on with \"{}\" from here", options.out));
+      throw Stopped(fmt::format("stopped; run the same command to resume \"{}\"", options.out));
     }
   }
 }
@@ -379,7 +381,7 @@ TokenizeResult tokenize_corpus(const TokenizeOptions& options, const TokenizeHoo
   if (!options.test_inputs.empty()) {
     for (const InputFile& file : find_inputs(options.test_inputs)) {
       require(std::ranges::none_of(files, [&](const InputFile& other) { return other.path == file.path; }),
-              "tokenize: \"{}\" was given twice, or for training and for --test; name each file once", file.path);
+              "tokenize: \"{}\" is given twice, or for training and for --test; give each file once", file.path);
       files.push_back(file);
     }
   }
@@ -410,7 +412,7 @@ TokenizeResult tokenize_corpus(const TokenizeOptions& options, const TokenizeHoo
     write_corpus(options, *tokenizer, files, train_files, corpus, hooks, result.progress);
     corpus.finish();
     require(!corpus.info(Split::train).shards.empty() || !corpus.info(Split::test).shards.empty(),
-            "tokenize: the input holds no text ({} files, {} bytes)", files.size(), result.progress.disk_bytes_total);
+            "tokenize: the input has no text ({} files, {} bytes)", files.size(), result.progress.disk_bytes_total);
     write_text(folder + "/manifest.json", manifest_of(plan, corpus, token_bytes).dump(1) + "\n");
   } catch (...) {
     if (!fs::exists(folder + "/progress.json")) forget_attempt(folder);

@@ -1,8 +1,8 @@
-// A corpus to token shards: `furious tokenize`.
+// Encodes a corpus into token shards: `furious tokenize`.
 //
 // Blocks of text are encoded in parallel and written in the order of the input, so the shards do not depend on the
-// number of threads. What is written is checkpointed with the place in the corpus; after an interruption of any kind
-// the same call goes on from there and ends with the same bytes.
+// number of threads. Output is checkpointed with the position in the corpus; after an interruption the same call
+// resumes and produces the same bytes.
 #pragma once
 
 #include <cstdint>
@@ -13,14 +13,14 @@
 
 #include "base/error.h"
 #include "data/reader.h"
-#include "data/shards.h"
+#include "data/token_shards.h"
 
 namespace furious {
 
 struct TokenizeOptions {
   std::vector<std::string> inputs;
-  std::vector<std::string> test_inputs;  // whose documents are all of the test part; may be none
-  std::string tokenizer;                 // as load_tokenizer takes it
+  std::vector<std::string> test_inputs;  // files of the test split; may be empty
+  std::string tokenizer;                 // for load_tokenizer
   std::string out;
   ReaderOptions reader;
   double test_fraction = 0.001;
@@ -57,7 +57,7 @@ struct TokenizeResult {
 
 TokenizeResult tokenize_corpus(const TokenizeOptions& options, const TokenizeHooks& hooks = {});
 
-// Whether a document belongs to the test part: a pure function of the seed and its text (the first 64 KiB of it), so
+// Whether a document belongs to the test split: a pure function of the seed and its text (the first 64 KiB of it), so
 // the order and the number of other documents do not matter, and equal documents stay together.
 bool is_held_out(std::string_view text, uint64_t seed, double fraction);
 

@@ -32,7 +32,7 @@ void check_id(const Tokenizer& tokenizer, int32_t id) {
           tokenizer.vocabulary_size() - 1);
 }
 
-// The library's words without the source line and the condition it puts before them.
+// The library's message without its prefix of source line and condition.
 std::string reason_of(const sentencepiece::util::Status& status) {
   const std::string message = status.message();
   const size_t bracket = message.rfind("] ");
@@ -102,7 +102,7 @@ class SentencePieceTokenizer final : public Tokenizer {
     return ids;
   }
 
-  // The space that the model puts before a text takes the place of the one the continuation begins with; before
+  // The space that the model puts before a text replaces the one the continuation begins with; before
   // anything else it is dropped where it is a token of its own.
   std::vector<int32_t> encode_continuation(std::string_view text) const override {
     if (!adds_space_) return encode(text);
@@ -144,7 +144,7 @@ class SentencePieceTokenizer final : public Tokenizer {
   std::string model() const override { return model_; }
 
  private:
-  // Words repeat, so each thread remembers those of the tokenizer it used last; up to a few megabytes.
+  // Words repeat, so each thread caches those of the tokenizer it used last, up to a few megabytes.
   struct WordCache {
     static constexpr size_t kMostWords = 1 << 16;
     static constexpr size_t kLongestWord = 32;
@@ -198,7 +198,7 @@ class SentencePieceTokenizer final : public Tokenizer {
   bool word_by_word_ = false;
 };
 
-// What a folder's tokenizer_config.json says; empty where it says nothing.
+// The tokenizer kind in a folder's tokenizer_config.json; empty if it has none.
 std::string saved_kind(const fs::path& folder) {
   const fs::path path = folder / kConfigFile;
   if (!fs::exists(path)) return {};
@@ -207,7 +207,7 @@ std::string saved_kind(const fs::path& folder) {
   return json.has(kKindKey) ? json.at(kKindKey).text() : std::string();
 }
 
-// Hands our lines to the trainer; an exception waits until the trainer, which knows none, has returned.
+// Passes lines to the trainer; an exception is kept until the trainer, which is not exception-safe, has returned.
 class TrainerLines final : public sentencepiece::SentenceIterator {
  public:
   explicit TrainerLines(LineSource& lines) : lines_(lines) { Next(); }
@@ -279,7 +279,7 @@ void save_tokenizer(const fs::path& directory, const Tokenizer& tokenizer, bool 
 std::string train_sentencepiece(LineSource& lines, const TokenizerTraining& training) {
   constexpr int32_t kLeast = 3 + 256;  // unknown, bos, eos and the bytes
   require(training.vocabulary_size > kLeast,
-          "tokenizer train: --vocab {}, expected more than the {} ids of bytes and marks", training.vocabulary_size,
+          "tokenizer train: --vocab {}, expected more than {} (bytes and special tokens)", training.vocabulary_size,
           kLeast);
   const std::unordered_map<std::string, std::string> options = {
       {"model_type", "bpe"},
@@ -298,18 +298,18 @@ std::string train_sentencepiece(LineSource& lines, const TokenizerTraining& trai
   sentencepiece::SetRandomGeneratorSeed(1);
   TrainerLines iterator(lines);
   iterator.rethrow();
-  require(!iterator.done(), "tokenizer train: the input has no text");
+  require(!iterator.done(), "tokenizer train: the input has no text; give files with text");
   std::string model;
   sentencepiece::util::Status status;
   try {
     status = sentencepiece::SentencePieceTrainer::Train(options, &iterator, &model);
   } catch (const std::system_error& error) {
-    fail("tokenizer train: {} threads cannot be started: {}; give fewer by --threads", training.threads,
+    fail("tokenizer train: cannot start {} threads: {}; use fewer with --threads", training.threads,
          error.code().message());
   }
   iterator.rethrow();
-  require(status.ok(), "tokenizer train: {} ids from {} lines: {}", training.vocabulary_size, iterator.count(),
-          reason_of(status));
+  require(status.ok(), "tokenizer train: vocabulary of {} from {} lines: {}", training.vocabulary_size,
+          iterator.count(), reason_of(status));
   return model;
 }
 

@@ -19,7 +19,7 @@ class Tokenizer {
   virtual ~Tokenizer() = default;
 
   virtual std::vector<int32_t> encode(std::string_view text) const = 0;
-  // `text` goes on where another text, encoded before, ended: what a tokenizer adds at the start of a text is left out.
+  // For the continuation of a text: without what the tokenizer adds at the start of a text.
   virtual std::vector<int32_t> encode_continuation(std::string_view text) const = 0;
   virtual std::string decode(std::span<const int32_t> ids) const = 0;
   // The bytes that one id adds in the middle of a text, for streaming through a Utf8Streamer. Empty for ids that stand

@@ -21,7 +21,7 @@ bool in_range(unsigned char byte, unsigned char low, unsigned char high) {
   return byte >= low && byte <= high;
 }
 
-// What stands at the start of `text`, which is not empty.
+// The character at the start of `text`, which is not empty.
 Sequence sequence_at(std::string_view text) {
   const auto byte = [&](size_t i) { return static_cast<unsigned char>(text[i]); };
   const unsigned char first = byte(0);

@@ -9,12 +9,12 @@
 #include "base/boundary.h"
 #include "base/error.h"
 #include "base/parallel.h"
-#include "dist/talk.h"
+#include "dist/mpi_transport.h"
 
 namespace furious {
 namespace {
 
-bool met_as_another = false;  // this process is a rank of the world, and not its first
+bool is_other_rank = false;  // of the world, and not rank 0
 
 int number_in(const char* variable) {
   const char* const text = std::getenv(variable);
@@ -23,8 +23,8 @@ int number_in(const char* variable) {
 
 }  // namespace
 
-// Open MPI and MPICH say it themselves. Of Slurm's variables only those of a step count: a script that sbatch runs has
-// SLURM_NTASKS too, though it is one process.
+// From the variables of Open MPI and MPICH, and of a Slurm step; SLURM_NTASKS is also set in a script of sbatch, which
+// is one process.
 int launched_processes() {
   for (const char* variable : {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"})
     if (const int count = number_in(variable); count > 0) return count;
@@ -40,59 +40,60 @@ Communicator& Communicator::world() {
   static Communicator& all = []() -> Communicator& {
     const int launched = launched_processes();
     if (launched == 1) return alone();
-    require(!mpi_library().empty(),
-            "{} processes were started together, but this furious was built without MPI; install it (Debian: "
-            "libopenmpi-dev, openmpi-bin) and build again, or start one process",
-            launched);
-    static Communicator together(std::make_unique<Talk>());
+    require(
+        !mpi_library().empty(),
+        "{} processes were started together, but furious was built without MPI; install it (Debian: libopenmpi-dev, "
+        "openmpi-bin) and build again, or start one process",
+        launched);
+    static Communicator together(std::make_unique<Transport>());
     return together;
   }();
   return all;
 }
 
-bool Communicator::speaks() {
-  return !met_as_another;
+bool Communicator::reports_errors() {
+  return !is_other_rank;
 }
 
 Communicator::Communicator() : cores_(available_cores()) {}
 
-Communicator::Communicator(std::unique_ptr<Talk> talk)
-    : rank_(talk->rank),
-      size_(talk->size),
-      local_rank_(talk->local_rank),
-      local_size_(talk->local_size),
-      cores_(talk->cores),
-      talk_(std::move(talk)) {
-  met_as_another = rank_ != 0;
+Communicator::Communicator(std::unique_ptr<Transport> transport)
+    : rank_(transport->rank),
+      size_(transport->size),
+      local_rank_(transport->local_rank),
+      local_size_(transport->local_size),
+      cores_(transport->cores),
+      transport_(std::move(transport)) {
+  is_other_rank = rank_ != 0;
 }
 
 Communicator::~Communicator() = default;
 
 void Communicator::post(std::function<void()> work) {
-  if (!talk_) return work();
+  if (!transport_) return work();
   {
-    const std::lock_guard lock(talk_->mutex);
-    talk_->posted.push_back(std::move(work));
+    const std::lock_guard lock(transport_->mutex);
+    transport_->posted.push_back(std::move(work));
   }
-  talk_->changed.notify_all();
+  transport_->changed.notify_all();
 }
 
-void Communicator::exchange(std::span<const Piece> receive, std::span<const Piece> send) {
-  if (talk_) talk_->exchange(receive, send);
+void Communicator::exchange(std::span<const Message> receive, std::span<const Message> send) {
+  if (transport_) transport_->exchange(receive, send);
 }
 
 void Communicator::wait() {
-  if (!talk_) return;
-  std::unique_lock lock(talk_->mutex);
-  talk_->changed.wait(lock, [this] { return talk_->posted.empty() && !talk_->busy; });
-  if (talk_->failed) std::rethrow_exception(std::exchange(talk_->failed, nullptr));
+  if (!transport_) return;
+  std::unique_lock lock(transport_->mutex);
+  transport_->changed.wait(lock, [this] { return transport_->posted.empty() && !transport_->busy; });
+  if (transport_->failed) std::rethrow_exception(std::exchange(transport_->failed, nullptr));
 }
 
 void Communicator::all_gather_bytes(const void* own, void* all, size_t bytes) {
   auto* const places = static_cast<std::byte*>(all);
   std::memcpy(places + static_cast<size_t>(rank_) * bytes, own, bytes);
-  if (!talk_) return;
-  std::vector<Piece> receive, send;
+  if (!transport_) return;
+  std::vector<Message> receive, send;
   for (int rank = 0; rank < size_; ++rank) {
     if (rank == rank_) continue;
     receive.push_back({rank, places + static_cast<size_t>(rank) * bytes, bytes});
@@ -107,7 +108,7 @@ std::vector<std::string> Communicator::all_gather(const std::string& own) {
   std::vector<std::string> all;
   for (const size_t size : sizes) all.emplace_back(size, ' ');
   all[static_cast<size_t>(rank_)] = own;
-  std::vector<Piece> receive, send;
+  std::vector<Message> receive, send;
   for (int rank = 0; rank < size_; ++rank) {
     std::string& text = all[static_cast<size_t>(rank)];
     if (rank == rank_) continue;
@@ -123,72 +124,73 @@ void Communicator::agree(const std::function<void()>& work) {
   if (size_ == 1) return work();
   std::string problem;
   try {
-    const Alone alone(*this);
+    const SoloWork solo(*this);
     work();
   } catch (const std::exception&) {
     problem = words_of(std::current_exception());
-    if (problem.empty()) problem = "it failed";
+    if (problem.empty()) problem = "unknown error";
   }
   const std::vector<std::string> problems = all_gather(problem);
   for (int rank = 0; rank < size_; ++rank) {
     const std::string& text = problems[static_cast<size_t>(rank)];
     if (text.empty()) continue;
-    // What the first has failed with, all have: no rank is to blame.
-    throw AgreedError(rank == 0 ? text : fmt::format("{}: {}", talk_->named(rank), text));
+    // An error of rank 0 usually is one of all ranks: it is reported without a rank.
+    throw AgreedError(rank == 0 ? text : fmt::format("{}: {}", transport_->named(rank), text));
   }
 }
 
 void Communicator::set_timeout(double seconds) {
-  if (!talk_) return;
-  const std::lock_guard lock(talk_->mutex);
-  talk_->timeout = seconds;
+  if (!transport_) return;
+  const std::lock_guard lock(transport_->mutex);
+  transport_->timeout = seconds;
 }
 
-void Communicator::set_story(int64_t step, const std::string& resume) {
-  if (!talk_) return;
-  const std::lock_guard lock(talk_->mutex);
-  talk_->place = fmt::format(" in step {}", step);
-  talk_->resume = "; " + resume;
+void Communicator::set_fault_note(int64_t step, const std::string& resume) {
+  if (!transport_) return;
+  const std::lock_guard lock(transport_->mutex);
+  transport_->step_text = fmt::format(" in step {}", step);
+  transport_->resume = "; " + resume;
 }
 
 void Communicator::set_stop(std::function<bool()> stop) {
-  if (!talk_) return;
-  const std::lock_guard lock(talk_->mutex);
-  talk_->stop = std::move(stop);
+  if (!transport_) return;
+  const std::lock_guard lock(transport_->mutex);
+  transport_->stop = std::move(stop);
 }
 
 Communicator::Watch::Watch(Communicator& of) : of_(of) {
-  if (!of.talk_) return;
-  const std::lock_guard lock(of.talk_->mutex);
-  ++of.talk_->watches;
+  if (!of.transport_) return;
+  const std::lock_guard lock(of.transport_->mutex);
+  ++of.transport_->watches;
 }
 
 Communicator::Watch::~Watch() {
-  if (!of_.talk_) return;
-  const std::lock_guard lock(of_.talk_->mutex);
-  ++of_.talk_->watches;
+  if (!of_.transport_) return;
+  const std::lock_guard lock(of_.transport_->mutex);
+  ++of_.transport_->watches;
 }
 
-Communicator::Alone::Alone(Communicator& of) : of_(of) {
-  if (!of.talk_) return;
-  const std::lock_guard lock(of.talk_->mutex);
-  of.talk_->works_alone = true;
+Communicator::SoloWork::SoloWork(Communicator& of) : of_(of) {
+  if (!of.transport_) return;
+  const std::lock_guard lock(of.transport_->mutex);
+  of.transport_->solo_work = true;
 }
 
-Communicator::Alone::~Alone() {
-  if (!of_.talk_) return;
-  const std::lock_guard lock(of_.talk_->mutex);
-  of_.talk_->works_alone = false;
+Communicator::SoloWork::~SoloWork() {
+  if (!of_.transport_) return;
+  const std::lock_guard lock(of_.transport_->mutex);
+  of_.transport_->solo_work = false;
 }
 
 void Communicator::abort(const std::string& what) {
-  if (!talk_) throw Error(what);
+  if (!transport_) throw Error(what);
   {
-    const std::lock_guard lock(talk_->mutex);
-    if (talk_->last_words.empty()) talk_->last_words = fmt::format("{}{}: {}", talk_->named(rank_), talk_->place, what);
+    const std::lock_guard lock(transport_->mutex);
+    if (transport_->abort_message.empty())
+      transport_->abort_message = fmt::format("{}{}: {}", transport_->named(rank_), transport_->step_text, what);
   }
-  talk_->changed.notify_all();
-  for (;;) ::pause();  // the other thread ends the process
+  transport_->changed.notify_all();
+  for (;;) ::pause();  // the transport thread ends the process
 }
 
 }  // namespace furious

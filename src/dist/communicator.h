@@ -1,12 +1,12 @@
-// The processes that work on one thing together: who they are, and how they talk.
+// The process group: ranks, and collective communication between them.
 //
-// mpirun or srun starts the same program several times; each process is a rank. Everything they say to each other is an
-// exchange: a rank sends a piece of memory to others and receives one from each. So a rank that waits knows whom it
-// waits for, and sums are added up where they are needed, in the order of ranks, whatever the network does.
+// mpirun or srun starts the same program several times; each process is a rank. All communication is an exchange: a
+// rank sends messages to others and receives one from each. So a waiting rank knows which ranks it waits for, and sums
+// are computed by the receiver in the order of ranks, which makes them reproducible.
 //
-// MPI is called by one thread only, made for it: exchanges go on while the others compute, and the same thread watches
-// for ranks that have ended or do not answer. It ends the whole job then, with a line that says which rank, which step
-// and which checkpoint to resume from.
+// MPI is called only by a dedicated transport thread (mpi_transport.h): exchanges proceed while other threads compute,
+// and the same thread monitors the other ranks. When one has ended or does not answer, it aborts the job with a line
+// that names the rank, the step and the checkpoint to resume from.
 #pragma once
 
 #include <cstddef>
@@ -22,25 +22,25 @@
 
 namespace furious {
 
-// What all ranks have failed with, each of them: rank 0 says it, and the job ends.
+// An error that all ranks throw; rank 0 reports it.
 class AgreedError : public Error {
  public:
   using Error::Error;
 };
 
-// How many processes mpirun or srun says it has started together; 1 where neither has started this one.
+// The number of processes that mpirun or srun has started together; 1 without them.
 int launched_processes();
-// Whether this program was built to talk to them, and through what: "Open MPI 4.1.4"; empty where it was not.
+// "Open MPI 4.1.4"; empty in a build without MPI.
 std::string mpi_library();
 
 class Communicator {
  public:
-  // This process by itself: every exchange is with nobody.
+  // A group of this process only: exchanges do nothing.
   static Communicator& alone();
-  // All processes that were started together; alone() where there is one. The first call finds the others.
+  // All processes that were started together; alone() for a single one. The first call initializes MPI.
   static Communicator& world();
-  // Whether this process is to say what all have failed with: the first of them, or one that has not met the others.
-  static bool speaks();
+  // Whether this process prints errors: rank 0, or any process before MPI is initialized.
+  static bool reports_errors();
 
   ~Communicator();
   Communicator(const Communicator&) = delete;
@@ -48,24 +48,24 @@ class Communicator {
 
   int rank() const { return rank_; }
   int size() const { return size_; }
-  int local_rank() const { return local_rank_; }  // among those on this machine
+  int local_rank() const { return local_rank_; }  // among the ranks on this machine
   int local_size() const { return local_size_; }
-  int cores() const { return cores_; }       // this rank's share of those of its machine
-  bool leads() const { return rank_ == 0; }  // prints, logs and writes for all
+  int cores() const { return cores_; }       // this rank's share of the cores of its machine
+  bool leads() const { return rank_ == 0; }  // prints, logs and writes for the group
 
-  // Of one exchange with another rank.
-  struct Piece {
+  // To or from another rank.
+  struct Message {
     int rank = 0;
     void* data = nullptr;
     size_t bytes = 0;
   };
-  // Work of the thread that talks, in the order in which it is posted; alone it is done at once. It alone may call
-  // exchange(), and all ranks must post the same exchanges in the same order.
+  // Queues work for the transport thread; in a group of one it runs at once. Only posted work may call exchange(), and
+  // all ranks must post the same exchanges in the same order.
   void post(std::function<void()> work);
-  void exchange(std::span<const Piece> receive, std::span<const Piece> send);
-  void wait();  // until all that was posted is done; throws what it threw
+  void exchange(std::span<const Message> receive, std::span<const Message> send);
+  void wait();  // until all posted work is done; throws its exception
 
-  // What every rank gives, in the order of ranks.
+  // The values of all ranks, in the order of ranks.
   std::vector<std::string> all_gather(const std::string& own);
   template <class T>
   std::vector<T> all_gather(const T& own) {
@@ -76,17 +76,17 @@ class Communicator {
   }
   std::string from_first(const std::string& text) { return all_gather(leads() ? text : std::string()).front(); }
 
-  // Does something that may fail on some ranks only, however long it takes; if it does on any, all throw an AgreedError
-  // that names it.
+  // Runs work of any duration that may fail on some ranks only; if it does, all ranks throw an AgreedError that names
+  // the rank.
   void agree(const std::function<void()>& work);
 
   // The time after which a rank that does not answer counts as lost.
   void set_timeout(double seconds);
-  // For the line that tells of a fault: the step in work and what to do then. `stop` is asked now and then by the
-  // thread that talks: when rank 0 does not come to stop soon after it says yes, that line tells what is there by then.
-  void set_story(int64_t step, const std::string& resume);
+  // The current step and how to resume, for the message about a lost rank. The transport thread polls `stop`: when rank
+  // 0 has not stopped soon after it returned true, it prints how to resume.
+  void set_fault_note(int64_t step, const std::string& resume);
   void set_stop(std::function<bool()> stop);
-  // While it lives, this rank waits for its device: more than the time-out counts as a fault.
+  // During its lifetime this rank waits for its device; longer than the timeout is an error.
   class Watch {
    public:
     explicit Watch(Communicator& of);
@@ -97,30 +97,30 @@ class Communicator {
    private:
     Communicator& of_;
   };
-  // While it lives, this rank works at what only it does, as saving: the others wait for it however long it takes, as
-  // long as its process is there.
-  class Alone {
+  // During its lifetime this rank does work that the others wait for, such as saving: they wait as long as its process
+  // exists, without a timeout.
+  class SoloWork {
    public:
-    explicit Alone(Communicator& of);
-    ~Alone();
-    Alone(const Alone&) = delete;
-    Alone& operator=(const Alone&) = delete;
+    explicit SoloWork(Communicator& of);
+    ~SoloWork();
+    SoloWork(const SoloWork&) = delete;
+    SoloWork& operator=(const SoloWork&) = delete;
 
    private:
     Communicator& of_;
   };
-  // Says what has happened to this rank and ends all of them.
+  // Prints the error of this rank and ends all ranks.
   [[noreturn]] void abort(const std::string& what);
 
  private:
-  struct Talk;  // the thread and MPI
+  struct Transport;  // the thread that calls MPI
 
   Communicator();
-  explicit Communicator(std::unique_ptr<Talk> talk);
+  explicit Communicator(std::unique_ptr<Transport> transport);
   void all_gather_bytes(const void* own, void* all, size_t bytes);
 
   int rank_ = 0, size_ = 1, local_rank_ = 0, local_size_ = 1, cores_ = 1;
-  std::unique_ptr<Talk> talk_;
+  std::unique_ptr<Transport> transport_;
 };
 
 }  // namespace furious

@@ -1,5 +1,4 @@
-// How many of the tokens that a task asks for a model would choose: those with the largest logit, as greedy decoding
-// takes them.
+// Accuracy of greedy decoding: how many targets of a task have the largest logit.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,4 @@
-// How well a model predicts text: the mean loss of its tokens, and the same per byte of text, which can be compared
-// between tokenizers.
+// Mean loss per token, and per byte of text, which is comparable between tokenizers.
 #pragma once
 
 #include <cmath>
@@ -15,7 +14,7 @@ namespace furious {
 struct TestLoss {
   double sum = 0;          // of the losses of all predicted tokens, in nats
   int64_t tokens = 0;      // predicted
-  int64_t text_bytes = 0;  // that these tokens stand for; counted when there is a tokenizer
+  int64_t text_bytes = 0;  // of these tokens; counted with a tokenizer
 
   double mean() const { return sum / static_cast<double>(tokens); }
   double perplexity() const { return std::exp(mean()); }

@@ -1,7 +1,7 @@
 // What only Hopper has (sm_90a): products of a whole warpgroup, and copies of tiles by the bulk copy engine.
 //
 // A warpgroup (4 warps) multiplies 64 × 16 by 16 × n; warp w holds rows 16w to 16w + 15 of the result and of an operand
-// A in registers, in the fragments of mma.cuh. B, and A where it says so, lie in shared memory in pieces of 64 columns:
+// A in registers, in the fragments of mma.cuh. B, and A where it says so, lie in shared memory in panels of 64 columns:
 // rows of 128 bytes from an address divisible by 1024, swizzled as Tile<64> of mma.cuh, which is what the copy engine
 // writes.
 //
@@ -16,22 +16,22 @@
 
 namespace furious::cuda {
 
-constexpr int kPieceRows = 64;
-constexpr int kPieceBytes = kPieceRows * 128;  // 64 rows of 64 columns
+constexpr int kPanelRows = 64;
+constexpr int kPanelBytes = kPanelRows * 128;  // 64 rows of 64 columns
 
-// A piece that the copy engine wrote, seen by ldmatrix.
-__device__ inline Tile<64> piece_of(unsigned char* piece) {
-  return Tile<64>{reinterpret_cast<__nv_bfloat16*>(piece)};
+// A panel that the copy engine wrote, seen by ldmatrix.
+__device__ inline Tile<64> panel_of(unsigned char* panel) {
+  return Tile<64>{reinterpret_cast<__nv_bfloat16*>(panel)};
 }
 
-// Of the rows from `piece` on, columns [16·step, +16) are summed over.
-__device__ inline uint64_t operand(const void* piece, int step) {
-  return ((shared_address(piece) + step * 32) & 0x3FFFF) >> 4 | uint64_t{1} << 16 | uint64_t{64} << 32 |
+// Of the rows from `panel` on, columns [16·step, +16) are summed over.
+__device__ inline uint64_t operand(const void* panel, int step) {
+  return ((shared_address(panel) + step * 32) & 0x3FFFF) >> 4 | uint64_t{1} << 16 | uint64_t{64} << 32 |
          uint64_t{1} << 62;
 }
-// Of `piece`, rows [16·step, +16) are summed over; columns after the first 64 lie `next` bytes further on.
-__device__ inline uint64_t operand_transposed(const void* piece, int step, uint32_t next = 0) {
-  return ((shared_address(piece) + step * 2048) & 0x3FFFF) >> 4 | static_cast<uint64_t>(next >> 4) << 16 |
+// Of `panel`, rows [16·step, +16) are summed over; columns after the first 64 lie `next` bytes further on.
+__device__ inline uint64_t operand_transposed(const void* panel, int step, uint32_t next = 0) {
+  return ((shared_address(panel) + step * 2048) & 0x3FFFF) >> 4 | static_cast<uint64_t>(next >> 4) << 16 |
          uint64_t{64} << 32 | uint64_t{1} << 62;
 }
 
@@ -111,12 +111,12 @@ struct Barrier {
   __device__ void arrive() {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(shared_address(&word)) : "memory");
   }
-  // Arrives, and asks for `bytes` that the copy engine will bring.
+  // Arrives, and expects `bytes` from the copy engine.
   __device__ void arrive_and_expect(int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(shared_address(&word)), "r"(bytes)
                  : "memory");
   }
-  // Asks for more of them, before it arrives.
+  // Expects more of them, before it arrives.
   __device__ void expect(int bytes) {
     asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;\n" ::"r"(shared_address(&word)), "r"(bytes)
                  : "memory");
@@ -147,7 +147,36 @@ __device__ inline void stream_bytes(void* to, const void* from, int bytes, Barri
       : "memory");
 }
 
-// After init, before the block's threads meet.
+// Arrives when the copies that this thread has begun are done.
+__device__ inline void arrive_after_copies(Barrier& barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];\n" ::"r"(shared_address(&barrier.word))
+               : "memory");
+}
+
+// Bytes that follow each other, in multiples of 16, to and from shared memory.
+__device__ inline void copy_bytes(void* to, const void* from, int bytes, Barrier& barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(
+                   shared_address(to)),
+               "l"(from), "r"(bytes), "r"(shared_address(&barrier.word))
+               : "memory");
+}
+__device__ inline void store_bytes(void* to, const void* from, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n" ::"l"(to), "r"(shared_address(from)),
+               "r"(bytes)
+               : "memory");
+}
+__device__ inline void commit_stores() {
+  asm volatile("cp.async.bulk.commit_group;\n" ::: "memory");
+}
+// Until the stores have read shared memory, or are done.
+__device__ inline void wait_for_reads_of_stores() {
+  asm volatile("cp.async.bulk.wait_group.read 0;\n" ::: "memory");
+}
+__device__ inline void wait_for_stores() {
+  asm volatile("cp.async.bulk.wait_group 0;\n" ::: "memory");
+}
+
+// After init, before the block's barrier.
 __device__ inline void fence_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
 }
@@ -156,20 +185,27 @@ __device__ inline void fence_shared_writes() {
   asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
 }
 
-// Whether a block of `groups` warpgroups that take registers and one that gives some away was launched with as many as
-// they then have: else who takes waits for ever. A thread starts with a multiple of 8.
-constexpr bool registers_suffice(int groups, int taken, int kept) {
+// A barrier of the threads of one warpgroup.
+template <int kGroup>
+__device__ inline void warpgroup_barrier() {
+  asm volatile("bar.sync %0, 128;\n" ::"n"(kGroup + 1) : "memory");
+}
+
+// Whether a block of `groups` warpgroups that increase their registers to `more` and one that decreases them to `fewer`
+// was launched with as many as they then have: otherwise the increase waits forever. A thread starts with a multiple of
+// 8.
+constexpr bool registers_suffice(int groups, int more, int fewer) {
   const int at_start = 65536 / (128 * (groups + 1)) / 8 * 8;
-  return groups * taken + kept <= (groups + 1) * at_start;
+  return groups * more + fewer <= (groups + 1) * at_start;
 }
 
 // Registers of a thread move from warpgroups that need few to those that need many.
 template <int kCount>
-__device__ inline void take_registers() {
+__device__ inline void increase_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(kCount));
 }
 template <int kCount>
-__device__ inline void give_registers() {
+__device__ inline void decrease_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(kCount));
 }
 

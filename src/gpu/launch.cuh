@@ -1,6 +1,6 @@
-// Kernels that start before the one ahead of them has ended (programmatic dependent launch, Hopper and later): a block
-// is brought up and may fetch what no kernel of the step writes, weights above all, while the last blocks of the
-// kernel before it still run. Elsewhere kernels follow each other as always.
+// Kernels that start before the one ahead of them on the stream has ended (programmatic dependent launch, Hopper): a
+// block is brought up and may fetch what no kernel of the step writes, weights above all, while the last blocks of the
+// previous kernel still run. On other devices, and in an InOrderScope (device.h), kernels follow each other in order.
 //
 //   launch_early(early, kernel, grid, threads, bytes, stream, arguments...)      early: whether it may
 //
@@ -11,6 +11,7 @@
 
 #include <utility>
 
+#include "gpu/device.h"
 #include "tensor/cuda.cuh"
 
 namespace furious::cuda {
@@ -27,16 +28,11 @@ __device__ inline void wait_for_previous() {
 #endif
 }
 
-// Of the current device.
-bool launches_early();
-int multiprocessors();
-int most_shared_memory();  // bytes that a block can ask for
-
 template <class... Parameters, class... Arguments>
 void launch_early(bool early, void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t bytes, cudaStream_t stream,
                   Arguments&&... arguments) {
   // A multiprocessor splits its memory between cache and shared memory, and splits it anew only when it is empty: all
-  // kernels that are to overlap ask for the same.
+  // kernels that are to overlap request the same split.
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
         "launch");
   cudaLaunchAttribute attribute{};

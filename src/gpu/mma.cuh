@@ -1,7 +1,7 @@
 // Tensor cores and the memory around them, by the names that the kernels use. bf16 or tf32 operands, f32 sums.
 //
 // A warp multiplies 16 × 16 by 16 × 8. Lane l holds of the result rows l/4 and l/4 + 8, columns 2(l%4) and the next.
-// Tiles in shared memory are rows of kDim bf16, in pieces of 16 bytes; piece p of row r lies at place p ^ (r % 8), so
+// Tiles in shared memory are rows of kDim bf16, in vectors of 16 bytes; vector p of row r lies at place p ^ (r % 8), so
 // that the eight rows of an ldmatrix fall into different banks.
 #pragma once
 
@@ -9,7 +9,11 @@
 
 #include <cstdint>
 
+#include "gpu/reduce.cuh"
+
 namespace furious::cuda {
+
+using bf16 = __nv_bfloat16;
 
 __device__ inline void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile(
@@ -50,9 +54,14 @@ __device__ inline void load_matrices_transposed(uint32_t (&r)[4], const void* ro
 }
 
 // 16 bytes, or zeros where there is nothing to load.
-__device__ inline void copy_async(void* to, const void* from, bool there) {
-  const int bytes = there ? 16 : 0;
+__device__ inline void copy_async(void* to, const void* from, bool valid) {
+  const int bytes = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared_address(to)), "l"(from), "r"(bytes));
+}
+// One of `length` floats, or 0 behind the last.
+__device__ inline void copy_float(float* to, const float* from, int i, int length) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(shared_address(to)),
+               "l"(from + min(i, length - 1)), "r"(i < length ? 4 : 0));
 }
 __device__ inline void commit_copies() {
   asm volatile("cp.async.commit_group;\n");
@@ -66,6 +75,29 @@ __device__ inline uint32_t pack(float low, float high) {
   uint32_t r;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(r) : "f"(high), "f"(low));
   return r;
+}
+
+__device__ inline float2 unpack(uint32_t x) {
+  return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(x));
+}
+
+// Products of two bf16 each, rounded once.
+__device__ inline uint32_t multiply_pairs(uint32_t x, uint32_t y) {
+  uint32_t r;
+  asm("mul.rn.bf16x2 %0, %1, %2;\n" : "=r"(r) : "r"(x), "r"(y));
+  return r;
+}
+__device__ inline uint32_t twice_low(uint32_t x) {
+  return __byte_perm(x, x, 0x1010);
+}
+__device__ inline uint32_t twice_high(uint32_t x) {
+  return __byte_perm(x, x, 0x3232);
+}
+__device__ inline float low_of(uint32_t x) {
+  return __uint_as_float(x << 16);
+}
+__device__ inline float high_of(uint32_t x) {
+  return __uint_as_float(x & 0xFFFF0000u);
 }
 
 // Over the four lanes that hold a row of a result.
@@ -88,20 +120,20 @@ __device__ inline float fast_exp2(float x) {
 // Rows of kDim bf16 in shared memory.
 template <int kDim>
 struct Tile {
-  static constexpr int kPieces = kDim / 8;
+  static constexpr int kVectors = kDim / 8;
   __nv_bfloat16* data;
 
-  __device__ __nv_bfloat16* at(int row, int piece) const {
-    return data + row * kDim + ((piece & ~7) | ((piece ^ row) & 7)) * 8;
+  __device__ __nv_bfloat16* at(int row, int vector) const {
+    return data + row * kDim + ((vector & ~7) | ((vector ^ row) & 7)) * 8;
   }
 
   // `count` rows from `from`, `stride` elements apart; those at and after `valid` become zeros. By all threads.
   template <int kThreads>
   __device__ void load(const __nv_bfloat16* from, int64_t stride, int count, int64_t valid) const {
-    for (int i = static_cast<int>(threadIdx.x); i < count * kPieces; i += kThreads) {
-      const int row = i / kPieces, piece = i % kPieces;
-      const bool there = row < valid;
-      copy_async(at(row, piece), there ? from + row * stride + piece * 8 : from, there);
+    for (int i = static_cast<int>(threadIdx.x); i < count * kVectors; i += kThreads) {
+      const int row = i / kVectors, vector = i % kVectors;
+      const bool inside = row < valid;
+      copy_async(at(row, vector), inside ? from + row * stride + vector * 8 : from, inside);
     }
   }
 

@@ -7,7 +7,48 @@
 
 namespace furious::cuda {
 
-// Elements of one 16-byte access: what a thread takes at a time where rows allow it.
+// A tensor seen as rows, as Rows of ops/rows.h on the CPU: the innermost dimension is a row, however the rows are
+// strided.
+template <class T>
+struct DeviceRows {
+  T* data;
+  int64_t count = 1, size = 0;
+  int rank = 0;
+  int64_t sizes[Shape::kMaxRank - 1] = {}, strides[Shape::kMaxRank - 1] = {};
+
+  __device__ T* operator[](int64_t row) const {
+    if (rank == 0) return data;
+    int64_t offset = 0;
+    // Unrolled, so that indices are constants: otherwise each thread keeps a copy of the arrays in local memory.
+#pragma unroll
+    for (int i = Shape::kMaxRank - 2; i > 0; --i) {
+      if (i >= rank) continue;
+      offset += row % sizes[i] * strides[i];
+      row /= sizes[i];
+    }
+    return data + offset + row * strides[0];
+  }
+};
+
+template <class T>
+auto rows(const Tensor& tensor) {
+  DeviceRows<typename OnDevice<T>::Type> r;
+  r.data = pointer<T>(tensor);
+  r.size = tensor.size(-1);
+  for (int i = 0; i + 1 < tensor.rank(); ++i) {
+    const int64_t size = tensor.size(i), stride = tensor.stride(i);
+    r.count *= size;
+    // Dimensions that follow each other evenly in memory become one.
+    if (r.rank > 0 && (r.strides[r.rank - 1] == size * stride || r.sizes[r.rank - 1] == 1))
+      r.sizes[r.rank - 1] *= size;
+    else
+      r.sizes[r.rank++] = size;
+    r.strides[r.rank - 1] = stride;
+  }
+  return r;
+}
+
+// Elements of one 16-byte access: what a thread loads at a time where rows allow it.
 template <class T>
 inline constexpr int kLanes = 16 / sizeof(typename OnDevice<T>::Type);
 
@@ -72,7 +113,7 @@ bool aligned(const T* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % kWordBytes<T, N> == 0;
 }
 template <int N, class T>
-bool aligned(const Rows<T>& rows) {
+bool aligned(const DeviceRows<T>& rows) {
   bool fits = aligned<N>(rows.data) && rows.size % N == 0;
   for (int i = 0; i < rows.rank; ++i) fits = fits && rows.strides[i] % N == 0;
   return fits;
@@ -159,7 +200,7 @@ __global__ void sum_columns_kernel(F f, int64_t rows, int columns, float* partia
 }
 
 // f.run<N>(row, column, sum) for every N neighbours of `rows` rows; what it adds to sum[N] ends in out [columns], if
-// that is there. The order depends on the sizes alone.
+// that is defined. The order depends on the sizes alone.
 template <int Lanes, class F, class... Memory>
 void sum_columns(Device device, const Tensor& out, int64_t rows, int64_t columns, const F& f, const Memory&... memory) {
   if (rows * columns == 0) {

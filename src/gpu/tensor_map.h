@@ -1,4 +1,4 @@
-// What the bulk copy engine is told of a tensor.
+// Descriptions of tensors for the bulk copy engine (TMA).
 #pragma once
 
 #include <cuda.h>

@@ -5,7 +5,7 @@
 namespace furious::cuda {
 namespace {
 
-// By way of the runtime, so that nothing links against the driver: machines that build have none.
+// Through the runtime, so that nothing links against the driver library, which a machine without a GPU does not have.
 auto encoder() {
   static const auto encode = [] {
     void* function = nullptr;
@@ -25,7 +25,7 @@ CUtensorMap tile_map(const Tensor& x) {
   CUtensorMap map;
   const auto size = [&](int i) { return static_cast<cuuint64_t>(x.size(i)); };
   const auto bytes = [&](int i) {
-    // A dimension of one entry may have any stride; the engine wants a multiple of 16.
+    // A dimension of one entry may have any stride; the engine requires a multiple of 16.
     return static_cast<cuuint64_t>(x.size(i) == 1 ? 16 : x.stride(i) * 2);
   };
   const cuuint64_t sizes[4] = {size(3), size(1), size(2), size(0)};

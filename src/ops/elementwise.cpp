@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "base/parallel.h"
+#include "ops/elementwise_kernels.h"
 #include "ops/rows.h"
 #include "tensor/check.h"
 #include "tensor/dispatch.h"

@@ -19,15 +19,4 @@ Variable concat(Tape& tape, const Variable& a, const Variable& b);
 // y = a + b, the residual connection.
 Variable add(Tape& tape, const Variable& a, const Variable& b);
 
-namespace cpu {
-void fill(const Tensor& out, float value);
-void copy(const Tensor& out, const Tensor& in);
-void add_into(const Tensor& out, const Tensor& in);
-}  // namespace cpu
-namespace cuda {
-void fill(const Tensor& out, float value);
-void copy(const Tensor& out, const Tensor& in);
-void add_into(const Tensor& out, const Tensor& in);
-}  // namespace cuda
-
 }  // namespace furious

@@ -1,4 +1,4 @@
-#include "ops/elementwise.h"
+#include "ops/elementwise_kernels.h"
 #include "tensor/cuda.cuh"
 
 namespace furious::cuda {

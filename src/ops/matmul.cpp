@@ -14,6 +14,7 @@
 #include "base/error.h"
 #include "base/parallel.h"
 #include "ops/elementwise.h"
+#include "ops/matmul_kernels.h"
 #include "tensor/check.h"
 #include "tensor/dispatch.h"
 
@@ -312,7 +313,7 @@ void matmul(const Tensor& out, const Tensor& a, const Tensor& b, const MatmulOpt
     return;
   }
   const bool bf16 = options.precision == MatmulPrecision::bf16;
-  if (options.addend) cpu::copy(out, options.addend);
+  if (options.addend) furious::copy(out, options.addend);
   const DType factors = bf16 ? DType::bf16 : DType::f32;
   const Tensor left = a.dtype() == factors ? a : to_dtype(a, factors);
   const Tensor right = b.dtype() == factors ? b : to_dtype(b, factors);
@@ -324,8 +325,8 @@ double matmul_rate(MatmulPrecision precision, Device) {
   const Tensor a = Tensor::empty({kSize, kSize}, DType::f32);
   const Tensor b = Tensor::empty({kSize, kSize}, DType::f32);
   const Tensor out = Tensor::empty({kSize, kSize}, DType::f32);
-  cpu::fill(a, 1);
-  cpu::fill(b, 1);
+  furious::fill(a, 1);
+  furious::fill(b, 1);
   double best = std::numeric_limits<double>::infinity();
   for (int run = 0; run < 6; ++run) {
     const auto start = std::chrono::steady_clock::now();

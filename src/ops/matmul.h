@@ -43,21 +43,4 @@ double matmul_rate(MatmulPrecision precision = MatmulPrecision::f32, Device devi
 
 std::string matmul_library(Device device = {});  // "oneDNN 2.6.3", "OpenBLAS 0.3.21", "cuBLASLt 13.0.0"
 
-// The type that factors are multiplied in on a GPU.
-DType multiplied_in(const Tensor& a, const Tensor& b, MatmulPrecision precision);
-// The distance between rows of a matrix or of many. A single row may have any stride, but the libraries insist on one
-// that is long enough.
-int64_t row_stride(const Tensor& matrix);
-
-namespace cpu {
-void matmul(const Tensor& out, const Tensor& a, const Tensor& b, const MatmulOptions& options);
-double matmul_rate(MatmulPrecision precision, Device device);
-std::string matmul_library(Device device);
-}  // namespace cpu
-namespace cuda {
-void matmul(const Tensor& out, const Tensor& a, const Tensor& b, const MatmulOptions& options);
-double matmul_rate(MatmulPrecision precision, Device device);
-std::string matmul_library(Device device);
-}  // namespace cuda
-
 }  // namespace furious

@@ -7,7 +7,7 @@
 #include <mutex>
 
 #include "ops/elementwise.h"
-#include "ops/matmul.h"
+#include "ops/matmul_kernels.h"
 #include "ops/random.h"
 #include "tensor/cuda.cuh"
 

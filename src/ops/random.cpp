@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "base/error.h"
+#include "ops/random_kernels.h"
 #include "tensor/check.h"
 #include "tensor/dispatch.h"
 

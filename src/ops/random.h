@@ -16,14 +16,4 @@ namespace furious {
 void fill_uniform(const Tensor& out, float low, float high, uint64_t seed, uint64_t stream);
 void fill_normal(const Tensor& out, float mean, float stddev, uint64_t seed, uint64_t stream);
 
-namespace cpu {
-void fill_uniform(const Tensor& out, float low, float range, uint64_t seed, uint64_t stream);
-void fill_normal(const Tensor& out, float mean, float stddev, uint64_t seed, uint64_t stream);
-}  // namespace cpu
-
-namespace cuda {
-void fill_uniform(const Tensor& out, float low, float range, uint64_t seed, uint64_t stream);
-void fill_normal(const Tensor& out, float mean, float stddev, uint64_t seed, uint64_t stream);
-}  // namespace cuda
-
 }  // namespace furious

@@ -2,7 +2,7 @@
 
 #include "base/parallel.h"
 #include "base/random.h"
-#include "ops/random.h"
+#include "ops/random_kernels.h"
 
 namespace furious::cpu {
 namespace {

@@ -1,5 +1,5 @@
 #include "base/random.h"
-#include "ops/random.h"
+#include "ops/random_kernels.h"
 #include "tensor/cuda.cuh"
 
 namespace furious::cuda {

@@ -1,4 +1,4 @@
-// Vectors of floats for the CPU kernels; compiled once per instruction set, and included after
+// Vectors of floats: the vocabulary of all CPU kernels. Compiled once per instruction set, and included after
 // hwy/foreach_target.h by files that are.
 #if defined(FURIOUS_OPS_SIMD_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef FURIOUS_OPS_SIMD_INL_H_
@@ -20,15 +20,19 @@ namespace furious::HWY_NAMESPACE {
 
 namespace hn = hwy::HWY_NAMESPACE;
 
-using Floats = hn::ScalableTag<float>;
-using FloatVector = hn::Vec<Floats>;
+using FloatTag = hn::ScalableTag<float>;
+using FloatVector = hn::Vec<FloatTag>;
+constexpr FloatTag kTag{};
 constexpr int64_t kLanes = HWY_LANES(float);
+
+// For what is left of a row: rounds as a full vector does, so that it does not matter where a row is cut.
+constexpr hn::CappedTag<float, 1> kOneLane{};
 
 // How a loop over a row reads and writes memory: whole vectors, and a last one that is not full. Lanes past the end
 // read as zero and are not written.
 struct WholeVector {
-  HWY_INLINE FloatVector load(const float* from) const { return hn::LoadU(Floats(), from); }
-  HWY_INLINE void store(FloatVector v, float* to) const { hn::StoreU(v, Floats(), to); }
+  HWY_INLINE FloatVector load(const float* from) const { return hn::LoadU(kTag, from); }
+  HWY_INLINE void store(FloatVector v, float* to) const { hn::StoreU(v, kTag, to); }
 };
 
 struct PartialVector {
@@ -38,19 +42,19 @@ struct PartialVector {
   HWY_INLINE FloatVector load(const float* from) const {
     HWY_ALIGN float lanes[kLanes] = {};
     std::memcpy(lanes, from, count * sizeof(float));
-    return hn::Load(Floats(), lanes);
+    return hn::Load(kTag, lanes);
   }
   HWY_INLINE void store(FloatVector v, float* to) const {
     HWY_ALIGN float lanes[kLanes];
-    hn::Store(v, Floats(), lanes);
+    hn::Store(v, kTag, lanes);
     std::memcpy(to, lanes, count * sizeof(float));
   }
 #else
   HWY_INLINE FloatVector load(const float* from) const {
-    return hn::MaskedLoad(hn::FirstN(Floats(), count), Floats(), from);
+    return hn::MaskedLoad(hn::FirstN(kTag, count), kTag, from);
   }
   HWY_INLINE void store(FloatVector v, float* to) const {
-    hn::BlendedStore(v, hn::FirstN(Floats(), count), Floats(), to);
+    hn::BlendedStore(v, hn::FirstN(kTag, count), kTag, to);
   }
 #endif
 };
@@ -79,11 +83,11 @@ void map_rows(Body body, const Rows<float>& first, const OtherRows&... others) {
 }
 
 HWY_INLINE FloatVector set(float value) {
-  return hn::Set(Floats(), value);
+  return hn::Set(kTag, value);
 }
 
 HWY_INLINE float sum_of_lanes(FloatVector v) {
-  return hn::GetLane(hn::SumOfLanes(Floats(), v));
+  return hn::GetLane(hn::SumOfLanes(kTag, v));
 }
 
 // σ(x) and σ(−x) = 1 − σ(x), each with full relative precision: e^−|x| cannot overflow.
@@ -94,10 +98,10 @@ struct Sigmoid {
 
 HWY_INLINE Sigmoid sigmoid(FloatVector x) {
   const FloatVector one = set(1.0f);
-  const FloatVector e = hn::Exp(Floats(), hn::Neg(hn::Abs(x)));
+  const FloatVector e = hn::Exp(kTag, hn::Neg(hn::Abs(x)));
   const FloatVector larger = hn::Div(one, hn::Add(one, e));
   const FloatVector smaller = hn::Mul(e, larger);
-  const auto negative = hn::Lt(x, hn::Zero(Floats()));
+  const auto negative = hn::Lt(x, hn::Zero(kTag));
   return {hn::IfThenElse(negative, smaller, larger), hn::IfThenElse(negative, larger, smaller)};
 }
 
@@ -118,9 +122,9 @@ HWY_INLINE SiluWithDerivative silu_with_derivative(FloatVector x) {
 
 // ln(1 + e^x) = max(x, 0) + ln(1 + e^−|x|). The comparison is written so that NaN stays NaN.
 HWY_INLINE FloatVector softplus(FloatVector x) {
-  const FloatVector zero = hn::Zero(Floats());
+  const FloatVector zero = hn::Zero(kTag);
   const FloatVector positive_part = hn::IfThenElse(hn::Lt(x, zero), zero, x);
-  return hn::Add(positive_part, hn::Log1p(Floats(), hn::Exp(Floats(), hn::Neg(hn::Abs(x)))));
+  return hn::Add(positive_part, hn::Log1p(kTag, hn::Exp(kTag, hn::Neg(hn::Abs(x)))));
 }
 
 }  // namespace furious::HWY_NAMESPACE

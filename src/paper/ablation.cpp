@@ -11,8 +11,9 @@
 #include "base/file.h"
 #include "model/plan.h"
 #include "tensor/arena.h"
+#include "train/divergence.h"
 #include "train/options.h"
-#include "train/trainer.h"
+#include "train/train_data.h"
 
 namespace furious {
 namespace {
@@ -35,15 +36,15 @@ double median_rate(const std::vector<TrainStep>& steps) {
   return rates[rates.size() / 2];
 }
 
-// What may differ between the parts of a run without making another run of it.
+// Options that may change when a run is resumed.
 bool may_change(const std::string& option) {
   static const std::set<std::string> names = {"accumulate", "device",     "threads", "recompute",    "out",
                                               "resume",     "save-every", "keep",    "sample-tokens"};
   return names.contains(option);
 }
 
-// A folder with rows of another experiment is not gone on with. An option that its runs do not name was not there when
-// they began: they had what is its default now, but for the initialization, whose default has changed since.
+// Refuses a folder with rows of another experiment. An option that an older run.toml does not name had its present
+// default, except for the initialization, whose default has changed.
 void check_same(const fs::path& run, const TrainOptions& options) {
   if (!fs::exists(run / "run.toml")) return;
   std::set<std::string> found;
@@ -61,8 +62,8 @@ void check_same(const fs::path& run, const TrainOptions& options) {
   for (std::string line; std::getline(expected, line);) {
     const std::string name = line.substr(0, line.find(' '));
     if (found.contains(line) || may_change(name)) continue;
-    fail("ablate: {} was trained with {}, not with {}; give the options it began with, or choose another --out",
-         run.string(), line_of(name).empty() ? "another " + name : line_of(name), line);
+    fail("ablate: {} was trained with {}, not with {}; use the same options, or choose another --out", run.string(),
+         line_of(name).empty() ? "another " + name : line_of(name), line);
   }
 }
 
@@ -79,7 +80,7 @@ class AblationRunner {
   }
   TrainOptions options_of(const AblationRow& row, uint64_t seed) const;
   RowResult empty_result(const AblationRow& row) const;
-  // Trains it, or what is left of it. False: stopped.
+  // Trains or resumes it. False if it was stopped.
   bool train_row(const AblationRow& row, uint64_t seed, RowResult& result);
 
   const AblationOptions& options_;
@@ -113,7 +114,7 @@ bool AblationRunner::train_row(const AblationRow& row, uint64_t seed, RowResult&
   const TrainOptions options = options_of(row, seed);
   const auto newest = [&] { return row_run(seed, read_log(options.out), options.steps); };
   RowRun run = newest();
-  // A run that was killed after its last step has no checkpoint of it yet.
+  // A run killed after its last step may lack the checkpoint of it.
   const bool saved = fs::exists(fs::path(options.out) / fmt::format("step-{:08}", options.steps));
   bool stopped = false;
   if (!run.finished || (run.diverged.empty() && !saved)) {
@@ -124,9 +125,9 @@ bool AblationRunner::train_row(const AblationRow& row, uint64_t seed, RowResult&
     };
     try {
       stopped = train(options, observer).stopped;
-    } catch (const Diverged&) {  // the log says so, and that is a result
+    } catch (const Diverged&) {  // a result: the log has the reason
     }
-    Arena::of(device_from_name(resolved(options).device)).trim();  // the next row asks for other sizes
+    Arena::of(device_from_name(resolved(options).device)).trim();  // the next row has other sizes
     run = newest();
   }
   result.runs.push_back(run);
@@ -136,7 +137,8 @@ bool AblationRunner::train_row(const AblationRow& row, uint64_t seed, RowResult&
 
 Ablation AblationRunner::run() {
   const TrainOptions& base = options_.base;
-  require(!base.data.empty(), "ablate: no data; give --data with a folder of `furious tokenize`, or synthetic:recall");
+  require(!base.data.empty(),
+          "ablate: no data; give --data with a folder written by `furious tokenize`, or synthetic:recall");
   require(!base.out.empty(), "ablate: no folder for the runs; give --out");
   require(options_.seeds >= 1, "ablate: {} seeds, expected 1 or more", options_.seeds);
   check_train_options(base);
@@ -151,10 +153,10 @@ Ablation AblationRunner::run() {
   }
   std::error_code problem;
   fs::create_directories(base.out, problem);
-  require(!problem, "ablate: cannot make the folder {}: {}", base.out, problem.message());
+  require(!problem, "ablate: cannot create the folder {}: {}", base.out, problem.message());
   const DirectoryLock lock(base.out);
   if (observer_.begin) observer_.begin(ablation_);
-  // All rows with the first seed first: a table is there soon.
+  // All rows with the first seed first, so that the table is complete early.
   for (int64_t i = 0; i < options_.seeds && !ablation_.stopped; ++i)
     for (size_t row = 0; row < rows.size() && !ablation_.stopped; ++row)
       ablation_.stopped = (observer_.stop && observer_.stop()) ||

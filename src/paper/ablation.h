@@ -1,9 +1,8 @@
-// Many trainings that differ in one thing each: same data in the same order, same seeds, same budget. A folder holds
-// them all,
+// Ablations: runs that differ in one option each, with the same batches, seeds and budget, in one folder,
 //
-//   OUT/runs/ROW/seed-123/     a run as `furious train` makes it
+//   OUT/runs/ROW/seed-123/     a run of `furious train`
 //
-// and calling it again goes on where it was interrupted.
+// A second call resumes after an interruption.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +17,7 @@
 
 namespace furious {
 
-// The length at which rows are compared by what a sequence holds in memory: the paper's longest.
+// The length in tokens at which the cache memory of rows is compared: the longest of the paper.
 inline constexpr int64_t kStateTokens = 8192;
 
 struct Curve {
@@ -33,7 +32,7 @@ struct RowRun {
   double train_loss = 0;         // mean of the last twentieth of the steps: single batches differ more than models do
   double test_loss = 0;          // the last
   double tokens_per_second = 0;  // median of the steps
-  std::string diverged;          // why, if it did
+  std::string diverged;          // the reason; empty if it did not
   Curve training, test;
   Curve values;  // the largest of the layers' value_rms
 };
@@ -48,14 +47,14 @@ struct RowResult {
 };
 
 struct Ablation {
-  std::vector<std::string> words;  // that asked for it
+  std::vector<std::string> words;  // of the command line
   std::vector<RowResult> rows;
   bool stopped = false;
 
   bool finished() const;
 };
 
-// What a log says of a run of so many steps.
+// The results of a run of so many steps, from its log.
 RowRun row_run(uint64_t seed, const RunLog& log, int64_t steps);
 
 struct AblationOptions {

@@ -21,7 +21,7 @@ ModelConfig one_head(const char* arch, int64_t dim) {
   return config;
 }
 
-// What a model's cache holds after each token.
+// Bytes of a model's cache after each token.
 std::vector<int64_t> cache_bytes(const ModelConfig& config, int64_t tokens, Device device) {
   const LanguageModel model(config, 1, device);
   Decoder decoder(model, 1);
@@ -34,14 +34,14 @@ std::vector<int64_t> cache_bytes(const ModelConfig& config, int64_t tokens, Devi
   return bytes;
 }
 
-// What the state takes from the first token on: the mixer's, and the convolution's inputs.
+// Bytes of the state, which is allocated from the first token on: the mixer's, and the convolution's inputs.
 std::vector<int64_t> state_bytes(const ModelConfig& config, int64_t tokens, Device device) {
   const int64_t dim = config.head_dim;
   MixerCache mixer(config.block.mixer(), {1, 1, 1, 1, dim, dim}, device);
   const Tensor x = Tensor::zeros({1, 1, dim}, DType::f32, device);
   const Tensor decay = config.block.mixer().decay ? Tensor::zeros({1, 1}, DType::f32, device) : Tensor();
   mixer.step(all_slots(1, device), x, x, x, decay);
-  // Before its first token a slot holds what the convolution needs, and nothing else.
+  // Before its first token a slot holds only the inputs of the convolution.
   const LanguageModel model(config, 1, device);
   Decoder empty(model, 1);
   empty.start();
@@ -60,7 +60,7 @@ std::vector<int64_t> counted(int64_t tokens, Count&& numbers) {
 
 const MemoryCurve& CacheMemory::curve(const std::string& name) const {
   const auto found = std::find_if(curves.begin(), curves.end(), [&](const MemoryCurve& c) { return c.name == name; });
-  require(found != curves.end(), "cache memory: there is no curve {}", name);
+  require(found != curves.end(), "cache memory: unknown curve {}", name);
   return *found;
 }
 

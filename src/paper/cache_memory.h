@@ -1,12 +1,11 @@
-// What remembering a sequence takes, for one head of one layer: measured from what caches hold, token by token, and as
-// the paper's section 5.1 counts it.
+// Cache memory of one head of one layer by sequence length: measured, and by the formulas of the paper's section 5.1.
 //
 //   softmax   2·N·d                      keys and values of all tokens
 //   linear    d·(d + 1)                  the state, with the normalizer's column
 //   2mamba    d·(d + 1)²/2 + 3·d         the same with the squares of the keys, and the convolution's last input
-//   lazy      the less of the two        plain keys and values until the state is smaller (ops/mixer/recurrent.h)
+//   lazy      the smaller of the two     plain keys and values until the state is smaller (ops/mixer/recurrent.h)
 //
-// The break-even is the first length at which the state of 2mamba takes less than keys and values.
+// The break-even is the first length at which the state of 2mamba is smaller than keys and values.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +28,7 @@ struct CacheMemory {
 
   int64_t tokens() const { return static_cast<int64_t>(curves.front().measured.size()); }
   const MemoryCurve& curve(const std::string& name) const;
-  // From here on 2mamba's state takes less, as measured; 0: not within these tokens.
+  // The measured break-even; 0: not within these tokens.
   int64_t break_even() const;
   // The largest quotient of the lazy cache's and softmax attention's bytes, as measured.
   double worst_of_lazy() const;

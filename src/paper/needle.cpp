@@ -72,7 +72,7 @@ std::string_view beginning_of(std::string_view line, size_t most) {
   return line.substr(0, most);
 }
 
-// Whole lines, at most so many bytes and less than kNear fewer: where the next line is longer, part of it.
+// Whole lines of between most - kNear and `most` bytes; part of the next line where it is longer.
 template <class Line>
 std::string hay_of(std::span<const Line> lines, size_t bytes, Draw& draw) {
   std::string hay;
@@ -80,10 +80,10 @@ std::string hay_of(std::span<const Line> lines, size_t bytes, Draw& draw) {
     const size_t first = draw.below(lines.size());  // and on from there: a text of one's own keeps its order
     for (size_t i = 0; i < lines.size(); ++i) {
       const std::string_view line = lines[(first + i) % lines.size()];
-      const size_t room = bytes - hay.size();
-      const bool fits = line.size() + 1 <= room;
-      if (!fits && room < kNear) return hay;
-      hay += fits ? line : beginning_of(line, room - 1);
+      const size_t space = bytes - hay.size();
+      const bool fits = line.size() + 1 <= space;
+      if (!fits && space < kNear) return hay;
+      hay += fits ? line : beginning_of(line, space - 1);
       hay += ' ';
     }
   }
@@ -113,8 +113,8 @@ Needle make_needle(const NeedleGridOptions& options, int64_t length, double dept
   while (static_cast<int64_t>(key.size()) < options.digits) key += static_cast<char>('0' + draw.below(10));
   const std::string needle = needle_text(key);
   const size_t around = kTask.size() + needle.size() + kQuestion.size();
-  require(static_cast<size_t>(length) > around, "niah: a length of {} characters, but task and question alone take {}",
-          length, around);
+  require(static_cast<size_t>(length) > around,
+          "niah: a length of {} characters is too short; task and question alone have {}", length, around);
   const size_t wanted = static_cast<size_t>(length) - around;
   std::string hay = options.hay.empty() ? hay_of<std::string_view>(kOwnHay, wanted, draw)
                                         : hay_of<std::string>(options.hay, wanted, draw);
@@ -130,7 +130,7 @@ Number number_of(const std::string& text, const std::string& field, const std::s
   return *value;
 }
 
-// The rows to ask, in their order, of a file that must be looked through for that.
+// The numbers of the rows to ask, in order, found in a first pass over the file.
 std::vector<int64_t> chosen_rows(const std::string& path, const NeedleRows& rows) {
   std::vector<int64_t> lengths;
   const auto see = [&](int64_t row, const std::vector<std::string>& texts) {
@@ -145,16 +145,16 @@ std::vector<int64_t> chosen_rows(const std::string& path, const NeedleRows& rows
   std::vector<int64_t> chosen;
   for (const int64_t row : order) {
     require(row >= 0 && row < count,
-            "niah: row {} is asked for, but \"{}\" has {}, counted from 0; take the rows and "
-            "the file that belong together",
+            "niah: row {} does not exist: \"{}\" has {}, counted from 0; use the row numbers "
+            "of this file",
             row, path, count);
-    require(!seen[static_cast<size_t>(row)], "niah: row {} is asked for twice; name it once", row);
+    require(!seen[static_cast<size_t>(row)], "niah: row {} is listed twice; list it once", row);
     seen[static_cast<size_t>(row)] = true;
     if (rows.below > 0 && lengths[static_cast<size_t>(row)] >= rows.below) continue;
     chosen.push_back(row);
     if (rows.questions > 0 && static_cast<int64_t>(chosen.size()) == rows.questions) break;
   }
-  require(!chosen.empty() || count == 0, "niah: none of the {} questions of \"{}\" is left to ask; raise --below",
+  require(!chosen.empty() || count == 0, "niah: none of the {} questions of \"{}\" is selected; increase --below",
           order.size(), path);
   return chosen;
 }
@@ -176,7 +176,8 @@ std::vector<Value> ascending(std::vector<Value> values) {
 }  // namespace
 
 std::vector<Needle> make_needles(const NeedleGridOptions& options) {
-  require(!options.lengths.empty() && !options.depths.empty(), "niah: there are no lengths, or no depths, to ask for");
+  require(!options.lengths.empty() && !options.depths.empty(),
+          "niah: no lengths or no depths; give --lengths and --depths");
   require(options.questions >= 1 && options.digits >= 1, "niah: {} questions, {} digits; expected 1 or more",
           options.questions, options.digits);
   for (const double depth : options.depths)
@@ -198,7 +199,7 @@ NeedleRows paper_needle_rows() {
 }
 
 std::vector<Needle> read_needles(const std::string& path, const NeedleRows& rows) {
-  require(rows.indices.empty() || !rows.shuffle, "niah: rows by their numbers and shuffled rows; choose one");
+  require(rows.indices.empty() || !rows.shuffle, "niah: row numbers and shuffling exclude each other; choose one");
   std::vector<Needle> needles;
   std::unordered_map<int64_t, size_t> places;  // of the rows that were chosen
   const bool all = rows.indices.empty() && !rows.shuffle && rows.below <= 0 && rows.questions <= 0;
@@ -214,8 +215,8 @@ std::vector<Needle> read_needles(const std::string& path, const NeedleRows& rows
               field == 0 ? "prompt" : "answer");
     bytes += static_cast<int64_t>(texts[0].size());
     require(bytes <= rows.most_bytes,
-            "niah: the questions of \"{}\" take more than {} bytes of memory; ask fewer of them (--questions, --below)",
-            path, rows.most_bytes);
+            "niah: the questions of \"{}\" need more than {} bytes of memory; use fewer (--questions, --below)", path,
+            rows.most_bytes);
     Needle needle{std::move(texts[0]), std::move(texts[1]), number_of<int64_t>(texts[2], "context_length", path, row),
                   number_of<double>(texts[3], "depth_percent", path, row), row};
     if (all)
@@ -224,9 +225,8 @@ std::vector<Needle> read_needles(const std::string& path, const NeedleRows& rows
       needles[places.at(row)] = std::move(needle);
   };
   for_each_record(path, {"prompt", "answer", "context_length", "depth_percent"}, visitor);
-  require(!needles.empty(), "niah: \"{}\" holds no questions", path);
-  for (const Needle& needle : needles)
-    require(needle.row >= 0, "\"{}\" has changed while it was read; try again", path);
+  require(!needles.empty(), "niah: \"{}\" has no questions", path);
+  for (const Needle& needle : needles) require(needle.row >= 0, "\"{}\" changed while it was read; try again", path);
   return needles;
 }
 
@@ -242,11 +242,11 @@ std::vector<int64_t> read_row_numbers(const std::string& path) {
     if (word.empty()) continue;
     const auto row = parse_number<int64_t>(word);
     require(row.has_value() && *row >= 0,
-            "\"{}\", line {}: \"{}\" is no row number; expected one on each line, from 0 on", path, line,
+            "\"{}\", line {}: \"{}\" is not a row number; expected one per line, counted from 0", path, line,
             word.substr(0, 40));
     rows.push_back(*row);
   }
-  require(!rows.empty(), "\"{}\" holds no row numbers", path);
+  require(!rows.empty(), "\"{}\" has no row numbers", path);
   return rows;
 }
 

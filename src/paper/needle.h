@@ -1,5 +1,5 @@
-// The needle in a haystack: a pass key hidden in a long text, at some depth, and asked for at its end. The answers are
-// counted over a grid of lengths and depths.
+// The needle-in-a-haystack test: a pass key is hidden in a long text at some depth and asked for at the end. Right
+// answers are counted over a grid of lengths and depths.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +28,7 @@ struct NeedleGridOptions {
   int64_t questions = 10;  // for each length and depth
   int64_t digits = 5;      // of a pass key
   uint64_t seed = 123;
-  // What the haystacks are made of, sentence by sentence or line by line; empty: sentences of our own.
+  // What the haystacks are made of, sentence by sentence or line by line; empty: built-in sentences.
   std::vector<std::string> hay;
 };
 
@@ -59,7 +59,7 @@ std::string row_numbers(const std::vector<Needle>& needles);
 void check_expressible(const std::vector<Needle>& needles, const Tokenizer& tokenizer);
 
 enum class AnswerRule : uint8_t {
-  // The text goes on with the answer, and not with more of its kind: 12 is not the beginning of 123. White space before
+  // The text continues with the whole answer: 12 does not match 123. White space before
   // it does not count.
   whole,
   // As the authors judge: ten tokens are generated, and the last ten of prompt and these are decoded; the digits of the
@@ -86,7 +86,7 @@ struct NeedleGrid {
   std::vector<int64_t> lengths;  // ascending
   std::vector<double> depths;    // ascending
   std::vector<Accuracy> cells;   // depth by depth, each with a cell for every length
-  // For each length, of the prompts asked, all together; 0 where a length is no text.
+  // For each length, of the prompts asked, all together; 0 where lengths do not count characters.
   std::vector<int64_t> prompt_tokens;
 
   NeedleGrid(std::vector<int64_t> its_lengths, std::vector<double> its_depths);

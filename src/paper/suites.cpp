@@ -16,13 +16,13 @@ namespace {
 
 using Words = std::vector<std::string>;
 
-// What a row may change beside the switches: the rest is the same for all, or they could not be compared.
+// Options that a row may change beside the switches; all others are common, so that rows can be compared.
 const Words kRowOptions = {"size",   "hidden",         "intermediate",   "heads",          "layers",         "qk-heads",
                            "qk-dim", "tie-embeddings", "batch",          "length",         "accumulate",     "lr",
                            "warmup", "clip",           "schedule-steps", "initialization", "beta1",          "beta2",
                            "eps",    "dtype",          "weight-decay",   "recompute",      "mixer-precision"};
-// Those of them that leave a row the paper's: it has several sizes and lengths, and how a batch is divided is nothing
-// that a loss depends on.
+// Those of them that keep a row comparable with the paper, which has several sizes and lengths; the division of a batch
+// does not affect the loss.
 const Words kNeutralOptions = {"size", "length", "batch", "accumulate", "recompute"};
 
 struct SuiteRows {
@@ -58,8 +58,8 @@ Words at_lengths(const TrainOptions& base) {
   return words;
 }
 
-// Discretization in every precision that the device has, and without it in the lowest. On a GPU that of the products
-// inside the mixer, which the paper's study is about; a CPU has but one there.
+// Discretization in every precision of the device, and without it in the lowest. On a GPU the precision is that of the
+// products inside the mixer, as in the paper's study; on a CPU that of all products, since its mixer has only f32.
 Words in_every_precision(const TrainOptions& base) {
   const Device device = usable_device(base.device);
   std::string key = "mixer-precision";
@@ -154,7 +154,7 @@ bool is_the_papers(const KeyValue& change) {
   return found != options.end() && found->value == change.value;
 }
 
-// What the paper says of a row, if it has one like it.
+// The paper's result for a row, if it has one.
 std::optional<PaperRow> paper_row(const TrainOptions& options, const std::vector<KeyValue>& changes,
                                   const SuiteRows* suite) {
   if (!options.switches.empty() || !std::ranges::all_of(changes, is_the_papers)) return {};
@@ -195,8 +195,8 @@ AblationRow row_of(const std::string& word, const TrainOptions& base, const Suit
     const bool own_batch = std::ranges::find(changes, "batch", &KeyValue::key) != changes.end();
     if (!own_batch && tokens % row.options.length == 0) row.options.batch = tokens / row.options.length;
     require(row.options.batch * row.options.length == tokens,
-            "ablate: {} has {} x {} tokens in a step, the others {} x {}: every row must see as many; choose its "
-            "length, or --batch and --length, so that they come out even",
+            "ablate: {} has {} x {} tokens in a step, the others {} x {}; all rows need the same number: choose its "
+            "length, or --batch and --length, accordingly",
             word, row.options.batch, row.options.length, base.batch, base.length);
   }
   check_train_options(row.options);
@@ -233,7 +233,7 @@ std::vector<AblationRow> ablation_rows(const std::vector<std::string>& words, co
       return;
     }
     require(same->options.batch == row.options.batch,
-            "ablate: {} is asked for twice, with batches of {} and {}; leave one of them out", row.name,
+            "ablate: {} is given twice, with batches of {} and {}; leave one of them out", row.name,
             same->options.batch, row.options.batch);
     if (!same->paper) same->paper = row.paper;  // the figure of another suite has it
   };
@@ -247,8 +247,7 @@ std::vector<AblationRow> ablation_rows(const std::vector<std::string>& words, co
         std::ranges::find(suite_rows(), word, [](const SuiteRows& rows_of) { return rows_of.suite.name; });
     if (suite == suite_rows().end()) {
       require(std::ranges::none_of(suites(), [&](const Suite& one) { return one.name == name; }),
-              "ablate: {}: a suite takes no changes of its own; options for all its rows are flags (--lr, --switches)",
-              word);
+              "ablate: {}: changes apply to presets, not to suites; use flags for all rows (--lr, --switches)", word);
       add(row_of(word, base, nullptr));
       continue;
     }
@@ -256,7 +255,7 @@ std::vector<AblationRow> ablation_rows(const std::vector<std::string>& words, co
     options.log_values = options.log_values || suite->log_values;
     for (const std::string& row : suite->words(options)) add(row_of(row, options, &*suite));
   }
-  require(!rows.empty(), "ablate: nothing to train; name a suite or presets");
+  require(!rows.empty(), "ablate: nothing to train; give a suite or presets");
   return rows;
 }
 

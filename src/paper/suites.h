@@ -1,4 +1,4 @@
-// The experiments of the paper as lists of rows: what each row is trained with, and what the paper found.
+// The experiments of the paper as lists of rows: the options of each row, and the losses in the paper.
 #pragma once
 
 #include <optional>
@@ -21,7 +21,7 @@ struct PaperRow {
 };
 const std::vector<PaperRow>& paper_rows();  // of all tables and figures of losses
 
-// Those that were trained otherwise than the rest: for longer, or on other text.
+// Experiments with other training than the rest: longer, or on other text.
 inline constexpr const char* kLongRun = "Figure 9";
 inline constexpr const char* kPile = "the Pile (appendix)";
 inline constexpr const char* kSlimPajama = "SlimPajama (appendix)";
@@ -41,10 +41,10 @@ struct AblationRow {
   std::string folder() const;  // the name, fit for a file system
 };
 
-// The rows that words of the command line stand for, each once. A word is a suite, or a preset with changes of one's
-// own (PRESET:key=value,key=value), where a key is a switch of the block or an option of training. Every row of one's
-// own sees as many tokens in a step as the base: one that changes the length and not the batch gets the batch that
-// keeps their product. The suite `lengths` keeps the batch instead, as the paper does.
+// The rows that the words of the command line select, each once. A word is a suite, or a preset with changes
+// (PRESET:key=value,key=value), where a key is a switch of the block or an option of training. Such a row has as many
+// tokens in a step as the base: one that changes the length and not the batch gets the batch that keeps their product.
+// The suite `lengths` keeps the batch instead, as the paper does.
 //
 // The paper's losses of a row are those of its preset, size and length; where it has none of that size, those of its
 // suite's figure or else of the small model; where it has none of that length, and all rows share one, those of 2048.

@@ -307,7 +307,7 @@ std::string draw_axes(const Chart& chart, const Frame& frame) {
   return svg;
 }
 
-// Names stand beside their lines, at the top, on the side that has more room.
+// Names are beside their lines, at the top, on the side with more space.
 std::string draw_marks(const std::vector<Mark>& marks, const Axis& x, double height) {
   std::string svg;
   for (const Mark& mark : marks) {

@@ -23,8 +23,7 @@ struct Colour {
   double red, green, blue;
 };
 
-// From nothing to all. Each step is lighter than the one before, so the order survives grey print and every kind of
-// colour blindness.
+// From 0 to 1, with increasing lightness, so that the order survives grey print and every kind of colour blindness.
 constexpr std::array<Colour, 5> kScale = {{{68, 1, 84}, {59, 82, 139}, {33, 145, 140}, {94, 201, 98}, {253, 231, 37}}};
 // The nearest of the 256 colours of a terminal.
 constexpr std::array kTerminalScale = {53, 60, 30, 77, 220};
@@ -111,7 +110,7 @@ double width_of(std::string_view text) {
   return kCharacter * static_cast<double>(utf8_length(text));
 }
 
-// What stands left of the cells.
+// The labels left of the cells.
 double left_of(const HeatMap& map) {
   double widest = 0;
   for (const std::string& row : map.rows) widest = std::max(widest, width_of(row));

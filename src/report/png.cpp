@@ -26,7 +26,7 @@ fs::path program(const std::string& name) {
   return {};
 }
 
-// The command that makes `png` of `svg`, of the first program that is there; twice the size, for sharp print.
+// The command that converts `svg` to `png` with the first installed program, at twice the size for sharp print.
 std::vector<std::string> converter(const std::string& svg, const std::string& png) {
   if (const fs::path found = program("rsvg-convert"); !found.empty())
     return {found.string(), "--zoom=2", "--output=" + png, svg};
@@ -44,7 +44,7 @@ void run(std::vector<std::string> command) {
   arguments.push_back(nullptr);
   pid_t child = 0;
   const int problem = ::posix_spawn(&child, arguments[0], nullptr, nullptr, arguments.data(), ::environ);
-  require(problem == 0, "PNG: {} cannot be started: {}", command.front(), std::strerror(problem));
+  require(problem == 0, "PNG: cannot start {}: {}", command.front(), std::strerror(problem));
   int status = 0;
   ::waitpid(child, &status, 0);
   require(WIFEXITED(status) && WEXITSTATUS(status) == 0, "PNG: {} has failed", command.front());

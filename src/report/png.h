@@ -1,4 +1,4 @@
-// Pictures as pixels, by a program that is installed beside us.
+// PNG images, converted from SVG by an installed program.
 #pragma once
 
 #include <filesystem>

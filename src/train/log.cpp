@@ -17,7 +17,7 @@ std::string dumped(const Json& line) {
   return line.dump(-1, ' ', false, Json::error_handler_t::replace);
 }
 
-// JSON has no way to write a number that is not finite: it is null.
+// JSON has no numbers that are not finite: they are null.
 double number(const Parsed& line, const char* key) {
   const auto found = line.find(key);
   return found != line.end() && found->is_number() ? found->get<double>() : std::nan("");
@@ -37,13 +37,13 @@ TrainStep step_of(const Parsed& line) {
       step.value_rms.push_back(value.is_number() ? value.get<double>() : std::nan(""));
   if (const auto sample = line.find("sample"); sample != line.end() && sample->is_string()) step.sample = *sample;
   if (const auto ranks = line.find("ranks"); ranks != line.end() && ranks->is_object()) {
-    const auto whole = [&](const char* key) {
+    const auto integer = [&](const char* key) {
       const auto found = ranks->find(key);
       return found != ranks->end() && found->is_number_integer() ? found->get<int64_t>() : 0;
     };
-    step.ranks = {whole("count"),
-                  whole("slowest"),
-                  whole("fastest"),
+    step.ranks = {integer("count"),
+                  integer("slowest"),
+                  integer("fastest"),
                   number(*ranks, "slowest_seconds"),
                   number(*ranks, "fastest_seconds"),
                   number(*ranks, "waiting_seconds")};
@@ -85,7 +85,7 @@ RunLog read_log(const std::filesystem::path& run) {
     Parsed parsed;
     try {
       parsed = parse_json(line, kLogFile);
-    } catch (const Error&) {  // the run was killed while it wrote this line
+    } catch (const Error&) {  // an incomplete line of a killed process
       continue;
     }
     if (!parsed.is_object() || !parsed.contains("step") || !parsed["step"].is_number_integer()) continue;

@@ -1,4 +1,4 @@
-// The log of a run, RUN/log.jsonl: a line of JSON for every step, and one that says why where training has failed.
+// The log of a run, RUN/log.jsonl: one JSON object per step, and one with the reason after divergence.
 #pragma once
 
 #include <filesystem>
@@ -16,11 +16,10 @@ std::string diverged_line(int64_t step, const std::string& why);
 
 struct RunLog {
   std::vector<TrainStep> steps;
-  std::string diverged;  // why, if it did
+  std::string diverged;  // the reason; empty if the run did not diverge
 };
 
-// The log of the run in a folder; empty where there is none. Lines that are no steps (a run may be killed while it
-// writes one) are passed over.
+// The log of the run in a folder; empty if there is none. Incomplete lines (of a killed process) are skipped.
 RunLog read_log(const std::filesystem::path& run);
 
 }  // namespace furious

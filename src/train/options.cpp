@@ -17,18 +17,18 @@
 #include "data/batches.h"
 #include "data/utf8.h"
 #include "model/config_json.h"
-#include "model/language_model.h"
 #include "tensor/device.h"
 
 namespace furious {
 namespace {
 
-constexpr int64_t kAny = int64_t{1} << 60;  // and one more, or twice as many, is still a number
+constexpr int64_t kAny = int64_t{1} << 60;  // arithmetic on it does not overflow
 
 template <class Number>
 Number parsed(const std::string& name, const std::string& text) {
   const auto value = parse_number<Number>(text);
-  require(value.has_value(), "{}: \"{}\" is no {}number", name, text, std::is_floating_point_v<Number> ? "" : "whole ");
+  require(value.has_value(), "{}: \"{}\" is not {}", name, text,
+          std::is_floating_point_v<Number> ? "a number" : "an integer");
   return *value;
 }
 
@@ -99,61 +99,73 @@ std::vector<TrainOption> make_table() {
   using O = TrainOptions;
   Table t;
   t.fixed = true;
-  t.text("arch", &O::arch, "Architecture; `furious presets` lists them");
-  t.text("size", &O::size, "tiny, mini, small, medium");
-  t.number("hidden", &O::hidden, 0, 1 << 20, "Width of the model, instead of the size's");
-  t.number("intermediate", &O::intermediate, 0, 1 << 20, "Width of the MLP, instead of the size's");
-  t.number("heads", &O::heads, 0, 1 << 16, "Heads, instead of the size's");
-  t.number("layers", &O::layers, 0, 1 << 16, "Layers, instead of the size's");
-  t.number("qk-heads", &O::qk_heads, 0, 1 << 16, "Heads of Q and K, shared by the others; 0: no sharing");
+  t.text("arch", &O::arch, "Architecture of the model; `furious presets` lists them");
+  t.text("size", &O::size, "Size of the model: tiny, mini, small, medium");
+  t.number("hidden", &O::hidden, 0, 1 << 20, "Width of the model (hidden size); 0: that of --size");
+  t.number("intermediate", &O::intermediate, 0, 1 << 20, "Width of the MLP (intermediate size); 0: that of --size");
+  t.number("heads", &O::heads, 0, 1 << 16, "Number of heads; 0: that of --size");
+  t.number("layers", &O::layers, 0, 1 << 16, "Number of layers; 0: that of --size");
+  t.number("qk-heads", &O::qk_heads, 0, 1 << 16, "Number of heads of Q and K, shared by the heads of V; 0: no sharing");
   t.number("qk-dim", &O::qk_dim, 0, kLargestDim,
-           "Dimension of Q and K in a head, which decides the size of the state; 0: that of V");
+           "Dimension of Q and K in a head, which determines the size of the state; 0: that of V");
   t.flag("tie-embeddings", &O::tie_embeddings, "Use the embedding as output projection");
-  t.text("switches", &O::switches, "Of the block, instead of the architecture's: conv_window=3,norm=none");
-  t.text("initialization", &O::initialization,
-         "How new weights are drawn: furious, pytorch (inside layers as nn.Linear and nn.Conv1d start), identity (the "
-         "convolution passes the current token on)",
-         initialization_names());
-  t.text("packing", &O::packing, "packed, isolated (documents do not see each other), rows (one each, padded)",
+  t.text("switches", &O::switches, "Switches of the block to change: conv_window=3,norm=none");
+  t.text(
+      "initialization", &O::initialization,
+      "Initialization of new weights: furious, pytorch (layers as nn.Linear and nn.Conv1d), identity (the convolution "
+      "starts as the identity)",
+      initialization_names());
+  t.text("packing", &O::packing,
+         "Rows of a batch: packed (windows over the concatenated documents), isolated (the same, with attention "
+         "limited to "
+         "the document), rows (one document per row, padded)",
          {name_of(Packing::packed), name_of(Packing::isolated), name_of(Packing::rows)});
-  t.flag("bos", &O::bos, "With rows: each begins with bos");
-  t.number("batch", &O::batch, 1, 1 << 24, "Sequences in a step");
-  t.number("length", &O::length, 1, 1 << 26, "Tokens in a sequence");
-  t.number("seed", &O::seed, 0, std::numeric_limits<uint64_t>::max(), "Of weights and order of the data");
+  t.flag("bos", &O::bos, "With --packing rows: begin every row with bos");
+  t.number("batch", &O::batch, 1, 1 << 24, "Number of sequences in a step, over all processes");
+  t.number("length", &O::length, 1, 1 << 26, "Number of tokens in a sequence");
+  t.number("seed", &O::seed, 0, std::numeric_limits<uint64_t>::max(),
+           "Seed of the weights and of the order of the data");
   t.fixed = false;
-  t.text("data", &O::data, "Folder of `furious tokenize`, or synthetic:recall, synthetic:passkey, synthetic:lookup");
-  t.text("init", &O::init, "Begin with the weights of this model");
-  t.number("accumulate", &O::accumulate, 1, 1 << 24, "Compute a batch in so many parts");
-  t.number("steps", &O::steps, 1, kAny, "Steps of the optimizer in all");
-  t.number("lr", &O::lr, 0, 1e3, "Largest learning rate");
-  t.number("warmup", &O::warmup, 0, kAny, "Steps of linear growth to it");
-  t.number("schedule-steps", &O::schedule_steps, 0, kAny, "Step at which the linear fall reaches zero; 0: the last");
-  t.number("weight-decay", &O::weight_decay, 0, 1e3, "Of AdamW");
-  t.number("beta1", &O::beta1, 0, 1, "Of AdamW");
-  t.number("beta2", &O::beta2, 0, 1, "Of AdamW");
-  t.number("eps", &O::eps, 1e-30, 1, "Of AdamW: added to the root of the second moment");
-  t.number("clip", &O::clip, 0, 1e9, "Largest norm of the gradient; 0: any");
-  t.text("device", &O::device, "cpu, cuda, cuda:N; auto: a GPU if there is one");
-  t.text("dtype", &O::dtype,
-         "Of products, on a GPU also of activations: f32, bf16; tf32: f32 with products in TF32; auto: bf16 on a GPU",
-         {"auto", "f32", "tf32", "bf16"});
+  t.text(
+      "data", &O::data,
+      "Folder of token shards written by `furious tokenize`, or synthetic:recall, synthetic:passkey, synthetic:lookup");
+  t.text("init", &O::init, "Start from the weights of this model");
+  t.number("accumulate", &O::accumulate, 1, 1 << 24, "Number of micro-batches in a batch (gradient accumulation)");
+  t.number("steps", &O::steps, 1, kAny, "Number of optimizer steps in total");
+  t.number("lr", &O::lr, 0, 1e3, "Learning rate after the warm-up");
+  t.number("warmup", &O::warmup, 0, kAny, "Number of steps of linear warm-up");
+  t.number("schedule-steps", &O::schedule_steps, 0, kAny,
+           "Step at which the linear decay of the learning rate reaches zero; 0: the last step");
+  t.number("weight-decay", &O::weight_decay, 0, 1e3, "Weight decay of AdamW");
+  t.number("beta1", &O::beta1, 0, 1, "Decay of the first moment of AdamW");
+  t.number("beta2", &O::beta2, 0, 1, "Decay of the second moment of AdamW");
+  t.number("eps", &O::eps, 1e-30, 1, "Epsilon of AdamW, added to the root of the second moment");
+  t.number("clip", &O::clip, 0, 1e9, "Clip the gradient to this norm; 0: no clipping");
+  t.text("device", &O::device, "Device: cpu, cuda or cuda:N; auto: a GPU if there is one");
+  t.text(
+      "dtype", &O::dtype,
+      "Dtype of matrix products, on a GPU also of activations: f32, bf16, or tf32 (f32 with products in TF32); auto: "
+      "bf16 on a GPU, f32 on a CPU",
+      {"auto", "f32", "tf32", "bf16"});
   t.text("mixer-precision", &O::mixer_precision,
-         "Of the products inside the mixer, on a GPU: bf16, tf32, tf32x3, f32; auto: as the activations",
+         "Precision of the products inside the mixer, on a GPU: bf16, tf32, tf32x3, f32; auto: that of the activations",
          mixer_precision_names());
-  t.number("threads", &O::threads, 0, 4096, "0: all cores");
-  t.flag("recompute", &O::recompute, "Run layers again in the backward pass: less memory, more work");
-  t.text("reduce", &O::reduce, "With several processes, what gradients are sent in: f32, bf16", {"f32", "bf16"});
-  t.number("timeout", &O::timeout, 1, 1e9, "Seconds after which a process that does not answer is lost");
-  t.text("out", &O::out, "Folder of the run");
+  t.number("threads", &O::threads, 0, 4096, "Number of CPU threads; 0: all cores");
+  t.flag("recompute", &O::recompute,
+         "Recompute layers in the backward pass (activation checkpointing): less memory, more computation");
+  t.text("reduce", &O::reduce, "Dtype in which several processes send gradients: f32, bf16", {"f32", "bf16"});
+  t.number("timeout", &O::timeout, 1, 1e9, "Seconds after which a process that does not answer counts as lost");
+  t.text("out", &O::out, "Folder of the run: log, options and checkpoints");
   t.resume("resume",
-           "Go on from the newest checkpoint, bit for bit; --resume=previous: from the newest undamaged one before it");
-  t.number("eval-every", &O::eval_every, 0, kAny, "Steps between test losses; 0: never");
-  t.number("eval-batches", &O::eval_batches, 0, kAny, "Batches of a test loss; 0: all");
-  t.number("save-every", &O::save_every, 0, kAny, "Steps between checkpoints; 0: only at the end");
-  t.number("keep", &O::keep, 1, kAny, "Checkpoints that stay");
-  t.number("sample-every", &O::sample_every, 0, kAny, "Steps between samples of text; 0: none");
-  t.number("sample-tokens", &O::sample_tokens, 1, 1 << 20, "Tokens of a sample");
-  t.flag("log-values", &O::log_values, "Log how large the values of each layer are, with every test loss");
+           "Resume from the newest checkpoint, bit for bit; --resume=previous: from the newest undamaged older one");
+  t.number("eval-every", &O::eval_every, 0, kAny, "Compute the test loss every N steps; 0: never");
+  t.number("eval-batches", &O::eval_batches, 0, kAny, "Number of batches of a test loss; 0: the whole test split");
+  t.number("save-every", &O::save_every, 0, kAny, "Save a checkpoint every N steps; 0: only at the end");
+  t.number("keep", &O::keep, 1, kAny, "Number of checkpoints to keep");
+  t.number("sample-every", &O::sample_every, 0, kAny, "Generate a sample of text every N steps; 0: never");
+  t.number("sample-tokens", &O::sample_tokens, 1, 1 << 20, "Number of tokens in a sample");
+  t.flag("log-values", &O::log_values,
+         "Log the RMS of the values that enter the mixer of each layer, with every test loss");
   return t.rows;
 }
 
@@ -203,7 +215,8 @@ TrainOptions from_toml(const std::string& text) {
   for (std::string line; std::getline(lines, line);) {
     if (line.empty() || line.starts_with('#')) continue;
     const size_t equals = line.find(" = ");
-    require(equals != std::string::npos, "\"{}\" is no option with its value", printable(line));
+    require(equals != std::string::npos, "\"{}\" is not an option and its value; expected NAME = VALUE",
+            printable(line));
     std::string value = line.substr(equals + 3);
     if (value.size() >= 2 && value.starts_with('"') && value.ends_with('"')) {
       std::string plain;
@@ -217,15 +230,19 @@ TrainOptions from_toml(const std::string& text) {
 
 void check_train_options(const TrainOptions& options) {
   TrainOptions ignored;
-  for (const TrainOption& option : train_options()) option.set(ignored, option.get(options));  // a program may set any
-  require(options.batch % options.accumulate == 0, "train: a batch of {} cannot be computed in {} equal parts",
+  for (const TrainOption& option : train_options())
+    option.set(ignored, option.get(options));  // a program may set any value
+  require(options.batch % options.accumulate == 0,
+          "train: a batch of {} cannot be divided into {} micro-batches; change --batch or "
+          "--accumulate",
           options.batch, options.accumulate);
   require(options.schedule_steps == 0 || options.schedule_steps > options.warmup,
-          "train: schedule-steps is {}, expected more than the {} of warmup", options.schedule_steps, options.warmup);
-  require(!options.bos || packing_from_name(options.packing) == Packing::rows,
-          "train: --bos begins rows, but the packing is {}; use --packing rows, or begin documents with bos by "
-          "`furious tokenize --bos`",
-          options.packing);
+          "train: schedule-steps is {}, expected more than warmup ({})", options.schedule_steps, options.warmup);
+  require(
+      !options.bos || packing_from_name(options.packing) == Packing::rows,
+      "train: --bos needs --packing rows, but the packing is {}; use --packing rows, or write bos into the shards with "
+      "`furious tokenize --bos`",
+      options.packing);
   require(options.beta1 < 1 && options.beta2 < 1, "train: beta1 and beta2 are {} and {}, expected less than 1",
           options.beta1, options.beta2);
 }
@@ -237,14 +254,15 @@ void check_division(const TrainOptions& options, int ranks) {
   for (int64_t count = 1; count <= options.batch / options.accumulate && counts.size() < 12; ++count)
     if (options.batch % (count * options.accumulate) == 0) counts.push_back(count);
   const int64_t below = options.batch / unit * unit;
-  fail("train: a batch of {} cannot be shared by {} ranks{}; start {} of them, or take a batch of {}{}", options.batch,
-       ranks, options.accumulate > 1 ? fmt::format(" in {} parts each", options.accumulate) : "",
+  fail("train: a batch of {} cannot be divided among {} ranks{}; start {} of them, or use a batch of {}{}",
+       options.batch, ranks,
+       options.accumulate > 1 ? fmt::format(" with {} micro-batches each", options.accumulate) : "",
        fmt::join(counts, ", "), below > 0 ? fmt::format("{} or ", below) : "", below + unit);
 }
 
 namespace {
 
-// Where a launcher shows every process one GPU, that is its own.
+// A launcher may make a single GPU visible to each process.
 Device device_of_rank(const std::string& name, const Communicator& ranks) {
   if (ranks.size() == 1) return usable_device(name);
   Device device = usable_device(name.starts_with("cuda") ? "cuda" : name);
@@ -264,7 +282,7 @@ TrainOptions resolved(TrainOptions options, const Communicator& ranks) {
   options.device = name_of(device);
   if (options.dtype == "auto") options.dtype = device.is_cpu() ? "f32" : "bf16";
   require(!device.is_cpu() || options.mixer_precision == "auto" || options.mixer_precision == "f32",
-          "train: mixer-precision is {}, but a CPU computes mixers in f32 only; use --mixer-precision auto, or a GPU",
+          "train: mixer-precision {} is not supported on a CPU; use --mixer-precision auto, or a GPU",
           options.mixer_precision);
   return options;
 }
@@ -272,10 +290,10 @@ TrainOptions resolved(TrainOptions options, const Communicator& ranks) {
 std::string slow_precision(const TrainOptions& options) {
   if (device_from_name(options.device).is_cpu()) return {};
   if (options.dtype == "f32")
-    return "--dtype f32 leaves the tensor cores unused: a step takes roughly ten times as long as in bf16; use --dtype "
+    return "--dtype f32 does not use the tensor cores: a step needs roughly ten times as long as in bf16; use --dtype "
            "bf16, or tf32 where activations must be f32";
   if (options.dtype == "tf32")
-    return "--dtype tf32 takes roughly three times as long as bf16; use --dtype bf16 unless activations must be f32";
+    return "--dtype tf32 needs roughly three times as long as bf16; use --dtype bf16 unless activations must be f32";
   if (options.mixer_precision == "auto" || options.mixer_precision == "bf16") return {};
   return fmt::format(
       "--mixer-precision {} makes the mixer roughly {} times as slow as bf16; use --mixer-precision auto",
@@ -298,15 +316,16 @@ void check_same_everywhere(const TrainOptions& options, std::map<std::string, st
   const std::vector<std::string> all = ranks.all_gather(nlohmann::json(things).dump());
   ranks.agree([&] {
     for (const auto& [name, text] : nlohmann::json::parse(all.front()).get<std::map<std::string, std::string>>())
-      require(things[name] == text, "its {} is {}, but rank 0 has {}; start all ranks with the same", name,
-              things[name], text);
+      require(things[name] == text,
+              "its {} is {}, but rank 0 has {}; start all ranks with the same options and program", name, things[name],
+              text);
   });
 }
 
 int threads_for(const TrainOptions& options, const Communicator& ranks) {
-  const auto asked = static_cast<int>(options.threads);
-  if (ranks.size() == 1) return asked;
-  return asked > 0 ? std::min(asked, ranks.cores()) : ranks.cores();
+  const auto chosen = static_cast<int>(options.threads);
+  if (ranks.size() == 1) return chosen;
+  return chosen > 0 ? std::min(chosen, ranks.cores()) : ranks.cores();
 }
 
 std::vector<KeyValue> key_values(const std::string& text) {
@@ -315,7 +334,7 @@ std::vector<KeyValue> key_values(const std::string& text) {
     const size_t end = std::min(text.find(',', begin), text.size());
     const std::string part = text.substr(begin, end - begin);
     const size_t equals = part.find('=');
-    require(equals != std::string::npos && equals > 0, "\"{}\" in \"{}\" is no key=value", part, text);
+    require(equals != std::string::npos && equals > 0, "\"{}\" in \"{}\" is not KEY=VALUE", part, text);
     found.push_back({part.substr(0, equals), part.substr(equals + 1)});
     begin = end + 1;
   }
@@ -328,7 +347,8 @@ ModelConfig model_config(const TrainOptions& options, int64_t vocabulary) {
   if (options.intermediate > 0) config.intermediate = options.intermediate;
   if (options.layers > 0) config.layers = options.layers;
   const int64_t heads = options.heads > 0 ? options.heads : size_heads(options.size);
-  require(config.hidden % heads == 0, "train: a width of {} cannot be shared by {} heads", config.hidden, heads);
+  require(config.hidden % heads == 0, "train: a width of {} is not a multiple of {} heads; change --hidden or --heads",
+          config.hidden, heads);
   set_heads(config, preset(options.arch), heads);
   if (options.qk_heads > 0) config.q_heads = config.k_heads = options.qk_heads;
   if (options.qk_dim > 0) config.qk_dim = options.qk_dim;
@@ -336,6 +356,14 @@ ModelConfig model_config(const TrainOptions& options, int64_t vocabulary) {
   for (const auto& [key, value] : key_values(options.switches)) set_switch(config.block, key, value);
   check_config(config);
   return config;
+}
+
+Compute compute_options(const TrainOptions& options, Device device) {
+  Compute compute = compute_in(options.dtype == "bf16" ? DType::bf16 : DType::f32, device);
+  if (options.dtype == "tf32") compute.precision = MatmulPrecision::tf32;
+  compute.recompute = options.recompute;
+  compute.mixer = mixer_precision_from_name(options.mixer_precision);
+  return compute;
 }
 
 double learning_rate(const TrainOptions& options, int64_t step) {

@@ -1,4 +1,4 @@
-// The options of training by name, as text: what flags, run.toml and checkpoints have in common.
+// The options of training by name, as text: shared by flags, run.toml and checkpoints.
 #pragma once
 
 #include <functional>
@@ -8,7 +8,7 @@
 
 #include "dist/communicator.h"
 #include "furious/train.h"
-#include "model/config.h"
+#include "model/language_model.h"
 
 namespace furious {
 
@@ -17,10 +17,10 @@ struct TrainOption {
   std::string name;  // without dashes in front: "schedule-steps"
   std::string help;
   Kind kind = Kind::text;
-  // What it decides: changing it when a run is resumed would make another run of it.
+  // Cannot be changed when a run is resumed.
   bool fixed = false;
   std::function<std::string(const TrainOptions&)> get;
-  std::function<void(TrainOptions&, const std::string&)> set;  // an Error says what is wrong with the text
+  std::function<void(TrainOptions&, const std::string&)> set;  // an invalid text is an Error
 };
 
 const std::vector<TrainOption>& train_options();
@@ -28,35 +28,36 @@ const std::vector<TrainOption>& train_options();
 // Sets one option; an unknown name is answered with the nearest.
 void set_train_option(TrainOptions& options, const std::string& name, const std::string& text);
 
-// "a=1,b=2" in its parts.
+// The pairs of "a=1,b=2".
 struct KeyValue {
   std::string key, value;
 };
 std::vector<KeyValue> key_values(const std::string& text);
 
 std::string to_toml(const TrainOptions& options);
-// The options in the text that to_toml wrote; an Error names a line that is not of that kind.
+// Parses the output of to_toml; an Error names an invalid line.
 TrainOptions from_toml(const std::string& text);
-std::map<std::string, std::string> to_texts(const TrainOptions& options);  // as UTF-8, whatever bytes paths have
+std::map<std::string, std::string> to_texts(const TrainOptions& options);  // in UTF-8, whatever bytes a path has
 
-// What the options must fulfil, each and together. Throws with the reason.
+// Throws if an option, or a combination of options, is invalid.
 void check_train_options(const TrainOptions& options);
-// That so many ranks can share a batch.
+// Throws if the batch cannot be divided among so many ranks.
 void check_division(const TrainOptions& options, int ranks);
-// With the device and dtype that "auto" stands for here; each of several ranks on a machine has a GPU of its own.
-// Throws if there is no such device.
+// Replaces "auto" by a device and a dtype; each rank on a machine gets its own GPU. Throws if the device does not
+// exist.
 TrainOptions resolved(TrainOptions options, const Communicator& ranks = Communicator::alone());
-// What a choice of precision costs on a GPU, and what to choose instead, of resolved options; empty where it is a fast
-// one.
+// A warning about a slow precision on a GPU, and the one to use instead; empty for a fast one. For resolved options.
 std::string slow_precision(const TrainOptions& options);
-// A rank that was started with another program, other options (but for those that say where it runs) or other things
-// than the first would do something else: all throw, and it is named.
+// Throws on all ranks if one was started with another program, other options (except for device, threads and path of
+// the data) or other `things` than rank 0; the message names it.
 void check_same_everywhere(const TrainOptions& options, std::map<std::string, std::string> things, Communicator& ranks);
-// The number of threads for a ThreadLimit: those asked for, or all cores; of a rank no more than its share.
+// The number of threads for a ThreadLimit: that of the options, or all cores; at most the rank's share of them.
 int threads_for(const TrainOptions& options, const Communicator& ranks = Communicator::alone());
 ModelConfig model_config(const TrainOptions& options, int64_t vocabulary);
+// The precision and recomputation of resolved options.
+Compute compute_options(const TrainOptions& options, Device device);
 
-// Linear growth over the warm-up, then a linear fall that would reach zero at schedule_steps. Steps count from 1.
+// Linear warm-up, then linear decay that reaches zero at schedule_steps. Steps count from 1.
 double learning_rate(const TrainOptions& options, int64_t step);
 
 }  // namespace furious

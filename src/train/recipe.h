@@ -1,4 +1,5 @@
-// The paper's training, by name: what `--recipe NAME` of `furious train` and `furious ablate` sets. Flags win over it.
+// The training options of the paper, by name: `--recipe NAME` of `furious train` and `furious ablate`. Flags override
+// them.
 #pragma once
 
 #include <string>
@@ -19,7 +20,7 @@ inline constexpr const char* kPaperRecipe = "paper";
 const std::vector<Recipe>& recipes();
 const Recipe& recipe(const std::string& name);  // an unknown name is answered with the nearest
 
-// Sets what the recipe says and leaves the rest. The mixer's precision is one of GPUs: on a CPU it stays as it is.
+// Sets the options of the recipe and leaves the rest. Sets the precision of the mixer only on a GPU.
 void apply_recipe(TrainOptions& options, const std::string& name);
 
 }  // namespace furious

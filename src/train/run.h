@@ -11,8 +11,8 @@ namespace furious {
 
 std::vector<std::filesystem::path> checkpoints_in(const std::filesystem::path& run);  // oldest first
 
-// What run.toml has otherwise than a checkpoint of the run, of the options that a run keeps; empty if nothing, or if
-// there is no run.toml.
+// How run.toml disagrees with a checkpoint of the run in options that cannot change; empty if it does not, or if there
+// is no run.toml.
 std::string run_toml_damage(const std::filesystem::path& run, const TrainOptions& saved);
 
 }  // namespace furious

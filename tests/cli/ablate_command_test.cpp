@@ -74,7 +74,7 @@ TEST_F(AblateCommandTest, KilledOrStoppedItGoesOn) {
     } else {
       ASSERT_TRUE(WIFSIGNALED(status)) << "it was done before it was killed";
     }
-    expect_run(command("base", out, more), 0, {"(done before)", "done in"});
+    expect_run(command("base", out, more), 0, {"(already done)", "done in"});
     EXPECT_EQ(without_rates(results(out)), without_rates(results("whole")));
   }
 }
@@ -97,7 +97,7 @@ TEST_F(AblateCommandTest, Usage) {
               "--recipe", "paper-long", "docs/paper.md"});
   expect_run("ablate base --data x --recipe papr", 2, {"unknown recipe \"papr\"", "did you mean \"paper\""});
   expect_run("ablate base --data x --recipe paper --paper", 2, {"--paper", "--recipe"});
-  expect_run("ablate", 2, {"name a suite", "buildup"});
+  expect_run("ablate", 2, {"give a suite", "buildup"});
   expect_run("ablate base", 2, {"--data"});
   expect_run("ablate base --data /nowhere", 1, {"/nowhere"});
   expect_run("ablate base --seeds 0 --data x", 2, {"--seeds"});
@@ -106,10 +106,10 @@ TEST_F(AblateCommandTest, Usage) {
   expect_run(command("2mamba:conv_windw=2", "out"), 1, {"unknown key", "did you mean \"conv_window\""});
   expect_run(command("2mamba:dtype=tf32", "out"), 1, {"TF32"});
   expect_run("ablate --from nowhere.json --out " + folder.path("out"), 1, {"nowhere.json"});
-  expect_run("ablate base --from nowhere.json", 1, {"takes no suite"});
+  expect_run("ablate base --from nowhere.json", 1, {"leave out the suites"});
   expect_run("ablate --from " + folder.write("bad.json", "{}"), 1, {"--out"});
   expect_run(fmt::format("ablate --from {} --out {}", folder.path("bad.json"), folder.path("out")), 1,
-             {"bad.json", "not the results.json"});
+             {"bad.json", "expected the results.json"});
   ASSERT_EQ(run(command("linear", "mine")).code, 0);
   expect_run(command("linear", "mine", "--lr 0.5"), 1, {"lr = 0.5", "another --out"});
 }
@@ -143,9 +143,9 @@ TEST_F(AblateCommandTest, Plot) {
 
   expect_run("plot", 2, {"runs"});
   expect_run("plot x", 2, {"--out"});
-  expect_run("plot nowhere -o x.svg", 1, {"there is no nowhere"});
-  expect_run(fmt::format("plot {} -o x.svg", data), 1, {data, "holds no run", "log.jsonl"});
-  expect_run(fmt::format("plot {}/manifest.json -o x.svg", data), 1, {"is no folder"});
+  expect_run("plot nowhere -o x.svg", 1, {"nowhere does not exist"});
+  expect_run(fmt::format("plot {} -o x.svg", data), 1, {data, "contains no run", "log.jsonl"});
+  expect_run(fmt::format("plot {}/manifest.json -o x.svg", data), 1, {"is not a folder"});
   expect_run(fmt::format("plot {} -o x.pdf", runs), 1, {"x.pdf", ".svg or .png"});
   expect_run(fmt::format("plot {} -o {}/none/x.svg", runs, folder.path("")), 1, {"none/x.svg"});
   expect_run(fmt::format("plot {} -o x.svg --from 99", runs), 1, {"nothing to draw", "step 99"});

@@ -12,7 +12,7 @@ namespace {
 using testing::expect_run;
 
 TEST(Command, VersionNamesWhatItRunsOn) {
-  expect_run("--version", 0, {"furious 0.", "compiler", "vector code", "matrix products", "cpu"});
+  expect_run("--version", 0, {"furious 0.", "compiler", "SIMD", "matrix products", "cpu"});
   expect_run("", 0, {"bench", "--help"});
 }
 

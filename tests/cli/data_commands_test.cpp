@@ -49,7 +49,7 @@ TEST_F(DataCommands, FromTextToShards) {
   Random random(1);
   const std::string text = folder.write("in/a.jsonl.zst", zstd_of(json_lines(random_documents(random, 300))));
   const std::string model = folder.path("t.model");
-  expect_run(fmt::format("tokenizer train {} --vocab 400 --out {}", text, model), 0, {"400 ids"});
+  expect_run(fmt::format("tokenizer train {} --vocab 400 --out {}", text, model), 0, {"vocabulary of 400"});
   expect_run(fmt::format("tokenizer show {} --text 'the snake'", model), 0,
              {"sentencepiece", "400", "fnv1a64:", "decoded: the snake"});
   const std::string out = folder.path("data");
@@ -60,13 +60,13 @@ TEST_F(DataCommands, FromTextToShards) {
   EXPECT_EQ(data.damage(), std::vector<std::string>());
   EXPECT_EQ(data.tokens(Split::train).documents() + data.tokens(Split::test).documents(), 300);
   EXPECT_GT(data.tokens(Split::test).documents(), 5);
-  expect_run(command, 0, {"complete already"});
+  expect_run(command, 0, {"already complete"});
   expect_run(command + " --seed 9", 1, {"--seed was 123, now 9"});
 }
 
 TEST_F(DataCommands, BadInput) {
   expect_run(tokenize(folder.path("none.txt"), "out"), 1, {"furious: ", "none.txt", "does not exist"});
-  expect_run(tokenize(folder.write("a.pdf", "x"), "out"), 1, {"a.pdf", "unknown kind"});
+  expect_run(tokenize(folder.write("a.pdf", "x"), "out"), 1, {"a.pdf", "unknown file type"});
   expect_run(tokenize(folder.write("empty.txt", ""), "out"), 1, {"no text"});
   const std::string jsonl = folder.write("a.jsonl", "{\"text\": \"x\"}\n");
   expect_run(tokenize(jsonl, "out", "--field txt"), 1, {"a.jsonl", "line 1", "did you mean \"text\""});

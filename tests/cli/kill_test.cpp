@@ -11,7 +11,7 @@
 #include "model/safetensors.h"
 #include "train/run.h"
 #include "train/small_run.h"
-#include "train/trainer.h"
+#include "train/training_checkpoint.h"
 
 namespace furious {
 namespace {

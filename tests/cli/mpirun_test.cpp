@@ -95,7 +95,7 @@ TEST_F(TrainMpirun, OneTwoAndFourRanksLearnTheSame) {
     ASSERT_EQ(result.code, 0) << result.output;
     EXPECT_EQ(times_said(result.output, "done after 30 steps"), 1u) << result.output;
     EXPECT_EQ(times_said(result.output, fmt::format("{} ranks", count)), 1u) << result.output;
-    EXPECT_EQ(times_said(result.output, "nothing is left to do"), 0u) << result.output;
+    EXPECT_EQ(times_said(result.output, "increase --steps to continue"), 0u) << result.output;
     const RunLog actual = read_log(folder.path(out));
     ASSERT_EQ(actual.steps.size(), 30u);
     for (size_t i = 0; i < 30; ++i) {
@@ -131,14 +131,14 @@ TEST_F(TrainMpirun, ResumesOnAnotherNumberOfRanks) {
     return found;
   };
   EXPECT_EQ(names("run"), names("whole"));
-  expect_parts(run_ranks(3, resume + "30"), {"a batch of 4 cannot be shared by 3 ranks", "start 1, 2, 4 of them"});
+  expect_parts(run_ranks(3, resume + "30"), {"a batch of 4 cannot be divided among 3 ranks", "start 1, 2, 4 of them"});
 }
 
 TEST_F(TrainMpirun, AKilledRankEndsTheJob) {
   const RunResult result = disturb("run", 4, "", [&] { ::kill(process(2), SIGKILL); });
   EXPECT_NE(result.code, 0);
-  expect_parts(result, {"furious: rank 2 (", fmt::format("process {}) has ended in step ", process(2)),
-                        "--resume goes on from " + folder.path("run") + "/step-0"});
+  expect_parts(result, {"furious: rank 2 (", fmt::format("process {}) has exited in step ", process(2)),
+                        "--resume, from " + folder.path("run") + "/step-0"});
   EXPECT_EQ(times_said(result.output, " in step "), 1u) << result.output;
   expect_resumes("run");
 }
@@ -149,7 +149,7 @@ TEST_F(TrainMpirun, ARankThatHangsEndsTheJob) {
     const RunResult result = disturb(out, 2, "--timeout 1", [&] { ::kill(process(hanging), SIGSTOP); });
     EXPECT_NE(result.code, 0);
     expect_parts(result, {fmt::format("furious: rank {} (", hanging), "has not answered for 1 s in step ",
-                          "--resume goes on from " + folder.path(out) + "/step-0"});
+                          "--resume, from " + folder.path(out) + "/step-0"});
     EXPECT_EQ(times_said(result.output, " in step "), 1u) << result.output;  // it blames nobody when it goes on
     expect_resumes(out);
   }
@@ -161,7 +161,7 @@ TEST_F(TrainMpirun, ASignalToAnyRankSavesOnceAndEndsAll) {
     const RunResult result = disturb(out, 4, "", [&, r = rank, s = signal] { ::kill(process(r), s); });
     EXPECT_EQ(result.code, 0) << result.output;
     EXPECT_EQ(times_said(result.output, "stopped after"), 1u) << result.output;
-    EXPECT_EQ(times_said(result.output, "go on with: furious train"), 1u) << result.output;
+    EXPECT_EQ(times_said(result.output, "resume with: furious train"), 1u) << result.output;
     if (mpi_library().starts_with(
             "Open MPI 4"))  // its mpirun leaves less time for that, and the run says how to get more
       expect_parts(result, {fmt::format("kill -TERM {} stops all ranks", process(0))});
@@ -223,7 +223,7 @@ TEST_F(TrainMpirun, WhatOneRankFailsWithEndsAll) {
   // Rank 0 finds that its folder is gone; the others do not know.
   result = disturb("run", 2, "", [&] { fs::rename(folder.path("run"), folder.path("elsewhere")); });
   EXPECT_NE(result.code, 0);
-  expect_parts(result, {"furious: rank 0 (", ") in step ", "cannot", "--resume goes on from "});
+  expect_parts(result, {"furious: rank 0 (", ") in step ", "cannot", "--resume, from "});
   EXPECT_EQ(times_said(result.output, " in step "), 1u) << result.output;
   expect_resumes("elsewhere");
 }

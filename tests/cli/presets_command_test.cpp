@@ -30,7 +30,8 @@ TEST(PresetsCommand, ListsEveryPresetWithin120Columns) {
 TEST(PresetsCommand, NumbersAreTheModels) {
   const int64_t parameters = parameter_count(model_config("2mamba", "small", 32000));
   const int64_t numbers = cache_numbers(model_config("softmax", "tiny", 32000), 8192);
-  expect_run("presets", 0, {fmt::format("{:.1f}M", static_cast<double>(parameters) / 1e6), "32000 ids", "size small"});
+  expect_run("presets", 0,
+             {fmt::format("{:.1f}M", static_cast<double>(parameters) / 1e6), "vocabulary of 32000", "size small"});
   expect_run("presets --size tiny", 0, {fmt::format("{:.2f}", static_cast<double>(numbers) * 4 / 1e6), "size tiny"});
 }
 

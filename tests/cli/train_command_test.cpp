@@ -37,10 +37,10 @@ class TrainCommandTest : public ::testing::Test {
 
 TEST_F(TrainCommandTest, TrainsAndSaysSo) {
   expect_run(command("run", "--steps 6 --eval-every 3 --sample-every 3 --warmup 0"), 0,
-             {"2mamba: 0.0", "steps 1 to 6", "test loss", "writes:", "done after 6 steps", "step-00000006"});
+             {"2mamba: 0.0", "steps 1 to 6", "test loss", "sample:", "done after 6 steps", "step-00000006"});
   expect_run("train --help", 0, {"--schedule-steps", "=0.0001", "Example: furious train"});
   const RunResult said = run(command("again", "--steps 1"));
-  EXPECT_EQ(said.output.find("nothing is left to do"), std::string::npos) << said.output;
+  EXPECT_EQ(said.output.find("increase --steps to continue"), std::string::npos) << said.output;
 }
 
 TEST_F(TrainCommandTest, ConfigFileAndFlags) {
@@ -205,7 +205,7 @@ TEST_F(TrainCommandTest, BenchStep) {
   EXPECT_EQ(result["length"], 24);
   EXPECT_EQ(result["batch"], 4);
   for (const char* key : {"tokens_per_second", "mfu", "peak_bytes"}) EXPECT_GT(double(result[key]), 0) << key;
-  expect_run("bench step --batch 4 --accumulate 3", 1, {"3 equal parts"});
+  expect_run("bench step --batch 4 --accumulate 3", 1, {"3 micro-batches"});
   expect_run("bench step --size huge", 1, {"unknown size \"huge\""});
 }
 

@@ -56,7 +56,7 @@ TEST_F(VerifyCommandTest, WholeFilesAreOk) {
   expect_run("verify --help", 0, {"Example: furious verify", "exit code is 1"});
   expect_run("verify", 2, {"path"});
   expect_run("verify " + folder.path("nothing"), 1, {"damaged  ", "no such file"});
-  expect_run("verify " + folder.path(""), 1, {"damaged  ", "no tokenized corpus"});
+  expect_run("verify " + folder.path(""), 1, {"damaged  ", "not a tokenized corpus"});
 }
 
 TEST_F(VerifyCommandTest, DamageIsNamed) {

@@ -301,7 +301,7 @@ TEST_F(BatchesTest, LengthLongerThanTheData) {
 TEST_F(BatchesTest, AnEmptyTestPartIsAnError) {
   const Dataset data = letters(3);
   expect_error([&] { DatasetBatches(data, Split::test, sized(1, 4, Packing::packed, Order::once)); },
-               {"test part", "empty", "--test-fraction"});
+               {"test split", "empty", "--test-fraction"});
 }
 
 TEST_F(BatchesTest, AOneTokenCorpusCanBeEvaluated) {

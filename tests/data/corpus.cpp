@@ -119,12 +119,12 @@ ReadResult read_all(const std::vector<std::string>& inputs, const ReaderOptions&
   BlockReader reader(find_inputs(inputs), options, start);
   Block block;
   while (reader.next(block))
-    result.replaced += for_each_piece(block, options, [&](const Piece& piece) {
-      if (piece.first) {
+    result.replaced += for_each_document_part(block, options, [&](const DocumentPart& part) {
+      if (part.first) {
         result.documents.emplace_back();
         result.pieces.push_back(0);
       }
-      result.documents.back() += piece.text;
+      result.documents.back() += part.text;
       ++result.pieces.back();
     });
   return result;

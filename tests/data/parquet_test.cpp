@@ -96,7 +96,7 @@ TEST(Parquet, ContinuesFromAnyBlock) {
   size_t before = 0;
   int blocks = 0;
   for (Block block; reader.next(block); ++blocks) {
-    for_each_piece(block, options, [&](const Piece& piece) { before += piece.first; });
+    for_each_document_part(block, options, [&](const DocumentPart& part) { before += part.first; });
     const std::vector<std::string> rest(expected.begin() + static_cast<int64_t>(before), expected.end());
     EXPECT_EQ(read_all(inputs, options, block.end).documents, rest);
   }

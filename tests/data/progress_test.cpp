@@ -5,7 +5,7 @@
 
 #include "data/corpus.h"
 #include "data/dataset.h"
-#include "data/shards_json.h"
+#include "data/token_shards_json.h"
 #include "data/tokenize.h"
 
 namespace furious {

@@ -216,8 +216,8 @@ TEST(FindInputs, SaysWhatIsWrong) {
   folder.write("empty/readme.md", "x");
   expect_error([&] { find_inputs({folder.path("none.txt")}); }, {"none.txt", "does not exist"});
   expect_error([&] { find_inputs({folder.path("*.txt")}); }, {"*.txt", "does not exist"});
-  expect_error([&] { find_inputs({folder.path("empty")}); }, {"no files of a known kind", ".jsonl"});
-  expect_error([&] { find_inputs({folder.path("empty/readme.md")}); }, {"readme.md", "unknown kind", ".txt"});
+  expect_error([&] { find_inputs({folder.path("empty")}); }, {"no supported files", ".jsonl"});
+  expect_error([&] { find_inputs({folder.path("empty/readme.md")}); }, {"readme.md", "unknown file type", ".txt"});
 }
 
 #ifndef FURIOUS_PARQUET

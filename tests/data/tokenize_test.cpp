@@ -100,10 +100,10 @@ TEST_F(TokenizeTest, FilesOfTheTestPart) {
 
   // It is another piece of work without them, or with the file in the other part.
   std::swap(options.inputs, options.test_inputs);
-  expect_error([&] { tokenize_corpus(options); }, {"both", "another command"});
+  expect_error([&] { tokenize_corpus(options); }, {"both", "of other options"});
   options.inputs = {folder.path("a.jsonl"), folder.path("b.jsonl")};
   options.test_inputs = {};
-  expect_error([&] { tokenize_corpus(options); }, {"both", "another command"});
+  expect_error([&] { tokenize_corpus(options); }, {"both", "of other options"});
   options.test_inputs = {folder.path("b.jsonl")};
   options.out = folder.path("twice");
   expect_error([&] { tokenize_corpus(options); }, {"b.jsonl", "--test", "once"});

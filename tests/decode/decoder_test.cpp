@@ -86,8 +86,9 @@ TEST_P(DecoderOf, SlotsWriteWhatEachWritesAlone) {
   for (const Sequence& sequence : sequences) {
     EXPECT_EQ(sequence.text,
               alone(model, sequence.prompt, sequence.sampling, static_cast<int64_t>(sequence.text.size())));
-    if (sequence.text.size() > 20)
+    if (sequence.text.size() > 20) {
       EXPECT_GT(std::set(sequence.text.begin(), sequence.text.end()).size(), 2u) << "the test would see nothing";
+    }
   }
 }
 

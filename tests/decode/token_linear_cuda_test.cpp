@@ -1,153 +1,192 @@
-#include "cuda.h"
 #include "decode/token_linear.h"
-#include "ops/random.h"
+
+#include <cmath>
+
+#include "cuda.h"
+#include "ops/elementwise.h"
 #include "support.h"
 
 namespace furious {
 namespace {
 
 using namespace furious::testing;
+using Kind = TokenPart::Kind;
 
-// The same numbers on both sides: f32 on the CPU, as bf16 has rounded them.
-struct Pair {
-  Tensor cpu, gpu;
+// Numbers as the GPU has them, and in double precision.
+struct Numbers {
+  Tensor gpu;
+  std::vector<double> exact;
 
-  static Pair rounded(const Tensor& x) {
-    const Tensor narrow = to_dtype(x, DType::bf16);
-    return {to_dtype(narrow, DType::f32), to_gpu(narrow)};
-  }
-  static Pair exact(const Tensor& x) { return {to_dtype(x, DType::f32), to_gpu(x)}; }
+  Numbers() = default;
+  Numbers(const Tensor& x, DType dtype)
+      : gpu(to_gpu(to_dtype(x, dtype))), exact(to_doubles(to_cpu(to_dtype(gpu, DType::f32)))) {}
 };
 
-constexpr auto kPrecision = MatmulPrecision::f32;  // of the CPU; bf16 factors are multiplied as they are
-
-// Numbers are of the order of one; of a single one that happens to be small nothing more is asked.
-void expect_close(const Tensor& gpu, const Tensor& cpu, std::string_view what) {
-  ASSERT_EQ(gpu.defined(), cpu.defined()) << what;
-  if (!cpu) return;
-  const double floor = std::sqrt(static_cast<double>(cpu.elements()));
-  EXPECT_LE(relative_error(to_cpu(to_dtype(gpu, DType::f32)), cpu, floor), 1e-2) << what;
+double activated(double x, Activation f) {
+  if (f == Activation::relu) return std::max(x, 0.0);
+  return f == Activation::silu ? x / (1 + std::exp(-x)) : x;
+}
+double softplus(double x) {
+  return std::max(x, 0.0) + std::log1p(std::exp(-std::fabs(x)));
 }
 
+// One input and one part, and what they come to in double precision.
 struct Case {
-  int64_t batch, in, out;
-  Pair x, gate, norm;
-  TokenInput cpu, gpu;
+  int64_t rows, in, out, window = 0;
+  Numbers x, gate, norm, weight, second, bias, conv_weight, conv_state, a_log, residual;
+  TokenPart part;
+  std::vector<int32_t> slots;
 
-  explicit Case(Random& random)
-      : batch(random.pick<int64_t>({1, 2, 7, 8, 9})),
+  Case(Random& random, Kind kind)
+      : rows(random.pick<int64_t>({1, 2, 7, 8})),
         in(8 * random.pick<int64_t>({3, 16, 33, 128, 257, 600})),
         out(random.pick<int64_t>({1, 24, 77, 500})),
-        x(Pair::rounded(random.normal_tensor({batch, in}, 2))) {
-    if (random.coin()) gate = Pair::rounded(random.normal_tensor({batch, in}));
-    if (random.coin()) norm = Pair::exact(random.normal_tensor({in}));
-    cpu = {x.cpu, gate.cpu, norm.cpu, 1e-5f};
-    gpu = {x.gpu, gate.gpu, norm.gpu, 1e-5f};
+        x(random.normal_tensor({rows, in}, 2), DType::bf16) {
+    part.kind = kind;
+    if (random.coin()) gate = {random.normal_tensor({rows, in}), DType::bf16};
+    if (random.coin()) norm = {random.normal_tensor({in}), DType::f32};
+    weight = {matrix(random), DType::bf16};
+    if (kind == Kind::swiglu) second = {matrix(random), DType::bf16};
+    if (kind != Kind::swiglu && kind != Kind::add && random.coin()) bias = {random.normal_tensor({out}), DType::f32};
+    if (kind == Kind::add) residual = {random.normal_tensor({rows, out}), DType::bf16};
+    if (kind == Kind::softplus) {
+      part.sign = random.pick<float>({1, -1, -2});
+      if (random.coin()) a_log = {random.normal_tensor({out}), DType::f32};
+    }
+    if (kind == Kind::value) set_value(random);
+    // From the last but one down: two slots stay as they are.
+    for (int64_t row = 0; row < rows; ++row) slots.push_back(static_cast<int32_t>(rows - row));
+    bind();
   }
-  Pair weight(Random& random, int64_t rows) const {
-    const Tensor drawn = Tensor::empty({rows, in}, DType::f32);  // many numbers: by the faster generator
-    fill_normal(drawn, 0, 1 / std::sqrt(static_cast<float>(in)), static_cast<uint64_t>(random.integer(0, 1 << 30)), 0);
-    return Pair::rounded(drawn);
+
+  Tensor matrix(Random& random) const {
+    return random.normal_tensor({out, in}, 1 / std::sqrt(static_cast<double>(in)));
+  }
+  void set_value(Random& random) {
+    part.after_conv = random.pick<Activation>({Activation::none, Activation::silu});
+    part.qk_activation = random.pick<Activation>({Activation::none, Activation::relu, Activation::silu});
+    part.qk_width = out / 2;
+    window = random.pick<int64_t>({0, 2, 3, 4});
+    if (window == 0) return;
+    conv_weight = {random.normal_tensor({out, window}), DType::f32};
+    conv_state = {random.normal_tensor({rows + 2, window - 1, out}), DType::f32};
+  }
+  void bind() {
+    part.weight = weight.gpu;
+    part.second = second.gpu;
+    part.bias = bias.gpu;
+    part.conv_weight = conv_weight.gpu;
+    part.conv_state = conv_state.gpu;
+    part.slots = to_gpu(int_tensor_of(slots, {rows}));
+    part.a_log = a_log.gpu;
+    const bool f32 = part.kind == Kind::softplus || (part.kind == Kind::value && out % 2 == 1);
+    part.out = residual.gpu ? residual.gpu : Tensor::empty({rows, out}, f32 ? DType::f32 : DType::bf16, kGpu);
+    if (a_log.gpu) part.decay = Tensor::empty({rows, out}, DType::f32, kGpu);
+  }
+  TokenInput input() const { return {x.gpu, gate.gpu, norm.gpu, 1e-5f}; }
+
+  double product(const Numbers& matrix_of, int64_t row, int64_t column) const {
+    double sum = 0, squares = 0;
+    for (int64_t i = 0; i < in; ++i) {
+      double u = x.exact[row * in + i];
+      if (gate.gpu) u *= activated(gate.exact[row * in + i], Activation::silu);
+      squares += u * u;
+      if (norm.gpu) u *= norm.exact[i];
+      sum += u * matrix_of.exact[column * in + i];
+    }
+    return norm.gpu ? sum / std::sqrt(squares / static_cast<double>(in) + 1e-5) : sum;
+  }
+  double expected(int64_t row, int64_t column) const {
+    double y = product(weight, row, column);
+    if (part.kind == Kind::add) return y + residual.exact[row * out + column];
+    if (part.kind == Kind::swiglu) return activated(y, Activation::silu) * product(second, row, column);
+    if (part.kind == Kind::value && window > 0) {
+      y *= conv_weight.exact[column * window + window - 1];
+      for (int64_t back = 1; back < window; ++back)
+        y += conv_weight.exact[column * window + window - 1 - back] *
+             conv_state.exact[(slots[row] * (window - 1) + window - 1 - back) * out + column];
+    }
+    if (bias.gpu) y += bias.exact[column];
+    if (part.kind == Kind::softplus) return static_cast<double>(part.sign) * softplus(y);
+    y = activated(y, part.after_conv);
+    return column < part.qk_width ? activated(y, part.qk_activation) : y;
   }
 };
 
-std::ostream& operator<<(std::ostream& out, const Case& c) {
-  return out << "batch " << c.batch << ", " << c.in << " to " << c.out << (c.gate.cpu ? ", gate" : "")
-             << (c.norm.cpu ? ", norm" : "");
+// Numbers are of the order of one; of a single one that happens to be small nothing more is asked.
+void expect_close(const Tensor& gpu, const std::vector<double>& expected, std::string_view what) {
+  const double floor = std::sqrt(static_cast<double>(expected.size()));
+  const Tensor reference = Tensor::empty(gpu.shape(), DType::f32);
+  for (size_t i = 0; i < expected.size(); ++i) reference.data<float>()[i] = static_cast<float>(expected[i]);
+  EXPECT_LE(relative_error(to_cpu(to_dtype(gpu, DType::f32)), reference, floor), 1e-2) << what;
 }
 
-TEST(TokenLinearCuda, AgreesWithTheCpu) {
+TEST(TokenLinearCuda, AgreesWithTheOracle) {
   SKIP_WITHOUT_GPU();
   Random random(1);
-  for (int i = 0; i < 40; ++i) {
-    const Case c(random);
-    SCOPED_TRACE(::testing::Message() << c);
-    const Pair weight = c.weight(random, c.out), up = c.weight(random, c.out);
-    expect_close(token_logits(c.gpu, weight.gpu), token_logits(c.cpu, weight.cpu), "logits");
-    expect_close(token_swiglu(c.gpu, weight.gpu, up.gpu, kPrecision),
-                 token_swiglu(c.cpu, weight.cpu, up.cpu, kPrecision), "swiglu");
-    const Pair to = Pair::rounded(random.normal_tensor({c.batch, c.out}));
-    token_add(to.gpu, c.gpu, weight.gpu, kPrecision);
-    token_add(to.cpu, c.cpu, weight.cpu, kPrecision);
-    expect_close(to.gpu, to.cpu, "add");
+  for (int i = 0; i < 80; ++i) {
+    const Case c(random, static_cast<Kind>(i % 4));
+    SCOPED_TRACE(::testing::Message() << "kind " << i % 4 << ", " << c.rows << " rows, " << c.in << " to " << c.out
+                                      << ", window " << c.window << (c.gate.gpu ? ", gate" : "")
+                                      << (c.norm.gpu ? ", norm" : ""));
+    std::vector<double> expected, decay, state = c.conv_state.exact;
+    for (int64_t row = 0; row < c.rows; ++row)
+      for (int64_t column = 0; column < c.out; ++column) {
+        expected.push_back(c.expected(row, column));
+        if (c.a_log.gpu) decay.push_back(-std::exp(c.a_log.exact[column]) * expected.back());
+        for (int64_t s = 0; s + 1 < c.window; ++s)
+          state[(c.slots[row] * (c.window - 1) + s) * c.out + column] =
+              s + 2 < c.window ? c.conv_state.exact[(c.slots[row] * (c.window - 1) + s + 1) * c.out + column]
+                               : c.product(c.weight, row, column);
+      }
+    ASSERT_TRUE(token_linear(c.input(), {&c.part, 1}));
+    expect_close(c.part.out, expected, "result");
+    if (c.a_log.gpu) expect_close(c.part.decay, decay, "decay");
+    if (c.window > 0) expect_close(c.part.conv_state, state, "state of the convolution");
   }
 }
 
-TEST(TokenLinearCuda, WhatTheMixerTakesIn) {
+// Several parts in one call are what each is alone.
+TEST(TokenLinearCuda, PartsOfOneCall) {
   SKIP_WITHOUT_GPU();
   Random random(2);
-  for (int i = 0; i < 40; ++i) {
-    const Case c(random);
-    const int64_t window = random.pick<int64_t>({0, 2, 3, 4}), heads = random.integer(1, 17);
-    SCOPED_TRACE(::testing::Message() << c << ", window " << window << ", heads " << heads);
-    TokenMixing cpu, gpu;
-    const auto set = [&](Tensor TokenMixing::*member, const Pair& pair) {
-      cpu.*member = pair.cpu;
-      gpu.*member = pair.gpu;
-    };
-    set(&TokenMixing::qkv, c.weight(random, c.out));
-    Pair state;
-    if (window > 0) {
-      set(&TokenMixing::conv_weight, Pair::exact(random.normal_tensor({c.out, window})));
-      if (random.coin()) set(&TokenMixing::conv_bias, Pair::exact(random.normal_tensor({c.out})));
-      state = Pair::exact(random.normal_tensor({c.batch, window - 1, c.out}));
-      cpu.after_conv = random.pick<Activation>({Activation::none, Activation::silu});
+  for (int i = 0; i < 20; ++i) {
+    const Case c(random, Kind::value);
+    std::vector<TokenPart> parts{c.part};
+    std::vector<Tensor> alone;
+    for (const Kind kind : {Kind::value, Kind::softplus, Kind::softplus}) {
+      TokenPart part{.kind = kind};
+      const int64_t out = random.integer(1, 40);
+      part.weight = to_gpu(random.normal_tensor({out, c.in}, 1 / std::sqrt(static_cast<double>(c.in))), DType::bf16);
+      part.out = Tensor::empty({c.rows, out}, kind == Kind::value ? DType::bf16 : DType::f32, kGpu);
+      parts.push_back(part);
+      ASSERT_TRUE(token_linear(c.input(), {&part, 1}));
+      alone.push_back(to_dtype(part.out, DType::f32));
     }
-    if (random.coin()) {
-      set(&TokenMixing::dt, c.weight(random, heads));
-      if (random.coin()) set(&TokenMixing::dt_bias, Pair::exact(random.normal_tensor({heads})));
-      if (random.coin()) set(&TokenMixing::a_log, Pair::exact(random.normal_tensor({heads})));
-    }
-    if (!cpu.a_log && random.coin()) {
-      set(&TokenMixing::a_mask, c.weight(random, heads));
-      if (random.coin()) set(&TokenMixing::a_mask_bias, Pair::exact(random.normal_tensor({heads})));
-    }
-    if (random.coin()) {
-      set(&TokenMixing::z_gate, c.weight(random, 40));
-      if (random.coin()) set(&TokenMixing::z_gate_bias, Pair::exact(random.normal_tensor({40})));
-    }
-    // Every second case with functions that only the plain operations know.
-    cpu.decay.factor = random.pick<float>({-1, -2});
-    if (i % 2 == 1) {
-      cpu.time_step = {.f = random.pick<Activation>({Activation::softplus, Activation::sigmoid}), .limit = 0.5f};
-      cpu.decay.f = random.pick<Activation>({Activation::softplus, Activation::silu, Activation::log_sigmoid});
-      cpu.decay_times_dt = cpu.dt && cpu.a_mask && random.coin();
-      cpu.original_factor = 2;
-    }
-    gpu.time_step = cpu.time_step;
-    gpu.decay = cpu.decay;
-    gpu.decay_times_dt = cpu.decay_times_dt;
-    gpu.original_factor = cpu.original_factor;
-    EXPECT_EQ(knows_functions(gpu), i % 2 == 0 || (!gpu.dt && (!gpu.a_mask || gpu.decay.f == Activation::softplus)));
-    cpu.qk_activation = random.pick<Activation>({Activation::none, Activation::relu, Activation::silu});
-    cpu.qk_width = c.out / 2;
-    gpu.after_conv = cpu.after_conv;
-    gpu.qk_activation = cpu.qk_activation;
-    gpu.qk_width = cpu.qk_width;
-    for (int token = 0; token < 2; ++token) {
-      const TokenMixed expected = token_mixing(c.cpu, cpu, state.cpu, kPrecision);
-      const TokenMixed actual = token_mixing(c.gpu, gpu, state.gpu, kPrecision);
-      expect_close(actual.qkv, expected.qkv, "qkv");
-      expect_close(actual.dt, expected.dt, "dt");
-      expect_close(actual.log_decay, expected.log_decay, "log-decay");
-      expect_close(actual.z, expected.z, "z");
-      expect_close(state.gpu, state.cpu, "the convolution's state");
-    }
+    ASSERT_TRUE(token_linear(c.input(), parts));
+    for (size_t p = 0; p < alone.size(); ++p)
+      EXPECT_TRUE(same_bits(to_cpu(to_dtype(parts[p + 1].out, DType::f32)), to_cpu(alone[p]))) << i << ", part " << p;
   }
 }
 
-// Too narrow for whole accesses, or f32: the plain operations.
-TEST(TokenLinearCuda, AnyWidthAndDType) {
+TEST(TokenLinearCuda, SaysWhereThereIsNoKernel) {
   SKIP_WITHOUT_GPU();
   Random random(3);
-  for (const int64_t in : {7, 24}) {
-    for (const DType dtype : {DType::f32, DType::bf16}) {
-      const Tensor x = random.normal_tensor({3, in}), weight = random.normal_tensor({5, in});
-      const Tensor expected = token_logits({x, {}, {}, 0}, weight);
-      const Tensor actual = token_logits({to_gpu(x, dtype), {}, {}, 0}, to_gpu(weight, dtype));
-      EXPECT_LE(relative_error(to_cpu(actual), expected), dtype == DType::f32 ? 1e-5 : 1e-2);
-    }
-  }
+  const auto runs = [&](int64_t rows, int64_t in, DType dtype) {
+    const TokenPart part{.weight = to_gpu(random.normal_tensor({5, in}), dtype),
+                         .out = Tensor::empty({rows, 5}, DType::f32, kGpu)};
+    return token_linear({to_gpu(random.normal_tensor({rows, in}), dtype), {}, {}, 0}, {&part, 1});
+  };
+  EXPECT_TRUE(runs(8, 24, DType::bf16));
+  EXPECT_FALSE(runs(9, 24, DType::bf16));
+  EXPECT_FALSE(runs(3, 7, DType::bf16));
+  EXPECT_FALSE(runs(3, 24, DType::f32));
+}
+
+TEST(TokenLinear, HasNoKernelOnTheCpu) {
+  const Tensor x = Tensor::zeros({1, 8}, DType::f32);
+  const TokenPart part{.weight = x, .out = Tensor::zeros({1, 1}, DType::f32)};
+  EXPECT_FALSE(token_linear({x, {}, {}, 0}, {&part, 1}));
 }
 
 }  // namespace

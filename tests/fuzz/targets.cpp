@@ -10,7 +10,7 @@
 #include "base/file.h"
 #include "base/json.h"
 #include "data/progress.h"
-#include "data/shards_json.h"
+#include "data/token_shards_json.h"
 #include "data/tokenizer.h"
 #include "decode/state_file.h"
 #include "fuzz/sentencepiece_files.h"

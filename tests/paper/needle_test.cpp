@@ -77,7 +77,7 @@ TEST(Needle, HayOfOnesOwn) {
 TEST(Needle, OptionsThatCannotBe) {
   NeedleGridOptions options = small_grid();
   options.lengths = {100};
-  expect_error([&] { make_needles(options); }, {"length of 100", "alone take"});
+  expect_error([&] { make_needles(options); }, {"length of 100", "alone have"});
   options.lengths = {};
   expect_error([&] { make_needles(options); }, {"no lengths"});
   options = small_grid();
@@ -313,7 +313,7 @@ TEST(Needle, BadFilesAreNamed) {
   expect_error([&] { read("{\"prompt\": \"a\", \"answer\": \" \", \"context_length\": 1, \"depth_percent\": 0}"); },
                {"record 1", "answer is empty"});
   expect_error([&] { read("{\"prompt\": [1], \"answer\": \"1\", \"context_length\": 1, \"depth_percent\": 0}"); },
-               {"line 1", "prompt", "neither text nor a number"});
+               {"line 1", "prompt", "neither a string nor a number"});
   expect_error([&] { read_needles(folder.path("none.jsonl")); }, {"none.jsonl"});
   expect_error([&] { read_needles(folder.write("n.txt", good)); }, {"n.txt", ".jsonl"});
   expect_error([&] { read_needles(folder.write("cut.jsonl.gz", testing::gzip_of(good).substr(0, 20))); },

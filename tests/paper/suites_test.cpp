@@ -353,11 +353,11 @@ TEST(Suites, BadWords) {
   refused({"2mamba:seed=4"}, {"unknown key \"seed\""});  // the same for all rows
   refused({"2mamba:lr=fast"}, {"lr", "fast"});
   const std::string twice = fmt::format("2mamba:length={}", 2 * base_options().length);  // it halves the batch
-  refused({twice, "lengths"}, {twice, "asked for twice", "batches"});
-  refused({"2mamba:lr"}, {"\"lr\"", "no key=value"});
+  refused({twice, "lengths"}, {twice, "given twice", "batches"});
+  refused({"2mamba:lr"}, {"\"lr\"", "not KEY=VALUE"});
   refused({"2mamba:batch=4"}, {"4 x 64", "8 x 64"});
   refused({"2mamba:length=63"}, {"8 x 63", "8 x 64"});
-  refused({"conv:lr=1"}, {"conv:lr=1", "a suite takes no changes"});
+  refused({"conv:lr=1"}, {"conv:lr=1", "not to suites"});
 }
 
 }  // namespace

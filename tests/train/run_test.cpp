@@ -8,6 +8,7 @@
 #include "ops/elementwise.h"
 #include "train/small_run.h"
 #include "train/trainer.h"
+#include "train/training_checkpoint.h"
 
 namespace furious {
 namespace {
@@ -75,7 +76,7 @@ TEST_F(RunTest, LeavesLogOptionsAndCheckpoints) {
   for (const char* file : {"config.json", "model.safetensors", "tokenizer_config.json", "training.safetensors"})
     EXPECT_TRUE(fs::exists(options.out + "/latest/" + file)) << file;
   EXPECT_NE(read_file(options.out + "/run.toml").find("lr = 0.01\n"), std::string::npos);
-  expect_error([&] { train(options); }, {"holds a run already", "--resume"});
+  expect_error([&] { train(options); }, {"already holds a run", "--resume"});
 }
 
 TEST_F(RunTest, StoppedAnywhereItGoesOnBitForBit) {
@@ -245,7 +246,7 @@ TEST_F(RunTest, ResumedItSaysWhatIsDifferent) {
   EXPECT_EQ(messages.find("learning rate"), std::string::npos) << messages;
   options.steps = 16;
   train(options, observer);
-  EXPECT_NE(messages.find("learning rate goes on with 0.00333"), std::string::npos) << messages;
+  EXPECT_NE(messages.find("learning rate continues with 0.00333"), std::string::npos) << messages;
 }
 
 TEST_F(RunTest, WhatAKilledRunLeftIsPutInOrder) {
@@ -299,7 +300,7 @@ TEST_F(RunTest, FilesOfACheckpointBelongTogether) {
     expect_error([&] { train(options); }, parts);
     std::ofstream(file, std::ios::binary) << good;
   };
-  const std::string good_one = "step-00000009 is undamaged: --resume=previous";
+  const std::string good_one = "step-00000009 is undamaged; resume from it with --resume=previous";
   const std::string config = newest + "/config.json", toml = options.out + "/run.toml";
   refused(config, read_file(config) + " ", {config, "is not the file that was saved with the weights", good_one});
   refused(newest + "/tokenizer_config.json", "{}", {"tokenizer_config.json", "is not the file"});
@@ -308,7 +309,7 @@ TEST_F(RunTest, FilesOfACheckpointBelongTogether) {
   std::string text = read_file(toml);
   text.replace(text.find("batch = 4"), 9, "batch = 6");
   refused(toml, text, {toml, "batch is 6", "trained with 4", "remove it"});
-  refused(toml, "batch\n", {toml, "\"batch\" is no option"});
+  refused(toml, "batch\n", {toml, "\"batch\" is not an option"});
   // For inference an edited configuration is worth a note.
   EXPECT_TRUE(load_notes(newest).empty());
   std::ofstream(config, std::ios::app) << " ";
@@ -368,7 +369,7 @@ TEST_F(RunTest, BadInput) {
   refused([](TrainOptions& o) { o.length = 1 << 25; }, {"length"});
   refused([](TrainOptions& o) { o.arch = "2mambo"; }, {"2mambo", "2mamba"});
   refused([](TrainOptions& o) { o.device = "tpu"; }, {"tpu"});
-  refused([&](TrainOptions& o) { o.out = folder.write("file", "x") + "/run"; }, {"cannot make the folder"});
+  refused([&](TrainOptions& o) { o.out = folder.write("file", "x") + "/run"; }, {"cannot create the folder"});
 }
 
 }  // namespace

@@ -81,11 +81,11 @@ TEST_F(TrainerTest, EpsReachesTheOptimizer) {
   options.warmup = 0;
   options.lr = 0.5;
   for (const bool sharded : {false, true}) {
-    Team team;
-    team.sharded = sharded;
+    DataParallel parallel;
+    parallel.sharded = sharded;
     const auto change = [&](double eps) {
       options.eps = eps;
-      Trainer trainer(options, team);
+      Trainer trainer(options, parallel);
       std::vector<double> weights = weights_of(trainer);
       trainer.step();
       const std::vector<double> after = weights_of(trainer);

@@ -30,6 +30,17 @@ struct FeatureMap {
   }
 };
 
+// Pairs a ≤ b of `width` indices in lexicographic order: the first that begins with a (their number, for a = width),
+// and the place of (a, b).
+FURIOUS_HOST_DEVICE constexpr int first_pair(int width, int a) {
+  return a * width - a * (a - 1) / 2;
+}
+FURIOUS_HOST_DEVICE constexpr int pair_index(int width, int a, int b) {
+  return first_pair(width, a) + b - a;
+}
+// The factor of the feature x_a x_b, a < b, of a squared score: √2.
+inline constexpr float kPairFactor = 1.41421356237f;
+
 // The features of a spec, degree 0 if there are none or more than kLargestStateRows.
 inline FeatureMap feature_map(const MixerSpec& spec, int64_t qk_dim) {
   if (spec.score == Score::exponential || spec.signed_decay) return {};
@@ -65,14 +76,12 @@ FURIOUS_HOST_DEVICE inline Feature feature_of(const FeatureMap& map, int f) {
     feature.at[n] = static_cast<int16_t>(lowest);
   }
   if (map.degree - n == 2) {
-    // Pairs a ≤ b of w indices: those of a begin at a·w − a(a−1)/2.
     const int w = width - lowest;
-    const auto begin = [w](int a) { return a * w - a * (a - 1) / 2; };
     const float b = static_cast<float>(2 * w + 1);
     int a = static_cast<int>((b - sqrtf(b * b - 8.0f * static_cast<float>(f))) / 2);
-    while (a > 0 && begin(a) > f) --a;
-    while (begin(a + 1) <= f) ++a;
-    f -= begin(a);
+    while (a > 0 && first_pair(w, a) > f) --a;
+    while (first_pair(w, a + 1) <= f) ++a;
+    f -= first_pair(w, a);
     lowest += a;
     feature.at[n++] = static_cast<int16_t>(lowest);
   }

@@ -7,9 +7,8 @@
 #include "base/names.h"
 #include "base/parallel.h"
 #include "ops/mixer/cost.h"
-#include "ops/mixer/cpu/cpu.h"
 #include "ops/mixer/features.h"
-#include "ops/mixer/gpu/cuda.h"
+#include "ops/mixer/mixer_kernels.h"
 #include "ops/mixer/reference.h"
 #include "tensor/check.h"
 
@@ -242,7 +241,7 @@ MixerResult mixer_forward(const MixerSpec& spec, const MixerInputs& inputs, cons
   const std::vector<Segment> segments = segments_of(kOperation, inputs.boundaries, shape.batch, shape.length);
   check_chunk(kOperation, options.chunk);
   require(!options.final_state || shape.state_rows > 0,
-          "{}: argument \"final_state\" was asked for, but there is no state of constant size for {} and dimension {}",
+          "{}: argument \"final_state\" was requested, but there is no state of constant size for {} and dimension {}",
           kOperation, to_string(spec), shape.qk_dim);
   const Device device = inputs.q.device();
   const int64_t chunk =

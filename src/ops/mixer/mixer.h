@@ -12,8 +12,8 @@
 //
 // The forms compute the same function. `parallel` walks tiles of the score matrix (quadratic time, any score);
 // `chunked` does so inside chunks and carries the state between them (linear time; scores that have a state); both
-// need memory linear in length. On a GPU a call with states takes the chunked form whatever was asked for. `reference`
-// is the double-precision oracle, on the CPU. `recurrent.h` is the form for one token.
+// need memory linear in length. On a GPU a call with states runs in the chunked form whatever was requested.
+// `reference` is the double-precision oracle, on the CPU. `recurrent.h` is the form for one token.
 //
 // A decay factor below the smallest normal f32 (exp(−87)) may count as zero: what lies behind it is forgotten.
 //
@@ -36,7 +36,7 @@ enum class Form : uint8_t { automatic, parallel, chunked, reference };
 // What the products inside the mixer (scores, weighted sums and those of their gradients) are computed in, on a GPU.
 // Sums, decays and normalizers are f32 in any case. automatic: bf16 for bf16 inputs, f32 for f32. The inputs keep their
 // dtype: bf16 inputs are widened for the others, f32 inputs are rounded for bf16. A CPU computes in f32 only. With a
-// precision other than automatic a GPU takes the parallel form, whatever form was asked for; in calls with states,
+// precision other than automatic a GPU runs the parallel form, whatever form was requested; in calls with states,
 // which are always chunked, it holds inside the chunks.
 enum class MixerPrecision : uint8_t { automatic, bf16, tf32, tf32x3, f32 };
 
@@ -98,7 +98,7 @@ struct MixerResult {
   Tensor out;         // [batch, length, heads, v_dim], dtype of v
   Tensor normalizer;  // [batch, heads, length] f32 when norm = sum: n_i, divided by exp(maximum) for exponential scores
   Tensor maximum;     // [batch, heads, length] f32 for exponential with sum: the largest exponent of the row
-  Tensor final_state;           // [batch, heads, D, columns] when asked for: the state after each row's last document
+  Tensor final_state;           // [batch, heads, D, columns] when requested: the state after each row's last document
   Form form = Form::automatic;  // the form that ran
   int64_t chunk = 0;            // and its chunk
   std::string_view kernel;  // which kernels of a device ran: "cpu", "hopper", "tensor cores", "tiles", "simple", …

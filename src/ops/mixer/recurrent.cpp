@@ -260,7 +260,8 @@ Tensor MixerCache::step(const SlotRows& rows, const Tensor& q, const Tensor& k, 
   }
   const Tensor out = Tensor::empty({rows.size(), shape_.heads, shape_.v_dim}, q.dtype(), device_);
   if (rows.size() == 0) return out;
-  const bool early = std::ranges::all_of(rows.slots, [&](int32_t slot) { return slots_[slot].prepared; });
+  const bool early =
+      q.dtype() == dtype_ && std::ranges::all_of(rows.slots, [&](int32_t slot) { return slots_[slot].prepared; });
   if (!early) make_room(rows, q.dtype());
   FURIOUS_DISPATCH(device_, cache_step(spec_, shape_, records_, slots_, rows, q, k, v, log_decay, out, early));
   advance(rows);

@@ -16,7 +16,8 @@ double at(const Tensor& tensor, int64_t b, int64_t t, int64_t h, int64_t c) {
   return tensor.data<double>()[index];
 }
 
-// φ as features.h defines it. The index of the 1 is x.size().
+// φ from its definition, independent of the code in features.h, of which this is the oracle. The index of the 1 is
+// x.size().
 class Features {
  public:
   explicit Features(const FeatureMap& map) : degree_(static_cast<size_t>(map.degree)) {

@@ -14,7 +14,7 @@ namespace furious::HWY_NAMESPACE {
 
 template <Activation kActivation>
 HWY_INLINE FloatVector activate(FloatVector x) {
-  if constexpr (kActivation == Activation::relu) return hn::IfThenZeroElse(hn::Lt(x, hn::Zero(Floats())), x);
+  if constexpr (kActivation == Activation::relu) return hn::IfThenZeroElse(hn::Lt(x, hn::Zero(kTag)), x);
   if constexpr (kActivation == Activation::silu) return silu(x);
   if constexpr (kActivation == Activation::softplus) return softplus(x);
   if constexpr (kActivation == Activation::softplus2) return hn::Mul(x, softplus(x));
@@ -26,7 +26,7 @@ HWY_INLINE FloatVector activate(FloatVector x) {
 // dx for the gradient dy of activate(x).
 template <Activation kActivation>
 HWY_INLINE FloatVector activation_gradient(FloatVector x, FloatVector dy) {
-  if constexpr (kActivation == Activation::relu) return hn::IfThenElseZero(hn::Gt(x, hn::Zero(Floats())), dy);
+  if constexpr (kActivation == Activation::relu) return hn::IfThenElseZero(hn::Gt(x, hn::Zero(kTag)), dy);
   if constexpr (kActivation == Activation::silu) return hn::Mul(dy, silu_with_derivative(x).derivative);
   if constexpr (kActivation == Activation::softplus) return hn::Mul(dy, sigmoid(x).value);
   if constexpr (kActivation == Activation::softplus2) return hn::Mul(dy, hn::MulAdd(x, sigmoid(x).value, softplus(x)));

@@ -7,7 +7,7 @@ namespace {
 
 template <class T, Activation kActivation>
 struct Forward {
-  Rows<T> y, x;
+  DeviceRows<T> y, x;
 
   template <int N>
   __device__ void run(int64_t row, int column) const {
@@ -21,7 +21,7 @@ struct Forward {
 
 template <class T, Activation kActivation>
 struct Backward {
-  Rows<T> dx, dy, x;
+  DeviceRows<T> dx, dy, x;
 
   template <int N>
   __device__ void run(int64_t row, int column) const {

@@ -1,3 +1,4 @@
+// What activation.cpp calls after all checks.
 #pragma once
 
 #include "ops/nn/activation.h"

@@ -35,9 +35,9 @@ struct TokenRows {
 // The taps of one vector of channels out of weight [channels, kWindow].
 template <int kWindow>
 HWY_INLINE void load_taps(WholeVector, const float* weight, FloatVector* taps) {
-  if constexpr (kWindow == 2) hn::LoadInterleaved2(Floats(), weight, taps[0], taps[1]);
-  if constexpr (kWindow == 3) hn::LoadInterleaved3(Floats(), weight, taps[0], taps[1], taps[2]);
-  if constexpr (kWindow == 4) hn::LoadInterleaved4(Floats(), weight, taps[0], taps[1], taps[2], taps[3]);
+  if constexpr (kWindow == 2) hn::LoadInterleaved2(kTag, weight, taps[0], taps[1]);
+  if constexpr (kWindow == 3) hn::LoadInterleaved3(kTag, weight, taps[0], taps[1], taps[2]);
+  if constexpr (kWindow == 4) hn::LoadInterleaved4(kTag, weight, taps[0], taps[1], taps[2], taps[3]);
 }
 
 template <int kWindow>
@@ -63,8 +63,8 @@ HWY_INLINE void push(FloatVector* window, FloatVector newest) {
 // Leaves room for one push: window[1..] are the inputs before token 0. No row stands for zeros.
 template <int kWindow, class Memory>
 HWY_INLINE void load_past(Memory memory, const float* const* x, int64_t channel, FloatVector* window) {
-  window[0] = hn::Zero(Floats());
-  for (int s = 0; s + 1 < kWindow; ++s) window[s + 1] = x[s] ? memory.load(x[s] + channel) : hn::Zero(Floats());
+  window[0] = hn::Zero(kTag);
+  for (int s = 0; s + 1 < kWindow; ++s) window[s + 1] = x[s] ? memory.load(x[s] + channel) : hn::Zero(kTag);
 }
 
 // y[i] for i < count from the rows x[i] ... x[i + kWindow - 1].
@@ -113,13 +113,13 @@ void backward_tile(const BackwardTile& tile, const float* weight, const float* b
     load_taps<kWindow>(memory, weight + channel * kWindow, taps);
     load_past<kWindow>(memory, tile.x, channel, window);
     for (int s = 0; s < kWindow; ++s) {
-      dpre_window[s] = hn::Zero(Floats());
+      dpre_window[s] = hn::Zero(kTag);
       dtaps[s] = memory.load(sums + s * channels + channel);
     }
     const FloatVector offset = memory.load(bias + channel);
     FloatVector dbias = memory.load(sums + kWindow * channels + channel);
     for (int64_t i = 0; i < tile.count + kWindow - 1; ++i) {
-      FloatVector dpre = hn::Zero(Floats());
+      FloatVector dpre = hn::Zero(kTag);
       if (i < tile.known) {
         push<kWindow>(window, memory.load(tile.x[i + kWindow - 1] + channel));
         dpre = activation_gradient<kActivation>(convolve<kWindow>(taps, window, offset),

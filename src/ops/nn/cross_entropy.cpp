@@ -5,6 +5,7 @@
 #include "base/error.h"
 #include "base/parallel.h"
 #include "ops/elementwise.h"
+#include "ops/nn/cross_entropy_kernels.h"
 #include "tensor/check.h"
 #include "tensor/dispatch.h"
 

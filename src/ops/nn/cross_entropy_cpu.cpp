@@ -3,40 +3,32 @@
 #include <limits>
 
 #include "base/parallel.h"
-#include "ops/nn/cross_entropy.h"
+#include "ops/nn/cross_entropy_kernels.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "ops/nn/cross_entropy_cpu.cpp"
 // In this order: foreach_target.h compiles the rest of this file once for every instruction set.
 #include "hwy/foreach_target.h"
 
-#include "hwy/highway.h"
-
-#include "hwy/contrib/math/math-inl.h"
+#include "ops/simd-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace furious {
 namespace HWY_NAMESPACE {
 namespace {
 
-namespace hn = hwy::HWY_NAMESPACE;
-using AllLanes = hn::ScalableTag<float>;
-using OneLane = hn::CappedTag<float, 1>;  // for what is left of a row: rounds as a full vector does
-
 // The largest number, or NaN if there is one, which makes loss and gradient NaN: Exp alone would turn it into 0.
 float largest(const float* x, int64_t count) {
-  const AllLanes d;
-  const int64_t step = static_cast<int64_t>(hn::Lanes(d));
-  auto most = hn::Set(d, -std::numeric_limits<float>::infinity());
+  FloatVector most = set(-std::numeric_limits<float>::infinity());
   auto nan = hn::IsNaN(most);
   int64_t i = 0;
-  for (; i + step <= count; i += step) {
-    const auto value = hn::LoadU(d, x + i);
+  for (; i + kLanes <= count; i += kLanes) {
+    const FloatVector value = hn::LoadU(kTag, x + i);
     nan = hn::Or(nan, hn::IsNaN(value));
     most = hn::Max(most, value);
   }
-  float result = hn::GetLane(hn::MaxOfLanes(d, most));
-  bool has_nan = !hn::AllFalse(d, nan);
+  float result = hn::GetLane(hn::MaxOfLanes(kTag, most));
+  bool has_nan = !hn::AllFalse(kTag, nan);
   for (; i < count; ++i) {
     has_nan |= std::isnan(x[i]);
     result = std::max(result, x[i]);
@@ -52,31 +44,26 @@ HWY_INLINE hn::Vec<D> shifted_exp(D d, const float* x, float shift) {
 // Σ exp(x − shift); with kStore, x becomes exp(x − shift).
 template <bool kStore>
 double exp_sum(float* x, int64_t count, float shift) {
-  const AllLanes d;
-  const OneLane one;
-  const int64_t step = static_cast<int64_t>(hn::Lanes(d));
-  auto sum = hn::Zero(d);
+  FloatVector sum = hn::Zero(kTag);
   double rest = 0;
   int64_t i = 0;
-  for (; i + step <= count; i += step) {
-    const auto value = shifted_exp(d, x + i, shift);
-    if (kStore) hn::StoreU(value, d, x + i);
+  for (; i + kLanes <= count; i += kLanes) {
+    const FloatVector value = shifted_exp(kTag, x + i, shift);
+    if (kStore) hn::StoreU(value, kTag, x + i);
     sum = hn::Add(sum, value);
   }
   for (; i < count; ++i) {
-    const auto value = shifted_exp(one, x + i, shift);
+    const auto value = shifted_exp(kOneLane, x + i, shift);
     rest += static_cast<double>(hn::GetLane(value));
-    if (kStore) hn::StoreU(value, one, x + i);
+    if (kStore) hn::StoreU(value, kOneLane, x + i);
   }
-  return static_cast<double>(hn::GetLane(hn::SumOfLanes(d, sum))) + rest;
+  return static_cast<double>(sum_of_lanes(sum)) + rest;
 }
 
 void multiply(float* x, int64_t count, float factor) {
-  const AllLanes d;
-  const int64_t step = static_cast<int64_t>(hn::Lanes(d));
-  const auto factors = hn::Set(d, factor);
+  const FloatVector factors = set(factor);
   int64_t i = 0;
-  for (; i + step <= count; i += step) hn::StoreU(hn::Mul(hn::LoadU(d, x + i), factors), d, x + i);
+  for (; i + kLanes <= count; i += kLanes) hn::StoreU(hn::Mul(hn::LoadU(kTag, x + i), factors), kTag, x + i);
   for (; i < count; ++i) x[i] *= factor;
 }
 

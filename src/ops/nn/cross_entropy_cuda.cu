@@ -1,6 +1,7 @@
 #include <cfloat>
 
-#include "ops/nn/cross_entropy.h"
+#include "gpu/reduce.cuh"
+#include "ops/nn/cross_entropy_kernels.h"
 #include "tensor/cuda.cuh"
 
 namespace furious::cuda {
@@ -14,15 +15,6 @@ template <class T, int kWidth>
 struct alignas(sizeof(T) * kWidth) Pack {
   T values[kWidth];
 };
-
-__device__ float block_max(float x, float* shared) {
-  for (int offset = 16; offset > 0; offset /= 2) x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, offset));
-  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = x;
-  __syncthreads();
-  x = threadIdx.x % 32 < blockDim.x / 32 ? shared[threadIdx.x % 32] : -FLT_MAX;
-  for (int offset = 16; offset > 0; offset /= 2) x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, offset));
-  return x;
-}
 
 // One block per row. A first pass finds the largest logit and Σ exp(l − largest) together, rescaling the sum whenever a
 // larger one comes up; a second, with a gradient wanted, replaces the logits. A NaN among them makes the sum NaN.
@@ -96,7 +88,7 @@ __global__ void __launch_bounds__(kThreads) count_kernel(const int32_t* targets,
   __shared__ int32_t parts[kThreads / 32];
   int32_t count = 0;
   for (int64_t row = threadIdx.x; row < rows; row += kThreads) count += targets[row] != kIgnoredTarget;
-  for (int offset = 16; offset > 0; offset /= 2) count += __shfl_xor_sync(0xFFFFFFFFu, count, offset);
+  count = warp_sum(count);
   if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = count;
   __syncthreads();
   if (threadIdx.x != 0) return;

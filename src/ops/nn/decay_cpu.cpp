@@ -65,7 +65,7 @@ void discretize_row(float* y, const float* v, float dt, int64_t n) {
 
 // Returns this row's ddt.
 float discretize_backward_row(float* dv, const float* dy, const float* v, float dt, int64_t n) {
-  FloatVector products = hn::Zero(Floats());
+  FloatVector products = hn::Zero(kTag);
   for_each_vector(n, [&](int64_t i, auto memory) HWY_ATTR {
     const FloatVector d = memory.load(dy + i);
     memory.store(hn::Mul(d, set(dt)), dv + i);

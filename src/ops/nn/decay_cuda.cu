@@ -17,8 +17,8 @@ __device__ void load_or_zero(float (&to)[N], const float* from, int column) {
 
 template <class T, Activation kActivation>
 struct HeadFunctionForward {
-  Rows<float> y;
-  Rows<T> x;
+  DeviceRows<float> y;
+  DeviceRows<T> x;
   const float* bias;
   float factor, limit;
 
@@ -38,9 +38,9 @@ struct HeadFunctionForward {
 
 template <class T, Activation kActivation>
 struct HeadFunctionBackward {
-  Rows<T> dx;
-  Rows<float> dy;
-  Rows<T> x;
+  DeviceRows<T> dx;
+  DeviceRows<float> dy;
+  DeviceRows<T> x;
   const float* bias;
   float factor, limit;
 
@@ -68,8 +68,8 @@ struct HeadFunctionBackward {
 
 template <class T>
 struct OriginalForward {
-  Rows<float> a;
-  Rows<T> dt;
+  DeviceRows<float> a;
+  DeviceRows<T> dt;
   const float* a_log;
   float factor;
 
@@ -86,9 +86,9 @@ struct OriginalForward {
 
 template <class T>
 struct OriginalBackward {
-  Rows<T> ddt;
-  Rows<float> da;
-  Rows<T> dt;
+  DeviceRows<T> ddt;
+  DeviceRows<float> da;
+  DeviceRows<T> dt;
   const float* a_log;
   float factor;
 
@@ -109,7 +109,7 @@ struct OriginalBackward {
 
 template <class T>
 struct DiscretizeForward {
-  Rows<T> y, v;
+  DeviceRows<T> y, v;
   const float* dt;
 
   template <int N>
@@ -125,7 +125,8 @@ struct DiscretizeForward {
 
 // `group` neighbouring threads, a power of two up to 32, share a row.
 template <class T, int N>
-__global__ void discretize_backward_kernel(Rows<T> dv, float* ddt, Rows<T> dy, Rows<T> v, const float* dt, int group) {
+__global__ void discretize_backward_kernel(DeviceRows<T> dv, float* ddt, DeviceRows<T> dy, DeviceRows<T> v,
+                                           const float* dt, int group) {
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x;
   const int64_t row = thread / group;
   const int rank = static_cast<int>(thread % group);
@@ -153,7 +154,7 @@ __global__ void discretize_backward_kernel(Rows<T> dv, float* ddt, Rows<T> dy, R
 
 template <class T>
 struct ResidualForward {
-  Rows<T> y, o, v;
+  DeviceRows<T> y, o, v;
   const float* d;
   int64_t heads;
 
@@ -172,7 +173,7 @@ struct ResidualForward {
 // A column is one dimension of one head; a row is a token.
 template <class T>
 struct ResidualBackward {
-  Rows<T> dv, dy, v;
+  DeviceRows<T> dv, dy, v;
   const float* d;
   int heads;
 

@@ -1,3 +1,4 @@
+// What decay.cpp calls after all checks.
 #pragma once
 
 #include "ops/nn/decay.h"

@@ -4,6 +4,7 @@
 
 #include "base/error.h"
 #include "base/parallel.h"
+#include "ops/nn/embedding_kernels.h"
 #include "tensor/check.h"
 #include "tensor/dispatch.h"
 

@@ -16,13 +16,4 @@ Tensor embedding_forward(const Tensor& table, const Tensor& tokens, DType dtype 
 void embedding_backward(const GradientTarget& dtable, const Tensor& dy, const Tensor& tokens);
 Variable embedding(Tape& tape, const Variable& table, const Tensor& tokens, DType dtype = DType::f32);
 
-namespace cpu {
-void embedding_forward(const Tensor& y, const Tensor& table, const Tensor& tokens);
-void embedding_backward(const GradientTarget& dtable, const Tensor& dy, const Tensor& tokens);
-}  // namespace cpu
-namespace cuda {
-void embedding_forward(const Tensor& y, const Tensor& table, const Tensor& tokens);
-void embedding_backward(const GradientTarget& dtable, const Tensor& dy, const Tensor& tokens);
-}  // namespace cuda
-
 }  // namespace furious

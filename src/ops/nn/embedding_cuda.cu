@@ -1,7 +1,7 @@
 #include <cub/device/device_radix_sort.cuh>
 
 #include "gpu/rows.cuh"
-#include "ops/nn/embedding.h"
+#include "ops/nn/embedding_kernels.h"
 
 namespace furious::cuda {
 namespace {

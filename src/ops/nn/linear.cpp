@@ -6,6 +6,7 @@
 #include "base/error.h"
 #include "base/parallel.h"
 #include "ops/elementwise.h"
+#include "ops/nn/linear_kernels.h"
 #include "tensor/check.h"
 #include "tensor/dispatch.h"
 

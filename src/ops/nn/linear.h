@@ -35,13 +35,4 @@ Variable joined_linear(Tape& tape, const Variable& x, const std::vector<Variable
 // h Wᵀ in f32, for h [..., n] of any activation's dtype: the logits of an output matrix W.
 Tensor logits_forward(const Tensor& h, const Tensor& weight);
 
-namespace cpu {
-void fill_rows(const Tensor& matrix, const Tensor& row);  // each row of the matrix becomes `row`
-void linear_backward_bias(const GradientTarget& dbias, const Tensor& dy);
-}  // namespace cpu
-namespace cuda {
-void fill_rows(const Tensor& matrix, const Tensor& row);
-void linear_backward_bias(const GradientTarget& dbias, const Tensor& dy);
-}  // namespace cuda
-
 }  // namespace furious

@@ -1,4 +1,4 @@
-#include "ops/nn/linear.h"
+#include "ops/nn/linear_kernels.h"
 #include "tensor/cuda.cuh"
 
 namespace furious::cuda {

@@ -21,7 +21,7 @@ HWY_INLINE FloatVector load_gated(Memory memory, const float* x, const float* z)
 
 template <bool kGated>
 float forward_row(float* y, const float* x, const float* z, const float* weight, float eps, int64_t n) {
-  FloatVector squares = hn::Zero(Floats());
+  FloatVector squares = hn::Zero(kTag);
   for_each_vector(n, [&](int64_t i, auto memory) HWY_ATTR {
     const FloatVector u = load_gated<kGated>(memory, x + i, z + i);
     squares = hn::MulAdd(u, u, squares);
@@ -41,7 +41,7 @@ float forward_row(float* y, const float* x, const float* z, const float* weight,
 template <bool kGated, bool kAdds>
 void backward_row(float* dx, float* dz, float* dweight, const float* dy, const float* x, const float* z,
                   const float* weight, float r, int64_t n) {
-  FloatVector products = hn::Zero(Floats());
+  FloatVector products = hn::Zero(kTag);
   for_each_vector(n, [&](int64_t i, auto memory) HWY_ATTR {
     FloatVector normed = hn::Mul(memory.load(x + i), set(r));
     if constexpr (kGated) {

@@ -1,3 +1,4 @@
+#include "gpu/reduce.cuh"
 #include "gpu/rows.cuh"
 #include "ops/nn/activation.cuh"
 #include "ops/nn/rms_norm_kernels.h"
@@ -30,8 +31,8 @@ __device__ int place_of(int p) {
 }
 
 template <class T, int N, bool kGated>
-__global__ void __launch_bounds__(32 * kMostWarps)
-    forward_kernel(Rows<T> y, Rows<T> x, Rows<T> z, const float* weight, float* inverse_rms, float eps) {
+__global__ void __launch_bounds__(32 * kMostWarps) forward_kernel(DeviceRows<T> y, DeviceRows<T> x, DeviceRows<T> z,
+                                                                  const float* weight, float* inverse_rms, float eps) {
   constexpr int kPacks = kHeld / N;
   __shared__ float shared[kMostWarps];
   const int n = static_cast<int>(x.size);
@@ -80,8 +81,8 @@ struct Held {
   Pack<T, N> x[kPacks], dy[kPacks], third[kPacks];
   float r;
 
-  __device__ void fetch(int64_t row, const Rows<T>& x_rows, const Rows<T>& dy_rows, const Rows<T>* third_rows,
-                        const float* inverse_rms) {
+  __device__ void fetch(int64_t row, const DeviceRows<T>& x_rows, const DeviceRows<T>& dy_rows,
+                        const DeviceRows<T>* third_rows, const float* inverse_rms) {
     if (row >= x_rows.count) return;
     r = inverse_rms[row];
     const T *const from = x_rows[row], *const gradient = dy_rows[row];
@@ -100,8 +101,8 @@ struct Held {
 // Every block walks rows of its own and leaves its share of dweight in one row of partials [blocks, n].
 template <class T, int N, bool kGated, bool kAdds>
 __global__ void __launch_bounds__(32 * kMostWarps)
-    backward_kernel(Rows<T> dx, Rows<T> dz, float* partials, Rows<T> dy, Rows<T> x, Rows<T> z, const float* weight,
-                    const float* inverse_rms) {
+    backward_kernel(DeviceRows<T> dx, DeviceRows<T> dz, float* partials, DeviceRows<T> dy, DeviceRows<T> x,
+                    DeviceRows<T> z, const float* weight, const float* inverse_rms) {
   constexpr int kPacks = kHeld / N;
   constexpr bool kAhead = sizeof(T) == 2 && N > 1;  // registers have room for two rows
   __shared__ float shared[kMostWarps];
@@ -112,7 +113,7 @@ __global__ void __launch_bounds__(32 * kMostWarps)
   for (int p = 0; p < kPacks; ++p)
     if (place_of<N>(p) < n) load(w[p], weight + place_of<N>(p));
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y;
-  const Rows<T>* const third = kGated ? &z : kAdds ? &dx : nullptr;
+  const DeviceRows<T>* const third = kGated ? &z : kAdds ? &dx : nullptr;
   Held<T, N> now, next;
   now.fetch(static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y, x, dy, third, inverse_rms);
   // The whole block takes every turn of this loop: there are barriers in it.

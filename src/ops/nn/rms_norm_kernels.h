@@ -1,3 +1,4 @@
+// What rms_norm.cpp calls after all checks.
 #pragma once
 
 #include "ops/nn/rms_norm.h"

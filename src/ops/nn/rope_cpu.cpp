@@ -22,7 +22,7 @@ HWY_INLINE Pairs turn(Pairs x, FloatVector cosine, FloatVector sine) {
 
 HWY_INLINE Pairs load_interleaved(WholeVector, const float* from) {
   Pairs pairs;
-  hn::LoadInterleaved2(Floats(), from, pairs.first, pairs.second);
+  hn::LoadInterleaved2(kTag, from, pairs.first, pairs.second);
   return pairs;
 }
 
@@ -33,7 +33,7 @@ HWY_INLINE Pairs load_interleaved(PartialVector part, const float* from) {
 }
 
 HWY_INLINE void store_interleaved(WholeVector, Pairs pairs, float* to) {
-  hn::StoreInterleaved2(pairs.first, pairs.second, Floats(), to);
+  hn::StoreInterleaved2(pairs.first, pairs.second, kTag, to);
 }
 
 HWY_INLINE void store_interleaved(PartialVector part, Pairs pairs, float* to) {

@@ -7,7 +7,7 @@ namespace {
 
 template <class T>
 struct Forward {
-  Rows<T> y, gate, up;
+  DeviceRows<T> y, gate, up;
 
   template <int N>
   __device__ void run(int64_t row, int column) const {
@@ -22,7 +22,7 @@ struct Forward {
 
 template <class T>
 struct Backward {
-  Rows<T> dgate, dup, dy, gate, up;
+  DeviceRows<T> dgate, dup, dy, gate, up;
 
   template <int N>
   __device__ void run(int64_t row, int column) const {

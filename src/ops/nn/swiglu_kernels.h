@@ -1,3 +1,4 @@
+// What swiglu.cpp calls after all checks.
 #pragma once
 
 #include "ops/nn/swiglu.h"

@@ -8,6 +8,7 @@
 
 #include "base/error.h"
 #include "base/parallel.h"
+#include "ops/optim/adamw_kernels.h"
 #include "tensor/check.h"
 #include "tensor/dispatch.h"
 

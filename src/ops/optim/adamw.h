@@ -58,18 +58,4 @@ void clip_gradients(const Tensor& norm, const Tensor& numbers, std::span<const T
                     const std::function<void(const Tensor& squares)>& add_others = {});
 void adamw_update(std::span<const AdamWTensors> tensors, const Tensor& numbers);
 
-namespace cpu {
-void adamw_update(std::span<const AdamWTensors> tensors, const Tensor& numbers);
-void adamw_update(int64_t count, const AdamWConstants& constants, float* parameter, const float* gradient,
-                  float* first_moment, float* second_moment);
-void sum_of_squares(const Tensor& sum, std::span<const Tensor> gradients);
-void set_scale(const Tensor& numbers, const Tensor& norm, double most);  // norm: holds its square
-double sum_of_squares(const float* x, int64_t count);
-}  // namespace cpu
-namespace cuda {
-void adamw_update(std::span<const AdamWTensors> tensors, const Tensor& numbers);
-void sum_of_squares(const Tensor& sum, std::span<const Tensor> gradients);
-void set_scale(const Tensor& numbers, const Tensor& norm, double most);
-}  // namespace cuda
-
 }  // namespace furious

@@ -1,18 +1,16 @@
-#include "ops/optim/adamw.h"
+#include "ops/optim/adamw_kernels.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "ops/optim/adamw_cpu.cpp"
 // In this order: foreach_target.h compiles the rest of this file once for every instruction set.
 #include "hwy/foreach_target.h"
 
-#include "hwy/highway.h"
+#include "ops/simd-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace furious {
 namespace HWY_NAMESPACE {
 namespace {
-
-namespace hn = hwy::HWY_NAMESPACE;
 
 template <class D>
 HWY_INLINE void update_at(D d, const AdamWConstants& c, float* parameter, const float* gradient, float* first_moment,
@@ -30,13 +28,10 @@ HWY_INLINE void update_at(D d, const AdamWConstants& c, float* parameter, const 
 
 void update(int64_t count, const AdamWConstants& c, float* parameter, const float* gradient, float* first_moment,
             float* second_moment) {
-  const hn::ScalableTag<float> d;
-  const hn::CappedTag<float, 1> one;  // rounds as a full vector does, so it does not matter where a thread's range ends
-  const int64_t step = static_cast<int64_t>(hn::Lanes(d));
   int64_t i = 0;
-  for (; i + step <= count; i += step)
-    update_at(d, c, parameter + i, gradient + i, first_moment + i, second_moment + i);
-  for (; i < count; ++i) update_at(one, c, parameter + i, gradient + i, first_moment + i, second_moment + i);
+  for (; i + kLanes <= count; i += kLanes)
+    update_at(kTag, c, parameter + i, gradient + i, first_moment + i, second_moment + i);
+  for (; i < count; ++i) update_at(kOneLane, c, parameter + i, gradient + i, first_moment + i, second_moment + i);
 }
 
 double square_sum(const float* x, int64_t count) {

@@ -1,6 +1,6 @@
 #include <cmath>
 
-#include "ops/optim/adamw.h"
+#include "ops/optim/adamw_kernels.h"
 #include "tensor/cuda.cuh"
 
 namespace furious::cuda {

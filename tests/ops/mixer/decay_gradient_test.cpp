@@ -1,7 +1,7 @@
 // The gradient of log-decays, a sum over all later tokens in which almost everything cancels. A parameter that all
 // tokens share, A_log of a_t = −exp(A_log)·dt_t, sums it once more: Σ_t a_t·da_t.
 #include "cuda.h"
-#include "ops/mixer/gpu/cuda.h"
+#include "ops/mixer/gpu/mixer_cuda.h"
 #include "ops/mixer/mixer_case.h"
 
 namespace furious {

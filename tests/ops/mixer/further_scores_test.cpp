@@ -235,6 +235,21 @@ TEST(FurtherScores, RowsOfTheState) {
     EXPECT_EQ(state_rows(spec, 8) > 0, !spec.signed_decay) << to_string(spec);
 }
 
+// Where kernels place the features of a squared score themselves, they do so in the order of feature_of().
+TEST(FurtherScores, PairsAreInTheOrderOfTheFeatures) {
+  for (const int dim : {1, 8, 64}) {
+    const FeatureMap map{dim, 2, false};
+    EXPECT_EQ(first_pair(dim, dim), FeatureMap::tuples(dim, 2));
+    for (int a = 0; a < dim; ++a)
+      for (int b = a; b < dim; ++b) {
+        const Feature feature = feature_of(map, pair_index(dim, a, b));
+        ASSERT_EQ(feature.at[0], a);
+        ASSERT_EQ(feature.at[1], b);
+        ASSERT_EQ(feature.factor, a == b ? 1.0f : kPairFactor);
+      }
+  }
+}
+
 // feature_of() and FeatureRuns are two ways through the same features, whose product is the score.
 TEST(FurtherScores, FeaturesGiveTheScore) {
   Random random(7);

@@ -143,7 +143,7 @@ double worst_row(const Tensor& actual, const Tensor& expected, double floor) {
     const auto row = [&](const std::vector<double>& x) { return std::vector<double>(&x[i], &x[i] + width); };
     double norm = 0;
     for (double x : row(e)) norm += x * x;
-    worst = std::max(worst, relative_error(row(a), row(e), std::max(0.0, floor - std::sqrt(norm))));
+    worst = std::max(worst, relative_error(row(a), row(e), std::max(0.0, floor - std::sqrt(norm))).all);
   }
   return worst;
 }

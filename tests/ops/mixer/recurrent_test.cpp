@@ -18,9 +18,33 @@ MixerCache cache_for(const MixerCase& c) {
   return MixerCache(c.spec, sizes_of(c.inputs));
 }
 
+// Token t of every sequence.
 Tensor step(MixerCache& cache, const MixerInputs& in, int64_t t) {
-  return cache.step(in.q.select(1, t), in.k.select(1, t), in.v.select(1, t),
+  return cache.step(all_slots(cache.slots()), in.q.select(1, t), in.k.select(1, t), in.v.select(1, t),
                     in.log_decay ? to_dtype(in.log_decay.select(1, t), DType::f32) : Tensor());
+}
+
+// Some tokens of one sequence.
+MixerInputs part_of(const MixerInputs& in, int64_t sequence, int64_t begin, int64_t count) {
+  MixerInputs part = in;
+  for (Tensor MixerInputs::*x : {&MixerInputs::q, &MixerInputs::k, &MixerInputs::v, &MixerInputs::log_decay})
+    if (part.*x) part.*x = (part.*x).slice(0, sequence, 1).slice(1, begin, count);
+  return part;
+}
+
+// The next tokens of some slots, of which each reads its own sequence from where it is.
+Tensor step_slots(MixerCache& cache, const std::vector<int32_t>& slots, const std::vector<MixerInputs>& sequences) {
+  MixerInputs rows;
+  for (Tensor MixerInputs::*x : {&MixerInputs::q, &MixerInputs::k, &MixerInputs::v, &MixerInputs::log_decay}) {
+    if (!(sequences[0].*x)) continue;
+    Shape shape = (sequences[0].*x).select(1, 0).shape();
+    shape[0] = static_cast<int64_t>(slots.size());
+    rows.*x = Tensor::empty(shape, DType::f32);
+    for (size_t i = 0; i < slots.size(); ++i)
+      copy((rows.*x).slice(0, static_cast<int64_t>(i), 1),
+           (sequences[static_cast<size_t>(slots[i])].*x).select(1, cache.tokens(slots[i])));
+  }
+  return cache.step(slot_rows(slots), rows.q, rows.k, rows.v, rows.log_decay);
 }
 
 CaseLimits plain(int64_t longest) {
@@ -41,7 +65,7 @@ TEST(Recurrent, TokenByTokenEqualsOnePass) {
     const Tensor expected = mixer_forward(spec, cast(c, DType::f64).inputs, {Form::reference}).out;
     for (int64_t t = 0; t < c.inputs.q.size(1); ++t)
       ASSERT_LE(relative_error(step(cache, c.inputs, t), expected.select(1, t), 0.1), kTolerance) << "token " << t;
-    EXPECT_EQ(cache.tokens(), c.inputs.q.size(1));
+    for (int64_t slot = 0; slot < cache.slots(); ++slot) EXPECT_EQ(cache.tokens(slot), c.inputs.q.size(1));
   }
 }
 
@@ -52,9 +76,10 @@ TEST(Recurrent, GoesOnFromItsContentsToTheBit) {
     SCOPED_TRACE(describe(c));
     MixerCache cache = cache_for(c);
     for (int64_t t = 0; t < c.inputs.q.size(1); ++t) {
-      MixerCache again(spec, sizes_of(c.inputs), cache.contents());
+      MixerCache again = cache_for(c);
+      for (int64_t slot = 0; slot < cache.slots(); ++slot) again.restore(slot, cache.contents(slot));
       ASSERT_TRUE(same_bits(step(cache, c.inputs, t), step(again, c.inputs, t))) << "token " << t;
-      ASSERT_EQ(again.tokens(), cache.tokens());
+      for (int64_t slot = 0; slot < cache.slots(); ++slot) ASSERT_EQ(again.tokens(slot), cache.tokens(slot));
     }
   }
 }
@@ -64,13 +89,13 @@ TEST(Recurrent, RefusesContentsOfAnotherCache) {
   const MixerCache::Sizes sizes{2, 3, 3, 3, 8, 8};
   MixerCache cache(spec, sizes);
   const Tensor x = Tensor::zeros({2, 3, 8}, DType::f32), decay = Tensor::zeros({2, 3}, DType::f32);
-  for (int64_t t = 0; t <= cache.first_fold(); ++t) cache.step(x, x, x, decay);
+  for (int64_t t = 0; t <= cache.first_fold(); ++t) cache.step(all_slots(2), x, x, x, decay);
   const auto refused = [&](auto&& change, const std::string& part) {
-    MixerContents contents = cache.contents();
+    MixerContents contents = cache.contents(1);
     change(contents);
-    expect_error([&] { MixerCache(spec, sizes, contents); }, {"mixer_cache", part});
+    expect_error([&] { cache.restore(1, contents); }, {"mixer_cache", part});
   };
-  ASSERT_TRUE(cache.contents().state);
+  ASSERT_TRUE(cache.contents(1).state);
   refused([](MixerContents& c) { c.pending = -1; }, "-1 tokens");
   refused([&](MixerContents& c) { c.pending = cache.window() + 1; }, "in the window");
   refused([](MixerContents& c) { c.tokens = 0; }, "of 0 in the window");
@@ -79,9 +104,14 @@ TEST(Recurrent, RefusesContentsOfAnotherCache) {
   refused([](MixerContents& c) { c.k = {}; }, "k");
   refused([](MixerContents& c) { c.v = c.v.slice(1, 0, 1); }, "v");
   refused([](MixerContents& c) { c.log_decay = {}; }, "log_decay");
-  const MixerContents contents = cache.contents();
-  expect_error([&] { MixerCache({Score::squared, false, Norm::sum}, sizes, contents); }, {"decay"});
-  expect_error([&] { MixerCache({Score::exponential, true, Norm::sum}, sizes, contents); }, {"exponential"});
+  const MixerContents contents = cache.contents(1);
+  EXPECT_EQ(contents.tokens, cache.first_fold() + 1);  // what was refused has changed nothing
+  EXPECT_TRUE(same_bits(contents.state, cache.contents(0).state));
+  MixerCache without_decay({Score::squared, false, Norm::sum}, sizes);
+  MixerCache without_state({Score::exponential, true, Norm::sum}, sizes);
+  expect_error([&] { without_decay.restore(0, contents); }, {"decay"});
+  expect_error([&] { without_state.restore(0, contents); }, {"exponential"});
+  expect_error([&] { cache.restore(2, contents); }, {"mixer_cache", "slot 2", "0 to 1"});
 }
 
 TEST(Recurrent, ContinuesAfterPrefill) {
@@ -96,10 +126,10 @@ TEST(Recurrent, ContinuesAfterPrefill) {
       const Tensor expected = mixer_forward(spec, c.inputs, {Form::parallel}).out;
       MixerCache cache = cache_for(c);
       const auto prefill = [&](int64_t begin, int64_t count) {
-        MixerInputs part = c.inputs;
-        for (Tensor MixerInputs::*x : {&MixerInputs::q, &MixerInputs::k, &MixerInputs::v, &MixerInputs::log_decay})
-          if (part.*x) part.*x = (part.*x).slice(1, begin, count);
-        EXPECT_LE(relative_error(cache.prefill(part), expected.slice(1, begin, count), 0.1), kTolerance);
+        for (int64_t slot = 0; slot < cache.slots(); ++slot)
+          EXPECT_LE(relative_error(cache.prefill(slot, part_of(c.inputs, slot, begin, count)),
+                                   expected.slice(0, slot, 1).slice(1, begin, count), 0.1),
+                    kTolerance);
       };
       const int64_t first = random.integer(1, length - 2);
       const int64_t second = random.integer(1, length - 1 - first);
@@ -130,7 +160,7 @@ TEST(Recurrent, GrowthPastSaturation) {
     MixerCache cache = cache_for(c);
     for (int64_t t = 0; t < length; ++t)
       ASSERT_LE(worst_row(step(cache, c.inputs, t), expected.select(1, t), 0.1), kTolerance) << "token " << t;
-    EXPECT_FALSE(cache.has_folded());
+    EXPECT_FALSE(cache.has_folded(0));
     EXPECT_EQ(cache.first_fold(), 0);
   }
 }
@@ -141,12 +171,13 @@ TEST(Recurrent, StateIsTheStateOfTheForwardPass) {
     const MixerCase c = random_case(random, spec, plain(200));
     MixerCache cache = cache_for(c);
     if (!has_state(c)) {
-      expect_error([&] { cache.state(); }, {"mixer_cache.state", to_string(spec)});
+      expect_error([&] { cache.state(0); }, {"mixer_cache.state", to_string(spec)});
       continue;
     }
     for (int64_t t = 0; t < c.inputs.q.size(1); ++t) step(cache, c.inputs, t);
     const Tensor expected = mixer_forward(spec, c.inputs, {Form::parallel, 0, true}).final_state;
-    EXPECT_LE(relative_error(cache.state(), expected, 0.1), kTolerance);
+    for (int64_t slot = 0; slot < cache.slots(); ++slot)
+      EXPECT_LE(relative_error(cache.state(slot), expected.slice(0, slot, 1), 0.1), kTolerance);
   }
 }
 
@@ -164,8 +195,8 @@ TEST(Recurrent, NeverTakesMoreThanAKeyValueCacheNorThanTheState) {
     const int64_t page = 32 * 2 * (16 + 16 + 1) * 4;
     const int64_t state = 4 * 2 * state_rows(spec, 16) * state_columns(spec, 16);
     for (int t = 0; t < 400; ++t) {
-      cache.step(x, x, x, a);
-      key_value.step(x, x, x, a);
+      cache.step(slot_rows({0}), x, x, x, a);
+      key_value.step(slot_rows({0}), x, x, x, a);
       ASSERT_LE(cache.bytes(), key_value.bytes()) << name << ", token " << t;
       if (has_state(spec, 16) && t > cache.first_fold()) {
         // Two windows of tokens at most, and the padding of the packed state.
@@ -188,11 +219,11 @@ TEST(Recurrent, ReadInPiecesStaysAKeyValueCache) {
                        {},
                        {}};
   };
-  cache.prefill(piece());
+  cache.prefill(0, piece());
   const int64_t page = cache.bytes();
-  for (int i = 0; i < 3; ++i) cache.prefill(piece());
+  for (int i = 0; i < 3; ++i) cache.prefill(0, piece());
   EXPECT_EQ(cache.bytes(), page);  // 32 tokens
-  cache.state();
+  cache.state(0);
   EXPECT_EQ(cache.bytes(), page);
 }
 
@@ -206,19 +237,199 @@ TEST(Recurrent, StrongDecayAndZeroesStayFinite) {
       Tensor a = Tensor::empty({1, 1}, DType::f32);
       fill(a, -50);
       for (int t = 0; t < 200; ++t)
-        ASSERT_TRUE(all_finite(cache.step(x, x, x, spec.decay ? a : Tensor()))) << to_string(spec) << ", token " << t;
+        ASSERT_TRUE(all_finite(cache.step(slot_rows({0}), x, x, x, spec.decay ? a : Tensor())))
+            << to_string(spec) << ", token " << t;
     }
   }
+}
+
+// Slots of different lengths, stepped together in subsets and orders that change, equal each sequence alone: to the
+// bit, and to rounding in double precision.
+TEST(Recurrent, SlotsDoNotDependOnEachOther) {
+  Random random(11);
+  for (const MixerSpec& spec : every_spec()) {
+    constexpr int32_t kSlots = 3;
+    const int64_t dim = 8, v_dim = random.integer(8, 12), heads = 1;
+    const MixerCache::Sizes sizes{kSlots, 2 * heads, heads, 2 * heads, dim, v_dim};
+    MixerCache together(spec, sizes);
+    std::vector<MixerInputs> sequences;
+    std::vector<Tensor> expected, alone;
+    std::vector<int64_t> lengths;
+    for (int32_t slot = 0; slot < kSlots; ++slot) {
+      // Two fold, at different times; the third ends before they do.
+      const int64_t length = slot == 2 ? random.integer(1, 60) : together.first_fold() + (slot == 0 ? 90 : 20);
+      CaseLimits limits = plain(length);
+      limits.shortest = length;
+      MixerCase c = random_case(random, spec, limits);
+      c.inputs.q = random.normal_tensor({1, length, sizes.q_heads, dim});
+      c.inputs.k = random.normal_tensor({1, length, sizes.k_heads, dim});
+      c.inputs.v = random.normal_tensor({1, length, sizes.v_heads, v_dim});
+      if (spec.norm == Norm::sum && spec.score != Score::exponential)  // else scores that cancel are ill-conditioned
+        for (const Tensor& x : {c.inputs.q, c.inputs.k})
+          for (int64_t i = 0; i < x.elements(); ++i) x.data<float>()[i] = std::fabs(x.data<float>()[i]);
+      if (spec.decay) c.inputs.log_decay = random.uniform_tensor({1, length, 2 * heads}, -0.5, 0);
+      sequences.push_back(c.inputs);
+      lengths.push_back(length);
+      expected.push_back(mixer_forward(spec, cast(c, DType::f64).inputs, {Form::reference}).out);
+      MixerCache cache(spec, {1, sizes.q_heads, sizes.k_heads, sizes.v_heads, dim, v_dim});
+      alone.push_back(Tensor::empty({length, 2 * heads, v_dim}, DType::f32));
+      for (int64_t t = 0; t < length; ++t) copy(alone.back().slice(0, t, 1), step(cache, c.inputs, t));
+    }
+    SCOPED_TRACE(to_string(spec));
+    bool mixed = false;  // a slot with a state stepped beside one without
+    for (int64_t t = 0; t < 40; ++t)
+      ASSERT_TRUE(same_bits(step_slots(together, {0}, sequences), alone[0].slice(0, t, 1))) << "token " << t;
+    for (;;) {
+      std::vector<int32_t> rows;
+      for (int32_t slot = 0; slot < kSlots; ++slot)
+        if (together.tokens(slot) < lengths[slot] && random.integer(0, 5) > 0)
+          rows.insert(rows.begin() + random.integer(0, static_cast<int64_t>(rows.size())), slot);
+      bool done = true;
+      for (int32_t slot = 0; slot < kSlots; ++slot) done = done && together.tokens(slot) == lengths[slot];
+      if (done) break;
+      if (rows.empty()) continue;
+      const Tensor y = step_slots(together, rows, sequences);
+      const auto stepped = [&](int32_t slot) { return std::ranges::find(rows, slot) != rows.end(); };
+      mixed = mixed || (stepped(0) && stepped(1) && together.has_folded(0) && !together.has_folded(1));
+      for (size_t i = 0; i < rows.size(); ++i) {
+        const int64_t t = together.tokens(rows[i]) - 1, row = static_cast<int64_t>(i);
+        ASSERT_TRUE(same_bits(y.slice(0, row, 1), alone[rows[i]].slice(0, t, 1))) << "slot " << rows[i] << ", " << t;
+        ASSERT_LE(worst_row(y.slice(0, row, 1), expected[rows[i]].select(1, t), 0.1), kTolerance)
+            << "slot " << rows[i] << ", token " << t;
+      }
+    }
+    if (together.first_fold() > 0) {
+      EXPECT_TRUE(together.has_folded(0) && together.has_folded(1) && !together.has_folded(2));
+      EXPECT_TRUE(mixed);
+    }
+  }
+}
+
+// A slot that is copied goes on like the original, to the bit, and neither sees what the other reads.
+TEST(Recurrent, CopiesGoOnLikeTheOriginal) {
+  Random random(12);
+  for (const char* name : {"2mamba", "mamba2", "softmax"}) {
+    const MixerSpec spec = mixer_spec(name);
+    MixerCache cache(spec, {3, 2, 2, 2, 8, 8});
+    const int64_t length = cache.first_fold() + 100;
+    const auto sequence = [&] {
+      MixerInputs in;
+      for (Tensor MixerInputs::*x : {&MixerInputs::q, &MixerInputs::k, &MixerInputs::v})
+        in.*x = random.normal_tensor({1, length, 2, 8});
+      if (spec.decay) in.log_decay = random.uniform_tensor({1, length, 2}, -1, 0);
+      return in;
+    };
+    const MixerInputs text = sequence(), other = sequence();
+    for (int64_t at : {int64_t{0}, int64_t{40}, length - 50}) {
+      SCOPED_TRACE(fmt::format("{} after {} tokens", name, at));
+      cache.clear(0);
+      cache.prefill(2, part_of(other, 0, 0, 50));  // the target has tokens of its own
+      for (int64_t t = 0; t < at; ++t) step_slots(cache, {0}, {text, text, text});
+      cache.copy(0, 2);
+      EXPECT_EQ(cache.tokens(2), at);
+      EXPECT_EQ(cache.has_folded(2), cache.has_folded(0));
+      for (int64_t t = at; t < at + 45; ++t) {
+        const Tensor y = step_slots(cache, {0, 2}, {text, text, text});
+        ASSERT_TRUE(same_bits(y.slice(0, 0, 1), y.slice(0, 1, 1))) << "token " << t;
+      }
+      // They part: the first reads something else and comes back to where the copy is.
+      const MixerContents before = cache.contents(2);
+      step_slots(cache, {0}, {other, text, text});
+      EXPECT_TRUE(same_bits(cache.contents(2).k, before.k));
+      cache.copy(2, 2);
+      EXPECT_TRUE(same_bits(cache.contents(2).k, before.k));
+    }
+  }
+}
+
+TEST(Recurrent, ClearedSlotsAreEmptyAndFree) {
+  Random random(13);
+  for (const char* name : {"2mamba", "softmax"}) {
+    const MixerSpec spec = mixer_spec(name);
+    MixerCache cache(spec, {2, 2, 2, 2, 8, 8}), fresh(spec, {2, 2, 2, 2, 8, 8});
+    EXPECT_EQ(cache.bytes(), 0);
+    const int64_t length = cache.first_fold() + 70;
+    MixerInputs in{random.normal_tensor({1, length, 2, 8}),
+                   random.normal_tensor({1, length, 2, 8}),
+                   random.normal_tensor({1, length, 2, 8}),
+                   spec.decay ? random.uniform_tensor({1, length, 2}, -1, 0) : Tensor(),
+                   {},
+                   {}};
+    for (int64_t t = 0; t < length; ++t) step_slots(cache, {1, 0}, {in, in});
+    const int64_t both = cache.bytes();
+    EXPECT_EQ(cache.bytes(0), both / 2);
+    cache.clear(1);
+    EXPECT_EQ(cache.bytes(1), 0);
+    EXPECT_EQ(cache.bytes(), both / 2);
+    EXPECT_EQ(cache.tokens(1), 0);
+    EXPECT_EQ(cache.tokens(0), length);
+    EXPECT_FALSE(cache.has_folded(1));
+    for (int64_t t = 0; t < length; ++t)
+      ASSERT_TRUE(same_bits(step_slots(cache, {1}, {in, in}), step_slots(fresh, {0}, {in, in}))) << "token " << t;
+  }
+}
+
+// What a recorded step depends on: equal for any slots in one table as long as the longest window is in the same chunk
+// and none or some have a state.
+TEST(Recurrent, RecordingNamesWhatAStepDependsOn) {
+  MixerCache cache(mixer_spec("2mamba"), {3, 1, 1, 1, 8, 8});
+  const Tensor x = Tensor::zeros({1, 1, 8}, DType::f32), a = Tensor::zeros({1, 1}, DType::f32);
+  SlotRows rows = slot_rows({0, 1});
+  const auto read = [&](int32_t slot, int64_t tokens) {
+    for (int64_t t = 0; t < tokens; ++t) cache.step(slot_rows({slot}), x, x, x, a);
+  };
+  read(0, 10);
+  const std::vector<int64_t> first = cache.recording(rows);
+  rows.slots = {2, 0};
+  EXPECT_EQ(cache.recording(rows), first);
+  EXPECT_NE(cache.recording(slot_rows({0, 1})), first);  // another table
+  read(2, 63);
+  EXPECT_EQ(cache.recording(rows), first);
+  read(2, 1);
+  EXPECT_NE(cache.recording(rows), first);
+  cache.clear(2);
+  EXPECT_EQ(cache.recording(rows), first);
+  read(2, cache.first_fold() + 1);
+  ASSERT_TRUE(cache.has_folded(2));
+  EXPECT_NE(cache.recording(rows), first);
+  const Tensor positions = cache.positions();
+  ASSERT_EQ(positions.size(0), 3);
+  EXPECT_EQ(positions.data<int32_t>()[0], 10);
+  EXPECT_EQ(positions.data<int32_t>()[1], 0);
+  EXPECT_EQ(positions.data<int32_t>()[2], cache.first_fold() + 1);
+}
+
+TEST(Recurrent, BadSlots) {
+  MixerCache cache(mixer_spec("softmax"), {3, 1, 1, 1, 8, 8});
+  const Tensor x = Tensor::zeros({2, 1, 8}, DType::f32);
+  expect_error([&] { cache.step(slot_rows({0, 3}), x, x, x); }, {"mixer_cache.step", "slot 3", "0 to 2"});
+  expect_error([&] { cache.step(slot_rows({0, -1}), x, x, x); }, {"mixer_cache.step", "slot -1", "0 to 2"});
+  expect_error([&] { cache.step(slot_rows({1, 1}), x, x, x); }, {"mixer_cache.step", "slot 1", "twice"});
+  expect_error([&] { cache.step(slot_rows({1}), x, x, x); }, {"mixer_cache.step", "\"q\"", "[2, 1, 8]", "[1, 1, 8]"});
+  expect_error([&] { cache.step({{0, 1}, slot_rows({0}).table}, x, x, x); }, {"mixer_cache.step", "\"rows\""});
+  expect_error([&] { cache.prepare(slot_rows({2, 2}), DType::f32); }, {"mixer_cache.prepare", "twice"});
+  expect_error([&] { cache.clear(3); }, {"mixer_cache", "slot 3"});
+  expect_error([&] { cache.copy(0, -1); }, {"mixer_cache", "slot -1"});
+  expect_error([&] { cache.prefill(5, {}); }, {"mixer_cache", "slot 5"});
+  expect_error([] { MixerCache(mixer_spec("softmax"), {0, 1, 1, 1, 8, 8}); }, {"mixer_cache", "0 slots"});
+  EXPECT_EQ(cache.step(slot_rows({}), x.slice(0, 0, 0), x.slice(0, 0, 0), x.slice(0, 0, 0)).size(0), 0);
+  for (int64_t slot = 0; slot < 3; ++slot) EXPECT_EQ(cache.tokens(slot), 0);
 }
 
 TEST(Recurrent, BadInput) {
   Random random(5);
   const Tensor x = random.normal_tensor({1, 2, 8});
   const Tensor a = random.uniform_tensor({1, 2}, -1, 0);
+  const SlotRows first = slot_rows({0});
   MixerCache cache(mixer_spec("2mamba"), {1, 2, 2, 2, 8, 8});
-  expect_error([&] { cache.step(x.slice(1, 0, 1), x, x, a); }, {"mixer_cache.step", "\"q\"", "[1, 1, 8]", "[1, 2, 8]"});
-  expect_error([&] { cache.step(x, x, x); }, {"\"log_decay\"", "missing"});
-  expect_error([&] { cache.step(x, x, x, random.uniform_tensor({1, 2}, 1, 2)); }, {"\"log_decay\"", "at most 0"});
+  expect_error([&] { cache.step(first, x.slice(1, 0, 1), x, x, a); },
+               {"mixer_cache.step", "\"q\"", "[1, 1, 8]", "[1, 2, 8]"});
+  expect_error([&] { cache.step(first, x, x, x); }, {"\"log_decay\"", "missing"});
+  expect_error(
+      [&] {
+        cache.step(first, x, x, x, random.uniform_tensor({1, 2}, 1, 2));
+      },
+      {"\"log_decay\"", "at most 0"});
   expect_error([] { MixerCache(mixer_spec("2mamba"), {1, 2, 2, 2, 4, 8}); }, {"4", "8 to 256"});
   expect_error([] { MixerCache(mixer_spec("2mamba"), {1, 4, 3, 4, 8, 8}); }, {"3 heads", "divisor of 4"});
   expect_error(
@@ -226,16 +437,16 @@ TEST(Recurrent, BadInput) {
         MixerCache({Score::power, true, Norm::sum, 0, 2}, {1, 2, 2, 2, 8, 8});
       },
       {"mixer_cache", "\"degree\"", "expected 3 to 4"});
-  EXPECT_EQ(cache.tokens(), 0);
+  EXPECT_EQ(cache.tokens(0), 0);
   MixerCache grows({Score::squared, true, Norm::sum, 0, 0, true}, {1, 2, 2, 2, 8, 8});
-  ASSERT_NO_THROW(grows.step(x, x, x, random.uniform_tensor({1, 2}, 1, 2)));
+  ASSERT_NO_THROW(grows.step(first, x, x, x, random.uniform_tensor({1, 2}, 1, 2)));
   const float infinity = std::numeric_limits<float>::infinity();
   expect_error(
       [&] {
-        grows.step(x, x, x, tensor_of({1, infinity}, {1, 2}));
+        grows.step(first, x, x, x, tensor_of({1, infinity}, {1, 2}));
       },
       {"\"log_decay\"", "inf", "finite values"});
-  EXPECT_EQ(grows.tokens(), 1);
+  EXPECT_EQ(grows.tokens(0), 1);
 }
 
 }  // namespace

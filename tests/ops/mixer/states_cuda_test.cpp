@@ -61,8 +61,8 @@ void check(Random& random, const StatesCase& c) {
   const std::vector<Segment> segments;
   MixerResult result;
   result.final_state = Tensor::empty({c.batch, c.heads, shape.state_rows, shape.state_columns}, DType::f32, kGpu);
-  const cuda::MixerCall call{spec, shape, inputs, segments, c.chunk, result};
-  ASSERT_TRUE(cuda::states_take(call));
+  const MixerCall call{spec, shape, inputs, segments, c.chunk, result};
+  ASSERT_TRUE(cuda::states_support(call));
   cuda::ChunkTables factors;
   if (c.factors) {
     factors.in = to_gpu(in);

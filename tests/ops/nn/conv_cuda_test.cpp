@@ -117,6 +117,23 @@ TEST(ConvCuda, StateMatchesTheCpu) {
     }
 }
 
+TEST(ConvCuda, StepsOfSlots) {
+  SKIP_WITHOUT_GPU();
+  Random random(5);
+  for (DType dtype : kActivationTypes) {
+    const Tensor x = to_gpu(random.normal_tensor({4, 300}), dtype), weight = to_gpu(random.normal_tensor({300, 4}));
+    const Tensor state = to_gpu(random.normal_tensor({4, 3, 300})), alone = to_dtype(state, DType::f32);
+    const std::vector<int32_t> slots{3, 0, 2};
+    const Tensor y = conv_step(state, slot_rows(slots, kGpu), x.slice(0, 0, 3), weight, {}, Activation::silu);
+    for (int64_t row = 0; row < 3; ++row) {
+      const Tensor expected = conv_step(alone.slice(0, slots[row], 1), slot_rows({0}, kGpu), x.slice(0, row, 1), weight,
+                                        {}, Activation::silu);
+      EXPECT_TRUE(same_gpu_bits(y.slice(0, row, 1), expected)) << row;
+    }
+    EXPECT_TRUE(same_gpu_bits(state, alone));  // slot 1 is as it was
+  }
+}
+
 TEST(ConvCuda, StepsAndPiecesGiveTheBitsOfOnePass) {
   SKIP_WITHOUT_GPU();
   Random random(4);
@@ -131,8 +148,9 @@ TEST(ConvCuda, StepsAndPiecesGiveTheBitsOfOnePass) {
       const Tensor pieces = conv_forward(rest, weight, bias, Activation::silu, {}, state);
       EXPECT_TRUE(same_gpu_bits(pieces, whole.slice(1, 37, 13))) << window;
       for (int64_t token = 37; token < 50; ++token)
-        EXPECT_TRUE(
-            same_gpu_bits(conv_step(state, all_slots(state.size(0), state.device()), x.select(1, token), weight, bias, Activation::silu), whole.select(1, token)))
+        EXPECT_TRUE(same_gpu_bits(conv_step(state, all_slots(state.size(0), state.device()), x.select(1, token), weight,
+                                            bias, Activation::silu),
+                                  whole.select(1, token)))
             << window << " at " << token;
       EXPECT_TRUE(same_gpu_bits(state, conv_state(x, window)));
     }

@@ -178,11 +178,38 @@ TEST(Conv, StepsEqualOnePass) {
     const Tensor whole = conv_forward(data.x, data.weight, data.bias, c.activation);
     const Tensor state = Tensor::zeros({c.batch, window - 1, c.channels}, DType::f32);
     for (int64_t t = 0; t < c.length; ++t) {
-      const Tensor y = conv_step(state, all_slots(state.size(0)), data.x.select(1, t), data.weight, data.bias, c.activation);
+      const Tensor y =
+          conv_step(state, all_slots(state.size(0)), data.x.select(1, t), data.weight, data.bias, c.activation);
       EXPECT_TRUE(same_bits(y, dense(whole.select(1, t)))) << "token " << t;
     }
     EXPECT_TRUE(same_bits(state, conv_state(data.x, window)));
   }
+}
+
+// Rows of slots in any order, of which some stay where they are.
+TEST(Conv, StepsOfSlots) {
+  testing::Random random(9);
+  const Case c{4, 30, 19, 4, Activation::silu, {}};
+  const Data data(random, c);
+  const Tensor whole = conv_forward(data.x, data.weight, data.bias, c.activation);
+  const Tensor state = Tensor::zeros({c.batch, c.window - 1, c.channels}, DType::f32);
+  std::vector<int64_t> seen(4);
+  for (int step = 0; step < 60; ++step) {
+    std::vector<int32_t> slots;
+    for (int32_t slot = 0; slot < 4; ++slot)
+      if (seen[slot] < c.length && random.integer(0, 1) == 1)
+        slots.insert(slots.begin() + random.integer(0, static_cast<int64_t>(slots.size())), slot);
+    const Tensor x = Tensor::empty({static_cast<int64_t>(slots.size()), c.channels}, DType::f32);
+    for (size_t i = 0; i < slots.size(); ++i)
+      copy(x.select(0, static_cast<int64_t>(i)), data.x.select(0, slots[i]).select(0, seen[slots[i]]));
+    const Tensor y = conv_step(state, slot_rows(slots), x, data.weight, data.bias, c.activation);
+    for (size_t i = 0; i < slots.size(); ++i)
+      ASSERT_TRUE(same_bits(dense(y.select(0, static_cast<int64_t>(i))),
+                            dense(whole.select(0, slots[i]).select(0, seen[slots[i]]++))));
+  }
+  for (int64_t slot = 0; slot < 4; ++slot)
+    EXPECT_TRUE(same_bits(dense(state.slice(0, slot, 1)),
+                          conv_state(data.x.slice(0, slot, 1).slice(1, 0, seen[slot]), c.window)));
 }
 
 TEST(Conv, StateHoldsTheLastDocumentOnly) {
@@ -276,9 +303,18 @@ TEST(Conv, BadArgumentsAreNamed) {
   testing::expect_error(run(x, weight, bias, {}, zeros({2, 2, 3})), {"conv", "\"state\"", "[2, 2, 3]", "[2, 1, 3]"});
   testing::expect_error(
       [&] {
-        conv_step(zeros({2, 1, 3}), zeros({1, 3}), weight, bias, Activation::none);
+        conv_step(zeros({2, 2, 3}), slot_rows({0}), zeros({1, 3}), weight, bias, Activation::none);
       },
-      {"conv_step", "\"state\"", "[2, 1, 3]", "[1, 1, 3]"});
+      {"conv_step", "\"state\"", "[2, 2, 3]", "[any, 1, 3]"});
+  const auto step = [&](const SlotRows& rows) {
+    return [=] {
+      conv_step(Tensor::zeros({2, 1, 3}, DType::f32), rows, Tensor::zeros({2, 3}, DType::f32), weight, bias,
+                Activation::none);
+    };
+  };
+  testing::expect_error(step(slot_rows({0, 2})), {"conv_step", "slot 2", "0 to 1"});
+  testing::expect_error(step(slot_rows({1, 1})), {"conv_step", "slot 1", "twice"});
+  testing::expect_error(step(slot_rows({1})), {"conv_step", "1 slots for 2 rows"});
 }
 
 }  // namespace

@@ -43,6 +43,22 @@ TEST_P(RopeCuda, MatchesTheCpu) {
         }
 }
 
+TEST_P(RopeCuda, RowsBeginAtThePositionsOfTheirSlots) {
+  SKIP_WITHOUT_GPU();
+  Random random(3);
+  for (DType dtype : kActivationTypes) {
+    const Tensor x = rounded(random.normal_tensor({3, 1, 2, 64}), dtype);
+    const Tensor records = int_tensor_of({0, 7, 0, 123456, 0, 0, 0, 64}, {4, 2});
+    const Tensor rows = int_tensor_of({3, 1, 0}, {3});
+    const Tensor there = Tensor::empty({4, 2}, DType::i32, kGpu);
+    copy_between(there, records);
+    const Tensor y = rope_forward(to_gpu(x, dtype), {GetParam(), 10000, 2, there.select(1, 1), to_gpu(rows)});
+    const Tensor expected = rope_forward(x, {GetParam(), 10000, 2, records.select(1, 1), rows});
+    for (int64_t row = 0; row < 3; ++row)
+      EXPECT_LT(gpu_error(y.slice(0, row, 1), expected.slice(0, row, 1)), tolerance(dtype)) << row;
+  }
+}
+
 TEST_P(RopeCuda, HoldsFarOut) {
   SKIP_WITHOUT_GPU();
   Random random(2);

@@ -76,6 +76,19 @@ TEST_P(RopeTest, OffsetContinuesASequence) {
   EXPECT_TRUE(same_bits(dense(whole.slice(1, 128, 22)), tail));
 }
 
+// A step: each row is at the position of its slot.
+TEST_P(RopeTest, RowsBeginAtThePositionsOfTheirSlots) {
+  testing::Random random(6);
+  const Tensor x = random.normal_tensor({3, 1, 2, 6});
+  const Tensor records = int_tensor_of({0, 7, 0, 123456, 0, 0, 0, 64}, {4, 2});  // of which the second column counts
+  const Tensor rows = int_tensor_of({3, 1, 0}, {3});
+  const Tensor y = rope_forward(x, {GetParam(), 10000, 2, records.select(1, 1), rows});
+  for (const auto& [row, position] : {std::pair<int64_t, int64_t>{0, 64}, {1, 123456}, {2, 7}})
+    EXPECT_TRUE(
+        same_bits(dense(y.slice(0, row, 1)), rope_forward(x.slice(0, row, 1), {GetParam(), 10000, 2 + position})))
+        << row;
+}
+
 TEST_P(RopeTest, RecordsItsGradient) {
   testing::Random random(4);
   const Variable x(random.normal_tensor({1, 4, 2, 6}), true);
@@ -108,6 +121,18 @@ TEST(Rope, BadArgumentsAreNamed) {
   testing::expect_error([&] { rope_forward(zeros({1, 2, 3}), {}); }, {"rope", "\"x\"", "rank 3"});
   testing::expect_error([&] { rope_forward(zeros({1, 2, 3, 4}), {.offset = -1}); }, {"rope", "offset is -1"});
   testing::expect_error([&] { rope_forward(zeros({1, 2, 3, 4}), {.base = 0}); }, {"rope", "base is 0"});
+  const Tensor two = int_tensor_of({1, 2}, {2});
+  testing::expect_error([&] { rope_forward(zeros({2, 1, 3, 4}), {.positions = two}); }, {"rope", "positions", "rows"});
+  testing::expect_error(
+      [&] {
+        rope_forward(zeros({2, 1, 3, 4}), {.positions = two, .rows = two});
+      },
+      {"rope", "slot 2", "0 to 1"});
+  testing::expect_error(
+      [&] {
+        rope_forward(zeros({1, 1, 3, 4}), {.positions = two, .rows = two});
+      },
+      {"rope", "\"rows\"", "[2]", "[1]"});
   testing::expect_error(
       [&] {
         rope_forward(zeros({1, 2, 3, 4}), {}, int_tensor_of({2}, {1}));

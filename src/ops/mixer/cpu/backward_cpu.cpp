@@ -238,10 +238,10 @@ class BackwardHead {
   const cpu::Scratch<double> decay_gradient_ = cpu::Scratch<double>(job_.length);
 };
 
-void backward_call(const cpu::MixerCall& call, const cpu::BackwardTensors& tensors) {
+void backward_call(const MixerCall& call, const cpu::BackwardTensors& tensors) {
   with_kind(call.spec, [&]<Kind kKind, Mask kMask>() {
     cpu::for_each_job(call, [&](int64_t index) {
-      const cpu::HeadJob job = call.backward_job(index, tensors);
+      const cpu::HeadJob job = cpu::backward_job(call, index, tensors);
       BackwardHead<kKind, kMask>(call.spec, call.shape, job).run();
     });
   });

@@ -80,10 +80,10 @@ void forward_head(const MixerSpec& spec, const MixerShape& shape, const cpu::Hea
   if (job.final_state) state->store(job.final_state, columns);
 }
 
-void forward_call(const cpu::MixerCall& call) {
+void forward_call(const MixerCall& call) {
   with_kind(call.spec, [&]<Kind kKind, Mask kMask>() {
     cpu::for_each_job(
-        call, [&](int64_t index) { forward_head<kKind, kMask>(call.spec, call.shape, call.forward_job(index)); });
+        call, [&](int64_t index) { forward_head<kKind, kMask>(call.spec, call.shape, cpu::forward_job(call, index)); });
   });
 }
 

@@ -10,20 +10,15 @@
 #define FURIOUS_OPS_MIXER_GEMM_INL_H_
 #endif
 
+#include <algorithm>
 #include <cstddef>
 
-#include "hwy/highway.h"
+#include "ops/simd-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace furious {
 namespace HWY_NAMESPACE {
-namespace hn = hwy::HWY_NAMESPACE;
 
-using FloatTag = hn::ScalableTag<float>;
-using FloatVector = hn::Vec<FloatTag>;
-constexpr FloatTag kTag{};
-
-constexpr size_t kLanes = HWY_LANES(float);
 constexpr size_t kRows = 6;
 constexpr size_t kVectors = HWY_MAX_BYTES >= 64 ? 4 : 2;  // 24 of 32 registers, or 12 of 16, hold results
 constexpr size_t kPanel = kVectors * kLanes;

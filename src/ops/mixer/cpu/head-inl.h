@@ -9,7 +9,7 @@
 
 #include <cmath>
 
-#include "ops/mixer/cpu/cpu.h"
+#include "ops/mixer/cpu/head_job.h"
 #include "ops/mixer/cpu/scores-inl.h"
 #include "ops/mixer/cpu/state-inl.h"
 
@@ -58,7 +58,7 @@ struct SpanLayout {
   cpu::Scratch<double> terms() const { return cpu::Scratch<double>(round_up(rows, kTile) + kPad); }
   cpu::Scratch<double> decays() const { return cpu::Scratch<double>(rows); }
 
-  void pack_qk(const cpu::Rows& in, size_t first, size_t length, float factor, float* out) const {
+  void pack_qk(const cpu::HeadRows& in, size_t first, size_t length, float factor, float* out) const {
     pack_rows(in, first, length, qk_dim, factor, out, qk_ld);
     set_ones(length, out);
   }

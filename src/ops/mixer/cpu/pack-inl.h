@@ -9,8 +9,8 @@
 
 #include <algorithm>
 
-#include "ops/mixer/cpu/cpu.h"
 #include "ops/mixer/cpu/gemm-inl.h"
+#include "ops/mixer/cpu/head_job.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace furious {
@@ -20,8 +20,8 @@ constexpr size_t kWorthThreads = 4 << 20;  // multiplications: some tens of micr
 constexpr size_t kTile = 64;               // keys or tokens that lie side by side in a transposed tile
 
 // out[row, column] = factor · in[first + row, column], zero up to `ld` columns and to whole strips of rows.
-inline HWY_ATTR void pack_rows(const cpu::Rows& in, size_t first, size_t rows, size_t columns, float factor, float* out,
-                               size_t ld) {
+inline HWY_ATTR void pack_rows(const cpu::HeadRows& in, size_t first, size_t rows, size_t columns, float factor,
+                               float* out, size_t ld) {
   with_float_type(in.dtype, [&](auto zero) HWY_ATTR {
     using T = decltype(zero);
     for (size_t row = 0; row < rows; ++row) {
@@ -36,7 +36,7 @@ inline HWY_ATTR void pack_rows(const cpu::Rows& in, size_t first, size_t rows, s
 
 // out[first + row, column] = factor · in[row, column], rounded to the dtype of out.
 inline HWY_ATTR void unpack_rows(const float* in, size_t ld, size_t first, size_t rows, size_t columns, float factor,
-                                 const cpu::Rows& out) {
+                                 const cpu::HeadRows& out) {
   with_float_type(out.dtype, [&](auto zero) HWY_ATTR {
     using T = decltype(zero);
     for (size_t row = 0; row < rows; ++row) {

@@ -18,7 +18,6 @@
 
 #include "base/parallel.h"
 #include "base/subnormals.h"
-#include "hwy/contrib/math/math-inl.h"
 #include "ops/mixer/cpu/gemm-inl.h"
 #include "ops/mixer/cpu/pack-inl.h"
 #include "ops/mixer/polynomial.h"
@@ -256,7 +255,7 @@ inline HWY_ATTR void softmax_strip(const Span& span, size_t first_row, size_t ke
     }
     rescale[r] = before == after ? 1.0f : std::exp(before - after);
     span.maximum[row] = after;
-    span.sum[row] = span.sum[row] * rescale[r] + hn::GetLane(hn::SumOfLanes(kTag, total));
+    span.sum[row] = span.sum[row] * rescale[r] + sum_of_lanes(total);
   }
 }
 
@@ -318,7 +317,7 @@ HWY_NOINLINE void forward_block(const Span& span, size_t begin, size_t end) {
   }
   if constexpr (kKind == Kind::kSoftmax) return;
   for (size_t row = begin; row < end; ++row)
-    span.sum[row] += hn::GetLane(hn::SumOfLanes(kTag, hn::LoadU(kTag, partial + (row - begin) * kLanes)));
+    span.sum[row] += sum_of_lanes(hn::LoadU(kTag, partial + (row - begin) * kLanes));
 }
 
 template <Kind kKind, Mask kMask>

@@ -150,7 +150,7 @@ inline HWY_ATTR void add_rows(const float* phi, size_t tokens, const float* one,
 HWY_INLINE float dot(const float* a, const float* b, size_t count) {
   FloatVector total = hn::Zero(kTag);
   for (size_t i = 0; i < count; i += kLanes) total = hn::MulAdd(hn::LoadU(kTag, a + i), hn::LoadU(kTag, b + i), total);
-  return hn::GetLane(hn::SumOfLanes(kTag, total));
+  return sum_of_lanes(total);
 }
 
 // y_i += φ(x_i)ᵀ s, sum_i += φ(x_i)·z for `tokens` rows of x. `sum` may be null.
@@ -173,7 +173,7 @@ inline HWY_ATTR void state_read(const HeadState& state, const float* x, size_t l
       if (sum != nullptr) dot_rows(phi, count, state.z + f0, f1 - f0, partial);
     }
     for (size_t t = 0; sum != nullptr && t < count; ++t)
-      sum[t0 + t] += hn::GetLane(hn::SumOfLanes(kTag, hn::LoadU(kTag, partial + t * kLanes)));
+      sum[t0 + t] += sum_of_lanes(hn::LoadU(kTag, partial + t * kLanes));
   });
 }
 

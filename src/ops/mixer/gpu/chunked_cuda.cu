@@ -10,8 +10,8 @@
 // (for dk, dv).
 #include "ops/elementwise.h"
 #include "ops/matmul.h"
-#include "ops/mixer/gpu/cuda.h"
 #include "ops/mixer/gpu/heads.cuh"
+#include "ops/mixer/gpu/mixer_cuda.h"
 
 namespace furious::cuda {
 namespace {
@@ -49,7 +49,7 @@ __global__ void table_kernel(float* in, float* out, float* through, int* starts,
 }
 
 // Tokens [begin, begin + tokens) of some heads: `first` is the first of them among all of the batch.
-struct Span {
+struct TokenRange {
   int64_t first, heads, length, begin, tokens;
 
   template <class T>
@@ -59,20 +59,20 @@ struct Span {
   __device__ int64_t token(int64_t r, int64_t i) const { return (first + r) * length + begin + i; }
 };
 
-// Queries or keys of a span, and the factors of their features.
+// Queries or keys of a range, and the factors of their features.
 template <class T>
 struct Side {
   Heads<T> x;
-  Span span;
+  TokenRange range;
   const float *factors, *normalizer;
   float scale;  // of x
   FeatureMap map;
   int features;
 
   __device__ float factor(int64_t r, int64_t i) const {
-    const float f = factors ? factors[span.token(r, i)] : 1.0f;
+    const float f = factors ? factors[range.token(r, i)] : 1.0f;
     if (!normalizer) return f;
-    const float n = normalizer[span.token(r, i)];
+    const float n = normalizer[range.token(r, i)];
     return fabsf(n) < kSmallestNormalizer ? 0.0f : f / n;
   }
 };
@@ -83,13 +83,13 @@ __global__ void feature_kernel(float* phi, Side<T> m) {
   __shared__ float x[kTokens][kLargestDim];
   __shared__ float factors[kTokens];
   const int64_t r = blockIdx.y, first = static_cast<int64_t>(blockIdx.x) * kTokens;
-  const int count = static_cast<int>(min(static_cast<int64_t>(kTokens), m.span.tokens - first));
+  const int count = static_cast<int>(min(static_cast<int64_t>(kTokens), m.range.tokens - first));
   const int dim = m.map.dim;
   for (int i = threadIdx.x; i < count * dim; i += kThreads)
-    x[i / dim][i % dim] = m.scale * to_float(m.span.row(m.x, r, first + i / dim)[i % dim]);
+    x[i / dim][i % dim] = m.scale * to_float(m.range.row(m.x, r, first + i / dim)[i % dim]);
   if (threadIdx.x < count) factors[threadIdx.x] = m.factor(r, first + threadIdx.x);
   __syncthreads();
-  float* const to = phi + (r * m.span.tokens + first) * m.features;
+  float* const to = phi + (r * m.range.tokens + first) * m.features;
   const int last = min(m.features, static_cast<int>(blockIdx.z + 1) * kFeatures);
   for (int f = static_cast<int>(blockIdx.z) * kFeatures + threadIdx.x; f < last; f += kThreads) {
     const Feature feature = feature_of(m.map, f);
@@ -98,10 +98,10 @@ __global__ void feature_kernel(float* phi, Side<T> m) {
 }
 
 // The head and token of this warp; false beyond the last.
-__device__ bool place(int64_t& r, int64_t& i, const Span& span) {
+__device__ bool place(int64_t& r, int64_t& i, const TokenRange& range) {
   r = blockIdx.y;
   i = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
-  return i < span.tokens;
+  return i < range.tokens;
 }
 
 // Adds to dx what dphi, the gradient of the features without their factor, gives; and x·dx/degree, times `sign`, to the
@@ -112,13 +112,13 @@ __global__ void chain_kernel(Heads<T> dx, double* decay, float sign, const float
   constexpr int kPrefix = kDegree - 1;
   __shared__ float shared[kWarps][kLargestWidth];
   int64_t r, i;
-  if (!place(r, i, m.span)) return;
+  if (!place(r, i, m.range)) return;
   const int lane = threadIdx.x % 32, dim = m.map.dim, width = m.map.width();
   float* const x = shared[threadIdx.x / 32];
-  const T* const from = m.span.row(m.x, r, i);
+  const T* const from = m.range.row(m.x, r, i);
   for (int c = lane; c < width; c += 32) x[c] = c < dim ? m.scale * to_float(from[c]) : 1.0f;
   __syncwarp();
-  const float* d = dphi + (r * m.span.tokens + i) * m.features;
+  const float* d = dphi + (r * m.range.tokens + i) * m.features;
   float sum[kPerLane] = {};
   FeatureRuns<kDegree> run(m.map);
   do {
@@ -146,7 +146,7 @@ __global__ void chain_kernel(Heads<T> dx, double* decay, float sign, const float
     }
   } while (run.next());
   const float factor = m.factor(r, i);
-  T* const to = m.span.row(dx, r, i);
+  T* const to = m.range.row(dx, r, i);
   float product = 0;
 #pragma unroll
   for (int e = 0; e < kPerLane; ++e) {
@@ -158,21 +158,21 @@ __global__ void chain_kernel(Heads<T> dx, double* decay, float sign, const float
   }
   if (!decay) return;
   product = warp_sum(product);
-  if (lane == 0) decay[m.span.token(r, i)] += sign * product / kDegree;
+  if (lane == 0) decay[m.range.token(r, i)] += sign * product / kDegree;
 }
 
 // u: [heads, tokens, columns], the values and, for a column more, 1; or with `out` the gradients g, and −g·o.
 template <class T>
-__global__ void column_kernel(float* u, Heads<T> x, Heads<T> out, Span span, int dim, int columns) {
+__global__ void column_kernel(float* u, Heads<T> x, Heads<T> out, TokenRange range, int dim, int columns) {
   int64_t r, i;
-  if (!place(r, i, span)) return;
-  const T* const from = span.row(x, r, i);
-  float* const to = u + (r * span.tokens + i) * columns;
+  if (!place(r, i, range)) return;
+  const T* const from = range.row(x, r, i);
+  float* const to = u + (r * range.tokens + i) * columns;
   float delta = 0;
   for (int c = threadIdx.x % 32; c < dim; c += 32) {
     const float value = to_float(from[c]);
     to[c] = value;
-    if (out.data && columns > dim) delta += value * to_float(span.row(out, r, i)[c]);
+    if (out.data && columns > dim) delta += value * to_float(range.row(out, r, i)[c]);
   }
   if (columns == dim) return;
   delta = warp_sum(delta);
@@ -181,11 +181,11 @@ __global__ void column_kernel(float* u, Heads<T> x, Heads<T> out, Span span, int
 
 // dv += the values' columns of du.
 template <class T>
-__global__ void value_gradient_kernel(Heads<T> dv, const float* du, Span span, int dim, int columns) {
+__global__ void value_gradient_kernel(Heads<T> dv, const float* du, TokenRange range, int dim, int columns) {
   int64_t r, i;
-  if (!place(r, i, span)) return;
-  T* const to = span.row(dv, r, i);
-  const float* const from = du + (r * span.tokens + i) * columns;
+  if (!place(r, i, range)) return;
+  T* const to = range.row(dv, r, i);
+  const float* const from = du + (r * range.tokens + i) * columns;
   for (int c = threadIdx.x % 32; c < dim; c += 32) to[c] = from_float<T>(to_float(to[c]) + from[c]);
 }
 
@@ -218,9 +218,9 @@ struct Factored {
 };
 
 // Some heads of the batch, chunk by chunk.
-class Walk {
+class ChunkWalk {
  public:
-  Walk(const MixerCall& call, const ChunkTables& tables, int64_t first, int64_t heads)
+  ChunkWalk(const MixerCall& call, const ChunkTables& tables, int64_t first, int64_t heads)
       : call_(call), shape_(call.shape), tables_(tables), first_(first), heads_(heads) {}
 
   int64_t begin(int64_t chunk) const { return chunk * tables_.chunk; }
@@ -262,7 +262,7 @@ class Walk {
       Heads<typename OnDevice<T>::Type> o = {};
       if (out) o = heads_of<T>(out, shape_.heads);
       column_kernel<<<warps(chunk), 32 * kWarps, 0, here()>>>(u.data<float>(), heads_of<T>(x, shape_.heads), o,
-                                                              span(chunk), static_cast<int>(shape_.v_dim),
+                                                              range(chunk), static_cast<int>(shape_.v_dim),
                                                               static_cast<int>(shape_.state_columns));
     });
     check_launch("mixer: values of a chunk");
@@ -301,7 +301,7 @@ class Walk {
     multiply(du, phi, state);
     with_activation_type(dv.dtype(), [&](auto zero) {
       value_gradient_kernel<<<warps(chunk), 32 * kWarps, 0, here()>>>(
-          heads_of<decltype(zero)>(dv, shape_.heads), du.data<float>(), span(chunk), static_cast<int>(shape_.v_dim),
+          heads_of<decltype(zero)>(dv, shape_.heads), du.data<float>(), range(chunk), static_cast<int>(shape_.v_dim),
           static_cast<int>(shape_.state_columns));
     });
     check_launch("mixer: gradient of a chunk's values");
@@ -312,13 +312,13 @@ class Walk {
   Tensor empty(int64_t chunk, int64_t width) const {
     return Tensor::empty({heads_, tokens(chunk), width}, DType::f32, call_.inputs.q.device());
   }
-  Span span(int64_t chunk) const { return {first_, shape_.heads, shape_.length, begin(chunk), tokens(chunk)}; }
+  TokenRange range(int64_t chunk) const { return {first_, shape_.heads, shape_.length, begin(chunk), tokens(chunk)}; }
   dim3 warps(int64_t chunk) const { return dim3(blocks_for(tokens(chunk), kWarps), static_cast<unsigned>(heads_)); }
 
   template <class T>
   auto side(int64_t chunk, const Factored& of) const {
     return Side<typename OnDevice<T>::Type>{heads_of<T>(of.x, shape_.heads),
-                                            span(chunk),
+                                            range(chunk),
                                             floats(of.factors),
                                             floats(of.normalizer),
                                             of.scale,
@@ -338,7 +338,7 @@ void for_each_walk(const MixerCall& call, const ChunkTables& tables, Body&& body
   const int64_t all = call.shape.batch * call.shape.heads;
   const int64_t bytes = tables.chunk * call.shape.state_rows * 4;
   const int64_t step = std::clamp<int64_t>(kFeatureBytes / bytes, 1, 32768);
-  for (int64_t first = 0; first < all; first += step) body(Walk(call, tables, first, std::min(step, all - first)));
+  for (int64_t first = 0; first < all; first += step) body(ChunkWalk(call, tables, first, std::min(step, all - first)));
 }
 
 Tensor empty_state(const MixerCall& call) {
@@ -376,21 +376,21 @@ ChunkTables chunk_tables(const MixerCall& call, const TokenTables& tokens) {
 Tensor chunked_past(const MixerCall& call, const ChunkTables& tables) {
   const MixerShape& shape = call.shape;
   const Tensor& initial = call.inputs.initial_state;
-  const Tensor& wanted = call.result.final_state;
-  const Tensor state = wanted ? wanted : empty_state(call);
+  const Tensor& final_state = call.result.final_state;
+  const Tensor state = final_state ? final_state : empty_state(call);
   if (initial) furious::copy(state, initial);
   Tensor past;
   if (initial || tables.chunks > 1)
     past = Tensor::empty({shape.batch, shape.heads, shape.length, shape.state_columns}, DType::f32,
                          call.inputs.q.device());
   if (past && !initial) furious::fill(past.slice(2, 0, tables.chunk), 0);
-  for_each_walk(call, tables, [&](const Walk& walk) {
+  for_each_walk(call, tables, [&](const ChunkWalk& walk) {
     const Tensor own = walk.part(state);
     for (int64_t c = 0; c < tables.chunks; ++c) {
       const bool fresh = c == 0 && !initial;
       if (!fresh)
         walk.multiply(walk.part(past).slice(1, walk.begin(c), walk.tokens(c)), walk.features(c, walk.queries()), own);
-      if (c + 1 < tables.chunks || wanted)
+      if (c + 1 < tables.chunks || final_state)
         walk.carry(own, fresh, c, walk.features(c, walk.keys()), walk.columns(c, call.inputs.v));
     }
   });
@@ -405,7 +405,7 @@ void chunked_backward(const MixerCall& call, const ChunkTables& tables, const Te
   if (initial || tables.chunks > 1) {
     const Tensor state = empty_state(call);
     if (initial) furious::copy(state, initial);
-    for_each_walk(call, tables, [&](const Walk& walk) {
+    for_each_walk(call, tables, [&](const ChunkWalk& walk) {
       const Tensor own = walk.part(state);
       for (int64_t c = 0; c < tables.chunks; ++c) {
         const bool fresh = c == 0 && !initial;
@@ -419,7 +419,7 @@ void chunked_backward(const MixerCall& call, const ChunkTables& tables, const Te
   }
   const Tensor gradient = initial ? initial_state_gradient : empty_state(call);
   if (final_state_gradient) furious::copy(gradient, final_state_gradient);
-  for_each_walk(call, tables, [&](const Walk& walk) {
+  for_each_walk(call, tables, [&](const ChunkWalk& walk) {
     const Tensor own = walk.part(gradient);
     bool fresh = !final_state_gradient;
     for (int64_t c = tables.chunks - 1; c >= 0; --c) {

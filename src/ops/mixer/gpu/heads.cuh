@@ -2,6 +2,7 @@
 // length, heads or a divisor, dim].
 #pragma once
 
+#include "gpu/reduce.cuh"
 #include "ops/mixer/shape.h"
 #include "tensor/cuda.cuh"
 
@@ -15,7 +16,7 @@ __device__ inline float decay_factor(double log_decay) {
 }
 
 // Of `tiles` tiles, counted in the order of `step` from the first, how many decay has erased; they come first in that
-// order. `erased(tile)` is asked by one thread per tile. All threads of the block take part.
+// order. `erased(tile)` is evaluated by one thread per tile. All threads of the block take part.
 template <int kThreads, class Erased>
 __device__ int count_erased(int tiles, Erased&& erased) {
   int total = 0;

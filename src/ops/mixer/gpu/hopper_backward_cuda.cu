@@ -12,15 +12,15 @@ __device__ float last_factor(float scale) {
   return kScore == Score::squared ? 2.0f : kScore == Score::exponential ? scale : 1.0f;
 }
 
-// One row of a result, added to what is there (in bf16) under m.add: the lane's columns. Returns the lane's part of
-// row · other, of what is new.
+// One row of a result, added to what the row holds (in bf16) under m.add: the lane's columns. Returns the lane's part
+// of row · other, of what is new.
 template <int kDim>
 __device__ float finish_row(const float (&acc)[kDim / 8][4], int u, float factor, bf16* to, const bf16* other,
                             bool add) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   uint32_t* const words = reinterpret_cast<uint32_t*>(to) + lane % 4;
   const uint32_t* const others = reinterpret_cast<const uint32_t*>(other) + lane % 4;
-  // All on their way before the first store, behind which they would wait one by one.
+  // All are issued before the first store, behind which they would wait one by one.
   uint32_t before[kDim / 8] = {}, along[kDim / 8] = {};
   if (add) {
 #pragma unroll
@@ -41,7 +41,7 @@ __device__ float finish_row(const float (&acc)[kDim / 8][4], int u, float factor
   return product;
 }
 
-// A token's part of dA; under m.add what states give is there.
+// A token's part of dA; under m.add, key_decay holds the part of the states.
 [[maybe_unused]] __device__ void write_decay(double* to, float value, bool add) {
   *to = static_cast<double>(value) + (add ? *to : 0.0);
 }
@@ -57,13 +57,13 @@ struct QueryLayout {
   static constexpr int kThreads = 128 * (kGroups + 1);
   static_assert(registers_suffice(kGroups, kRegisters, kCopyRegisters));
   static constexpr int kRows = 64 * kGroups;
-  static constexpr int kPieces = kDim / 64;
+  static constexpr int kPanels = kDim / 64;
   static constexpr int kStages = kDim == 64 ? 4 : 3;
 
-  unsigned char queries[kGroups][kPieces][kPieceBytes];
-  unsigned char gradients[kGroups][kPieces][kPieceBytes];
-  unsigned char keys[kStages][kPieces][kPieceBytes];
-  unsigned char values[kStages][kPieces][kPieceBytes];
+  unsigned char queries[kGroups][kPanels][kPanelBytes];
+  unsigned char gradients[kGroups][kPanels][kPanelBytes];
+  unsigned char keys[kStages][kPanels][kPanelBytes];
+  unsigned char values[kStages][kPanels][kPanelBytes];
   float columns[kStages][kTile];  // factor of a key, or what it adds to the exponent
   float locals[kStages][kTile];   // A_j less that of the block's first query, times log2(e)
   Barrier full[kStages], empty[kStages], ready;
@@ -86,21 +86,21 @@ __global__ void __launch_bounds__(QueryLayout<kDim>::kThreads, 1)
 
   init_barriers(shared, L::kGroups);
   if (warp >= 4 * L::kGroups) {
-    give_registers<L::kCopyRegisters>();
+    decrease_registers<L::kCopyRegisters>();
     if (warp > 4 * L::kGroups) return;
     if (lane == 0) {
-      shared.ready.arrive_and_expect(2 * L::kGroups * L::kPieces * kPieceBytes);
+      shared.ready.arrive_and_expect(2 * L::kGroups * L::kPanels * kPanelBytes);
       for (int i = 0; i < L::kGroups; ++i)
-        for (int piece = 0; piece < L::kPieces; ++piece) {
+        for (int panel = 0; panel < L::kPanels; ++panel) {
           const int row = rows.row0 + i * 64;
-          copy_tile(shared.queries[i][piece], maps.q, shared.ready, piece * 64, row, h / m.q.group, b);
-          copy_tile(shared.gradients[i][piece], maps.g, shared.ready, piece * 64, row, h, b);
+          copy_tile(shared.queries[i][panel], maps.q, shared.ready, panel * 64, row, h / m.q.group, b);
+          copy_tile(shared.gradients[i][panel], maps.g, shared.ready, panel * 64, row, h, b);
         }
     }
     copy_keys<kScore>(shared, maps.k, maps.v, m, rows);
     return;
   }
-  take_registers<L::kRegisters>();
+  increase_registers<L::kRegisters>();
 
   const int group = warp / 4;
   const int w0 = rows.row0 + group * 64;
@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(QueryLayout<kDim>::kThreads, 1)
       for (int e = 0; e < 4; ++e) s[nn][e] *= dp[nn][e] - delta[e / 2];
     uint32_t p[kTile / 16][4];
     pack_rows(p, s);
-    const uint64_t rows_of_keys = operand_transposed(shared.keys[stage][0], 0, kPieceBytes);
+    const uint64_t rows_of_keys = operand_transposed(shared.keys[stage][0], 0, kPanelBytes);
     fence_products();
 #pragma unroll
     for (int step = 0; step < kTile / 16; ++step) wgmma<1>(acc, p[step], rows_at(rows_of_keys, step), 1);
@@ -229,13 +229,13 @@ struct KeyLayout {
   static constexpr int kThreads = 128 * (kGroups + 1);
   static_assert(registers_suffice(kGroups, kRegisters, kCopyRegisters));
   static constexpr int kRows = 64 * kGroups;
-  static constexpr int kPieces = kDim / 64;
+  static constexpr int kPanels = kDim / 64;
   static constexpr int kStages = kDim == 64 ? 4 : 3;
 
-  unsigned char keys[kGroups][kPieces][kPieceBytes];
-  unsigned char values[kGroups][kPieces][kPieceBytes];
-  unsigned char queries[kStages][kPieces][kPieceBytes];
-  unsigned char gradients[kStages][kPieces][kPieceBytes];
+  unsigned char keys[kGroups][kPanels][kPanelBytes];
+  unsigned char values[kGroups][kPanels][kPanelBytes];
+  unsigned char queries[kStages][kPanels][kPanelBytes];
+  unsigned char gradients[kStages][kPanels][kPanelBytes];
   float columns[kStages][kTile];  // factor of a query, or its part of the exponent
   float locals[kStages][kTile];   // A_i less that of the block's last key, times log2(e)
   float deltas[kStages][kTile];
@@ -294,10 +294,10 @@ __device__ void copy_queries(Shared& shared, const CUtensorMap& q, const CUtenso
     }
     if (lane > 0) shared.full[stage].arrive();
     if (lane == 0) {
-      shared.full[stage].arrive_and_expect(2 * Shared::kPieces * kPieceBytes);
-      for (int piece = 0; piece < Shared::kPieces; ++piece) {
-        copy_tile(shared.queries[stage][piece], q, shared.full[stage], piece * 64, row0, h / m.q.group, b);
-        copy_tile(shared.gradients[stage][piece], g, shared.full[stage], piece * 64, row0, h, b);
+      shared.full[stage].arrive_and_expect(2 * Shared::kPanels * kPanelBytes);
+      for (int panel = 0; panel < Shared::kPanels; ++panel) {
+        copy_tile(shared.queries[stage][panel], q, shared.full[stage], panel * 64, row0, h / m.q.group, b);
+        copy_tile(shared.gradients[stage][panel], g, shared.full[stage], panel * 64, row0, h, b);
       }
     }
     __syncwarp();
@@ -311,7 +311,7 @@ __global__ void __launch_bounds__(KeyLayout<kDim>::kThreads, 1)
   using L = KeyLayout<kDim>;
   constexpr bool kExponential = kScore == Score::exponential;
   constexpr int kSteps = kDim / 16, kN = kTile / 8;
-  constexpr bool kInRegisters = kDim == 64;  // keys and values; heads of 128 leave no room
+  constexpr bool kInRegisters = kDim == 64;  // keys and values; with heads of 128 there are not enough
   extern __shared__ __align__(1024) unsigned char memory[];
   L& shared = *reinterpret_cast<L*>(memory);
   const int b = static_cast<int>(blockIdx.z), h = static_cast<int>(blockIdx.y);
@@ -321,21 +321,21 @@ __global__ void __launch_bounds__(KeyLayout<kDim>::kThreads, 1)
 
   init_barriers(shared, L::kGroups);
   if (warp >= 4 * L::kGroups) {
-    give_registers<L::kCopyRegisters>();
+    decrease_registers<L::kCopyRegisters>();
     if (warp > 4 * L::kGroups) return;
     if (lane == 0) {
-      shared.ready.arrive_and_expect(2 * L::kGroups * L::kPieces * kPieceBytes);
+      shared.ready.arrive_and_expect(2 * L::kGroups * L::kPanels * kPanelBytes);
       for (int i = 0; i < L::kGroups; ++i)
-        for (int piece = 0; piece < L::kPieces; ++piece) {
+        for (int panel = 0; panel < L::kPanels; ++panel) {
           const int key = block.row0 + i * 64;
-          copy_tile(shared.keys[i][piece], maps.k, shared.ready, piece * 64, key, h / m.k.group, b);
-          copy_tile(shared.values[i][piece], maps.v, shared.ready, piece * 64, key, h / m.v.group, b);
+          copy_tile(shared.keys[i][panel], maps.k, shared.ready, panel * 64, key, h / m.k.group, b);
+          copy_tile(shared.values[i][panel], maps.v, shared.ready, panel * 64, key, h / m.v.group, b);
         }
     }
     copy_queries<kScore>(shared, maps.q, maps.g, m, block);
     return;
   }
-  take_registers<L::kRegisters>();
+  increase_registers<L::kRegisters>();
 
   const int group = warp / 4;
   const int w0 = block.row0 + group * 64;
@@ -439,7 +439,7 @@ __global__ void __launch_bounds__(KeyLayout<kDim>::kThreads, 1)
       scale_rows(dk, upper, lower);
       scale_rows(dv, upper, lower);
     }
-    const uint64_t rows_of_gradients = operand_transposed(shared.gradients[stage][0], 0, kPieceBytes);
+    const uint64_t rows_of_gradients = operand_transposed(shared.gradients[stage][0], 0, kPanelBytes);
     fence_products();
 #pragma unroll
     for (int step = 0; step < kTile / 16; ++step) wgmma<1>(dv, p[step], rows_at(rows_of_gradients, step), 1);
@@ -459,7 +459,7 @@ __global__ void __launch_bounds__(KeyLayout<kDim>::kThreads, 1)
       c[nn / 2][nn % 2 * 2] = pack(x[0], x[1]);
       c[nn / 2][nn % 2 * 2 + 1] = pack(x[2], x[3]);
     }
-    const uint64_t rows_of_queries = operand_transposed(shared.queries[stage][0], 0, kPieceBytes);
+    const uint64_t rows_of_queries = operand_transposed(shared.queries[stage][0], 0, kPanelBytes);
     fence_products();
 #pragma unroll
     for (int step = 0; step < kTile / 16; ++step) wgmma<1>(dk, c[step], rows_at(rows_of_queries, step), 1);

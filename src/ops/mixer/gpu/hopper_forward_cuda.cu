@@ -11,12 +11,12 @@ struct Layout {
   static constexpr int kThreads = 128 * (kGroups + 1);
   static_assert(registers_suffice(kGroups, kRegisters, kCopyRegisters));
   static constexpr int kRows = 64 * kGroups;
-  static constexpr int kPieces = kDim / 64;
+  static constexpr int kPanels = kDim / 64;
   static constexpr int kStages = kDim == 64 ? 4 : 3;
 
-  unsigned char queries[kGroups][kPieces][kPieceBytes];
-  unsigned char keys[kStages][kPieces][kPieceBytes];
-  unsigned char values[kStages][kPieces][kPieceBytes];
+  unsigned char queries[kGroups][kPanels][kPanelBytes];
+  unsigned char keys[kStages][kPanels][kPanelBytes];
+  unsigned char values[kStages][kPanels][kPanelBytes];
   float columns[kStages][kTile];  // factor of a key, or what it adds to the exponent
   float locals[kStages][kTile];   // A_j less that of the block's first query, times log2(e)
   Barrier full[kStages], empty[kStages], ready;
@@ -43,18 +43,18 @@ __global__ void __launch_bounds__(Layout<kDim>::kThreads, 1)
 
   init_barriers(shared, L::kGroups);
   if (warp >= 4 * L::kGroups) {
-    give_registers<L::kCopyRegisters>();
+    decrease_registers<L::kCopyRegisters>();
     if (warp > 4 * L::kGroups) return;
     if (lane == 0) {
-      shared.ready.arrive_and_expect(L::kGroups * L::kPieces * kPieceBytes);
+      shared.ready.arrive_and_expect(L::kGroups * L::kPanels * kPanelBytes);
       for (int i = 0; i < L::kGroups; ++i)
-        for (int piece = 0; piece < L::kPieces; ++piece)
-          copy_tile(shared.queries[i][piece], maps.q, shared.ready, piece * 64, rows.row0 + i * 64, h / m.q.group, b);
+        for (int panel = 0; panel < L::kPanels; ++panel)
+          copy_tile(shared.queries[i][panel], maps.q, shared.ready, panel * 64, rows.row0 + i * 64, h / m.q.group, b);
     }
     copy_keys<kScore>(shared, maps.k, maps.v, m, rows);
     return;
   }
-  take_registers<L::kRegisters>();
+  increase_registers<L::kRegisters>();
 
   const int group = warp / 4;
   const int w0 = rows.row0 + group * 64;  // the warpgroup's first query
@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(Layout<kDim>::kThreads, 1)
     }
     uint32_t p[kTile / 16][4];
     pack_rows(p, s);
-    const uint64_t values = operand_transposed(shared.values[stage][0], 0, kPieceBytes);
+    const uint64_t values = operand_transposed(shared.values[stage][0], 0, kPanelBytes);
     fence_products();
 #pragma unroll
     for (int step = 0; step < kTile / 16; ++step) wgmma<1>(acc, p[step], rows_at(values, step), 1);

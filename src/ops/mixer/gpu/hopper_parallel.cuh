@@ -35,15 +35,15 @@ __device__ void with_place(bool diagonal, bool documents, bool near, F&& f) {
 // registers of an operand that stays the same through a loop for other things (seen: wrong results from the second turn
 // on).
 template <int kSteps>
-__device__ void load_rows(uint32_t (&rows)[kSteps][4], unsigned char (&pieces)[kSteps / 4][kPieceBytes]) {
+__device__ void load_rows(uint32_t (&rows)[kSteps][4], unsigned char (&panels)[kSteps / 4][kPanelBytes]) {
   const int row = static_cast<int>(threadIdx.x) / 32 % 4 * 16;
 #pragma unroll
-  for (int step = 0; step < kSteps; ++step) piece_of(pieces[step / 4]).a_fragment(rows[step], row, step % 4);
+  for (int step = 0; step < kSteps; ++step) panel_of(panels[step / 4]).a_fragment(rows[step], row, step % 4);
 }
 
 // Operands of a tile of kDim columns: of the product with the tile transposed, and with the tile as it is.
 __device__ inline uint64_t columns_at(uint64_t tile, int step) {
-  return tile + (step / 4 * kPieceBytes + step % 4 * 32) / 16;
+  return tile + (step / 4 * kPanelBytes + step % 4 * 32) / 16;
 }
 __device__ inline uint64_t rows_at(uint64_t tile, int step) {
   return tile + step * 2048 / 16;
@@ -92,7 +92,7 @@ __device__ int count_erased_by_warp(int count, Erased&& erased) {
 
 // By all threads, before anything else uses the barriers: every thread of the warp that copies fills a stage, and every
 // thread of `readers` warpgroups lets go of it, so that each of them has said so of its own reads and writes. The
-// block's own rows are ready when the copies have come and the warp that asked for them has said so once more.
+// block's own rows are ready when the copies have come and the warp that issued them has arrived once more.
 template <class Shared>
 __device__ void init_barriers(Shared& shared, int readers) {
   if (threadIdx.x == 0) {
@@ -149,10 +149,10 @@ __device__ void copy_keys(Shared& shared, const CUtensorMap& k, const CUtensorMa
     }
     if (lane > 0) shared.full[stage].arrive();
     if (lane == 0) {
-      shared.full[stage].arrive_and_expect(2 * Shared::kPieces * kPieceBytes);
-      for (int piece = 0; piece < Shared::kPieces; ++piece) {
-        copy_tile(shared.keys[stage][piece], k, shared.full[stage], piece * 64, key0, h / m.k.group, b);
-        copy_tile(shared.values[stage][piece], v, shared.full[stage], piece * 64, key0, h / m.v.group, b);
+      shared.full[stage].arrive_and_expect(2 * Shared::kPanels * kPanelBytes);
+      for (int panel = 0; panel < Shared::kPanels; ++panel) {
+        copy_tile(shared.keys[stage][panel], k, shared.full[stage], panel * 64, key0, h / m.k.group, b);
+        copy_tile(shared.values[stage][panel], v, shared.full[stage], panel * 64, key0, h / m.v.group, b);
       }
     }
     __syncwarp();
@@ -177,10 +177,6 @@ __device__ void clear(float (&acc)[kN][4]) {
   for (int i = 0; i < kN; ++i)
 #pragma unroll
     for (int e = 0; e < 4; ++e) acc[i][e] = 0;
-}
-
-__device__ inline float2 unpack(uint32_t x) {
-  return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(x));
 }
 
 // The column of a tile that element e of group n of a result belongs to, less that of the lane's first: a constant.

@@ -3,10 +3,11 @@
 #include <utility>
 
 #include "base/names.h"
+#include "gpu/rows.cuh"
 #include "ops/elementwise.h"
 #include "ops/mixer/cost.h"
-#include "ops/mixer/gpu/cuda.h"
 #include "ops/mixer/gpu/heads.cuh"
+#include "ops/mixer/gpu/mixer_cuda.h"
 #include "ops/mixer/gpu/states.h"
 #include "tensor/cuda.cuh"
 
@@ -32,7 +33,7 @@ __device__ double block_scan(double x, double* shared) {
 }
 
 // Running sums over the tokens of each row and head, in two passes over segments: their totals, and then all of the
-// sums. A source gives and takes numbers in the order of the sum.
+// sums. A source reads and writes numbers in the order of the sum.
 template <class Source>
 __device__ double segment_total(const Source& source, double (&own)[kPerThread], double* shared) {
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kSegment + threadIdx.x * kPerThread;
@@ -133,7 +134,7 @@ __global__ void document_kernel(Decays da, const double* sums, const int* ends, 
 
 // out[row, own head] = Σ over the heads it serves of in[row, head]; in is contiguous [rows, heads, dim].
 template <class T>
-__global__ void sum_groups_kernel(Rows<T> out, const T* in, int64_t own_heads, int group, int dim) {
+__global__ void sum_groups_kernel(DeviceRows<T> out, const T* in, int64_t own_heads, int group, int dim) {
   const int64_t row = blockIdx.x;  // (token, own head)
   T* to = out[row];
   const T* from = in + row * group * dim;
@@ -215,7 +216,8 @@ enum class Kernels : uint8_t { parallel, tiles, simple };
 
 Kernels choose_kernels(std::string_view operation, const MixerCall& call) {
   const std::string_view forced = forced_kernel();
-  const bool hopper = on_hopper(call.inputs.q.device()), parallel = parallel_takes(call), tiles = tiles_take(call);
+  const bool hopper = on_hopper(call.inputs.q.device()), parallel = parallel_supports(call),
+             tiles = tiles_support(call);
   require(forced.empty() || forced == (parallel && hopper ? "hopper"
                                        : parallel         ? "tensor cores"
                                        : tiles            ? "tiles"
@@ -242,10 +244,10 @@ Form choose_form(const MixerCall& call) {
   // The lengths up to which the parallel form is faster, measured on an H200 (docs/performance.md).
   constexpr int64_t kOnTensorCores = 65536;
   constexpr int64_t kSimple = 512;
-  const int64_t longest = states_take(call)      ? longest_parallel(call.spec.score)
-                          : parallel_takes(call) ? kOnTensorCores
-                          : tiles_take(call)     ? longest_in_tiles(call)
-                                                 : kSimple;
+  const int64_t longest = states_support(call)      ? longest_parallel(call.spec.score)
+                          : parallel_supports(call) ? kOnTensorCores
+                          : tiles_support(call)     ? longest_in_tiles(call)
+                                                    : kSimple;
   return call.shape.state_rows > 0 && call.shape.length > longest ? Form::chunked : Form::parallel;
 }
 
@@ -256,7 +258,7 @@ Tensor mixer_forward(const MixerCall& call) {
   Tensor past;
   if (chunked) {
     const ChunkTables chunks = chunk_tables(call, within);
-    if (states_take(call)) {
+    if (states_support(call)) {
       ran(call, "states");
       const Tensor states = chunk_states(call, chunks);
       past = Tensor::empty_like(call.result.out);
@@ -271,14 +273,13 @@ Tensor mixer_forward(const MixerCall& call) {
   if (kernels == Kernels::parallel && !past) {
     ran(call, on_hopper(call.inputs.q.device()) ? "hopper" : "tensor cores");
     parallel_forward(call, within);
-  } else if (kernels != Kernels::simple) {  // the kernels of `parallel` know no past of this kind
+  } else if (kernels != Kernels::simple) {  // the kernels of `parallel` have no past of this kind
     ran(call, "tiles");
     tiles_forward(call, within, past);
   } else {
     ran(call, "simple");
     simple_forward(call, within, past);
   }
-  if (chunked) ran(call, "chunked");
   return {};
 }
 
@@ -302,7 +303,7 @@ void mixer_backward(const MixerCall& call, const Tensor& out_gradient, const Ten
   const bool chunked = call.chunk < shape.length || call.inputs.initial_state || final_state_gradient;
   const ChunkTables chunks = chunked ? chunk_tables(call, tables) : ChunkTables();
   const TokenTables& within = chunked ? chunks.within : tables;
-  if (chunked && states_take(call) && !final_state_gradient) {
+  if (chunked && states_support(call) && !final_state_gradient) {
     const ScaledGradient scaled = scale_gradient(call, out_gradient);
     const Tensor states = call.result.states ? call.result.states : chunk_states(call, chunks);
     state_gradients(call, chunks, states, scaled, heads, gradients.initial_state);

@@ -11,12 +11,10 @@
 #pragma once
 
 #include "gpu/mma.cuh"
-#include "ops/mixer/gpu/cuda.h"
 #include "ops/mixer/gpu/heads.cuh"
+#include "ops/mixer/gpu/mixer_cuda.h"
 
 namespace furious::cuda {
-
-using bf16 = __nv_bfloat16;
 
 constexpr int kTile = 64;  // keys or queries of a tile in shared memory
 
@@ -102,7 +100,7 @@ void with_score_and_dim(const MixerCall& call, F&& f) {
       return with_dim(std::integral_constant<Score, Score::exponential>());
     case Score::power:
     case Score::series:
-      return;  // parallel_takes() refuses them
+      return;  // parallel_supports() refuses them
   }
 }
 

@@ -19,14 +19,14 @@ __global__ void prepare_kernel(const Parallel m, bf16* scaled, Heads<bf16> g, bo
   const int64_t t = static_cast<int64_t>(blockIdx.x) * (kPrepareThreads / kLanes) + threadIdx.x / kLanes;
   const int64_t b = blockIdx.z, h = blockIdx.y;
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
-  const bool there = t < m.length;  // all lanes of a warp take part in the sum
+  const bool valid = t < m.length;  // all lanes of a warp take part in the sum
   const int64_t row = (b * m.heads + h) * m.length + t;
   union Eight {
     uint4 all;
     bf16 each[8];
   } x = {}, o = {};
   float sum = 0;
-  if (there) {
+  if (valid) {
     const bf16* const from = g.row(b, t, h) + lane * 8;
     const bf16* const out = m.out.row(b, t, h) + lane * 8;
     if (wide) {
@@ -39,9 +39,8 @@ __global__ void prepare_kernel(const Parallel m, bf16* scaled, Heads<bf16> g, bo
 #pragma unroll
     for (int i = 0; i < 8; ++i) sum += to_float(x.each[i]) * to_float(o.each[i]);
   }
-#pragma unroll
-  for (int offset = kLanes / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, offset);
-  if (!there) return;
+  sum = warp_sum<kLanes>(sum);
+  if (!valid) return;
   const float n = m.sum_norm ? m.normalizer[row] : 1.0f;
   const float inverse = kExponential || !m.sum_norm ? 1.0f : fabsf(n) < kSmallestNormalizer ? 0.0f : 1 / n;
 #pragma unroll
@@ -268,14 +267,14 @@ __global__ void __launch_bounds__(128, kDim == 64 ? 2 : 1) query_kernel(const Pa
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
       const int row = w0 + mt * 16 + u * 8 + lane / 4;
-      const bool there = row < length;
-      const uint32_t* const from = reinterpret_cast<const uint32_t*>(m.q.row(b, there ? row : 0, h));
-      uint32_t* const to = reinterpret_cast<uint32_t*>(m.dq.row(b, there ? row : 0, h));
+      const bool valid = row < length;
+      const uint32_t* const from = reinterpret_cast<const uint32_t*>(m.q.row(b, valid ? row : 0, h));
+      uint32_t* const to = reinterpret_cast<uint32_t*>(m.dq.row(b, valid ? row : 0, h));
       float product = 0;  // q·dq
 #pragma unroll
       for (int d = 0; d < kDim / 8; ++d) {
         const float x = acc[mt][d][u * 2], y = acc[mt][d][u * 2 + 1];
-        if (there) to[d * 4 + lane % 4] = pack(x, y);
+        if (valid) to[d * 4 + lane % 4] = pack(x, y);
         if (m.row_decay) {
           const float2 q = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(from[d * 4 + lane % 4]));
           product += q.x * x + q.y * y;
@@ -283,7 +282,7 @@ __global__ void __launch_bounds__(128, kDim == 64 ? 2 : 1) query_kernel(const Pa
       }
       if (!m.row_decay) continue;
       product = quad_sum(product);
-      if (there && lane % 4 == 0) m.row_decay[head_row + row] = product / kDegree;
+      if (valid && lane % 4 == 0) m.row_decay[head_row + row] = product / kDegree;
     }
 }
 
@@ -338,9 +337,9 @@ __global__ void __launch_bounds__(KeyLayout<kDim>::kThreads, 1) key_kernel(const
     const int i = static_cast<int>(threadIdx.x);
     if (i < kTile) {
       const int64_t row = row0 + i;
-      const bool there = row < length;
+      const bool valid = row < length;
       float column = kExponential ? -INFINITY : 0.0f, local = 0, delta = 0;
-      if (there) {
+      if (valid) {
         const double own = a ? a[row] : 0.0;
         local = static_cast<float>(own - reference);
         delta = m.delta[head_row + row];
@@ -352,7 +351,7 @@ __global__ void __launch_bounds__(KeyLayout<kDim>::kThreads, 1) key_kernel(const
       columns[stage * kTile + i] = column;
       locals[stage * kTile + i] = local;
       deltas[stage * kTile + i] = delta;
-      begins[stage * kTile + i] = starts && there ? starts[row] : 0;
+      begins[stage * kTile + i] = starts && valid ? starts[row] : 0;
     } else if (i == kTile && a && !kExponential) {
       steps[stage] = tile < last_tile ? __expf(static_cast<float>(a[row0 + kTile] - a[row0])) : 1.0f;
     }
@@ -481,16 +480,16 @@ __global__ void __launch_bounds__(KeyLayout<kDim>::kThreads, 1) key_kernel(const
 #pragma unroll
   for (int u = 0; u < 2; ++u) {
     const int key = w0 + u * 8 + lane / 4;
-    const bool there = key < length;
-    const uint32_t* const from = reinterpret_cast<const uint32_t*>(m.k.row(b, there ? key : 0, h));
-    uint32_t* const to_k = reinterpret_cast<uint32_t*>(m.dk.row(b, there ? key : 0, h));
-    uint32_t* const to_v = reinterpret_cast<uint32_t*>(m.dv.row(b, there ? key : 0, h));
+    const bool valid = key < length;
+    const uint32_t* const from = reinterpret_cast<const uint32_t*>(m.k.row(b, valid ? key : 0, h));
+    uint32_t* const to_k = reinterpret_cast<uint32_t*>(m.dk.row(b, valid ? key : 0, h));
+    uint32_t* const to_v = reinterpret_cast<uint32_t*>(m.dv.row(b, valid ? key : 0, h));
     float product = 0;  // k·dk
 #pragma unroll
     for (int d = 0; d < kDim / 8; ++d) {
       const float x = dk[d][u * 2], y = dk[d][u * 2 + 1];
-      if (there) to_k[d * 4 + lane % 4] = pack(x, y);
-      if (there) to_v[d * 4 + lane % 4] = pack(dv[d][u * 2], dv[d][u * 2 + 1]);
+      if (valid) to_k[d * 4 + lane % 4] = pack(x, y);
+      if (valid) to_v[d * 4 + lane % 4] = pack(dv[d][u * 2], dv[d][u * 2 + 1]);
       if (m.key_decay && !kExponential) {
         const float2 one = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(from[d * 4 + lane % 4]));
         product += one.x * x + one.y * y;
@@ -498,7 +497,7 @@ __global__ void __launch_bounds__(KeyLayout<kDim>::kThreads, 1) key_kernel(const
     }
     if (!m.key_decay) continue;
     product = quad_sum(kExponential ? decay_sum[u] : product / kDegree);
-    if (there && lane % 4 == 0) m.key_decay[head_row + key] = -product;
+    if (valid && lane % 4 == 0) m.key_decay[head_row + key] = -product;
   }
 }
 

@@ -1,4 +1,5 @@
 // The parallel form on tensor cores, forward. A block owns some queries of one head and walks over tiles of keys.
+#include "gpu/device.h"
 #include "ops/mixer/gpu/parallel-inl.cuh"
 
 namespace furious::cuda {
@@ -275,7 +276,7 @@ bool rows_are_wide(const Tensor& x) {
          reinterpret_cast<uintptr_t>(x.raw()) % 16 == 0;
 }
 
-bool parallel_takes(const MixerCall& call) {
+bool parallel_supports(const MixerCall& call) {
   const MixerShape& shape = call.shape;
   const std::string_view forced = forced_kernel();
   return forced != "tiles" && forced != "simple" && call.inputs.q.dtype() == DType::bf16 &&
@@ -286,9 +287,7 @@ bool parallel_takes(const MixerCall& call) {
 }
 
 bool on_hopper(Device device) {
-  int major = 0;
-  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device.index), "device");
-  return major == 9 && forced_kernel() != "tensor cores";
+  return is_hopper(device) && forced_kernel() != "tensor cores";
 }
 
 void parallel_forward(const MixerCall& call, const TokenTables& tables) {

@@ -1,7 +1,7 @@
 // The mixer family on a GPU in f32 arithmetic, a warp per token: any dtype, dimension and spec. The other kernels are
 // the fast ones; this is what they are checked against, and what serves the rest.
-#include "ops/mixer/gpu/cuda.h"
 #include "ops/mixer/gpu/heads.cuh"
+#include "ops/mixer/gpu/mixer_cuda.h"
 #include "ops/mixer/polynomial.h"
 
 namespace furious::cuda {

@@ -1,15 +1,15 @@
 // The states of the chunked form on Hopper: bf16, heads of 64, every chunk of every head at once.
 #pragma once
 
-#include "ops/mixer/gpu/cuda.h"
+#include "ops/mixer/gpu/mixer_cuda.h"
 
 namespace furious::cuda {
 
 // Chunks of a multiple of 256 tokens.
-bool states_take(const MixerCall& call);
+bool states_support(const MixerCall& call);
 
 // The state before each chunk: bf16 [batch, heads, chunks, tiles, 64, 64], in the layout of states.cuh. A final state
-// is written if the call asks for one. That before the first chunk of a call without an initial state is not written.
+// is written if the call requests one. That before the first chunk of a call without an initial state is not written.
 Tensor chunk_states(const MixerCall& call, const ChunkTables& tables);
 
 // past: [batch, length, heads, 64], what the states give to each token; under the sum norm divided by past_n, f32

@@ -32,15 +32,15 @@ struct Reading {
 };
 
 constexpr int kGroups = 4;  // warpgroups that multiply
-constexpr int kRows = kGroups * kPieceRows;
+constexpr int kRows = kGroups * kPanelRows;
 constexpr int kThreads = 128 * (kGroups + 1);
 
 // What a block has in shared memory: tiles of a state, and its rows of kInputs tensors.
 template <int kInputCount, int kStageCount>
 struct Stream {
   static constexpr int kInputs = kInputCount, kStages = kStageCount;
-  unsigned char tiles[kStages][kPieceBytes];
-  unsigned char x[2][kInputs][kGroups][kPieceBytes];
+  unsigned char tiles[kStages][kPanelBytes];
+  unsigned char x[2][kInputs][kGroups][kPanelBytes];
   Barrier full[kStages], empty[kStages], x_full[2], x_empty[2];
 };
 using ReadShared = Stream<1, 16>;
@@ -73,7 +73,7 @@ struct Item {
   }
 };
 
-// A block's work: f(item, whether it is erased). That of the next item is looked up while f has the one before.
+// A block's work: f(item, whether it is erased). That of the next item is looked up while f computes the current one.
 template <class F>
 __device__ void each_item(const Reading& m, F&& f) {
   const int items = m.batch * m.heads * m.chunks * (m.chunk / kRows), step = static_cast<int>(gridDim.x);
@@ -113,9 +113,9 @@ __device__ void copy_all(Shared& shared, const CUtensorMap& x, const CUtensorMap
     const int head = item.head, c = item.chunk, token = item.token;
     const int b = head / m.heads, h = head % m.heads, place = pass % 2;
     if (pass >= 2) shared.x_empty[place].wait(pass / 2 - 1);
-    shared.x_full[place].arrive_and_expect(kInputs * kGroups * kPieceBytes);
+    shared.x_full[place].arrive_and_expect(kInputs * kGroups * kPanelBytes);
     for (int i = 0; i < kGroups; ++i) {
-      const int t = token + i * kPieceRows;
+      const int t = token + i * kPanelRows;
       copy_tile(shared.x[place][0][i], x, shared.x_full[place], 0, t, h / m.x_group, b);
       if constexpr (kInputs == 2) copy_tile(shared.x[place][1][i], u, shared.x_full[place], 0, t, h / m.u_group, b);
     }
@@ -124,14 +124,14 @@ __device__ void copy_all(Shared& shared, const CUtensorMap& x, const CUtensorMap
     for (int tile = first_tile; tile < m.tiles; ++tile, ++turn) {
       const int stage = turn % kStages;
       if (turn >= kStages) shared.empty[stage].wait(turn / kStages - 1);
-      shared.full[stage].arrive_and_expect(kPieceBytes);
-      copy_bytes(shared.tiles[stage], state + static_cast<int64_t>(tile) * kTileElements, kPieceBytes,
+      shared.full[stage].arrive_and_expect(kPanelBytes);
+      copy_bytes(shared.tiles[stage], state + static_cast<int64_t>(tile) * kTileElements, kPanelBytes,
                  shared.full[stage]);
     }
   });
 }
 
-// A warp's 16 rows of results, rounded, times a factor for each of a thread's two rows, by way of its rows in
+// A warp's 16 rows of results, rounded, times a factor for each of a thread's two rows, through its rows in
 // `through`.
 __device__ void write_rows(const Reading& m, int head, int row, const float (&acc)[8][4], const float (&factor)[2],
                            const Tile<64>& through) {
@@ -187,14 +187,14 @@ __global__ void __launch_bounds__(kThreads, 1) read_kernel(const __grid_constant
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const bool sums = m.normalizer != nullptr;
   if (group == kGroups) {
-    give_registers<32>();
+    decrease_registers<32>();
     if (warp == 0 && lane == 0) copy_all(shared, map, map, m, sums ? 0 : 1);
     return;
   }
-  take_registers<112>();
+  increase_registers<112>();
   int turn = 0, pass = 0;
   each_item(m, [&](const Item& item, bool erased) {
-    const int head = item.head, first = item.token + group * kPieceRows + warp * 16, row = first + lane / 4;
+    const int head = item.head, first = item.token + group * kPanelRows + warp * 16, row = first + lane / 4;
     if (erased) {
       write_zeros(m, head, first);
       if (sums && lane % 4 == 0)
@@ -205,7 +205,7 @@ __global__ void __launch_bounds__(kThreads, 1) read_kernel(const __grid_constant
     const int place = pass % 2;
     shared.x_full[place].wait(pass / 2);
     ++pass;
-    const Tile<64> x = piece_of(shared.x[place][0][group]);
+    const Tile<64> x = panel_of(shared.x[place][0][group]);
     uint32_t own[4][4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) x.a_fragment(own[i], warp * 16, i);
@@ -305,20 +305,20 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int group = static_cast<int>(threadIdx.x) / 128, warp = static_cast<int>(threadIdx.x) / 32 % 4;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   if (group == kGroups) {
-    give_registers<32>();
+    decrease_registers<32>();
     if (warp == 0 && lane == 0) copy_all(shared, x_map, u_map, m, m.sum_norm ? 0 : 1);
     return;
   }
-  take_registers<112>();
+  increase_registers<112>();
   int turn = 0, pass = 0;
   each_item(m, [&](const Item& item, bool erased) {
-    const int head = item.head, first = item.token + group * kPieceRows + warp * 16, row = first + lane / 4;
+    const int head = item.head, first = item.token + group * kPanelRows + warp * 16, row = first + lane / 4;
     float dx[8][4] = {};
     if (erased) return write_zeros(m, head, first);
     const int place = pass % 2;
     shared.x_full[place].wait(pass / 2);
     ++pass;
-    const Tile<64> x = piece_of(shared.x[place][0][group]);
+    const Tile<64> x = panel_of(shared.x[place][0][group]);
     uint32_t own[4][4];
     float t[8][4];
     // t = own · the rows of the next tile.
@@ -347,7 +347,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
         for (int i = 0; i < 4; ++i) dx[j][i] = t[j][i] * e[i / 2];
     }
-    const Tile<64> u = piece_of(shared.x[place][1][group]);
+    const Tile<64> u = panel_of(shared.x[place][1][group]);
 #pragma unroll
     for (int i = 0; i < 4; ++i) u.a_fragment(own[i], warp * 16, i);
 #pragma unroll
@@ -414,10 +414,10 @@ __global__ void __launch_bounds__(kThreads, 1)
 template <bool kTransposed>
 __global__ void __launch_bounds__(128) linear_kernel(const __grid_constant__ CUtensorMap map, const Reading m) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  __shared__ __align__(1024) unsigned char shared_x[kPieceBytes];
-  __shared__ __align__(1024) unsigned char state[kPieceBytes];
+  __shared__ __align__(1024) unsigned char shared_x[kPanelBytes];
+  __shared__ __align__(1024) unsigned char state[kPanelBytes];
   __shared__ Barrier full;
-  const int token = static_cast<int>(blockIdx.x) * kPieceRows, h = static_cast<int>(blockIdx.y);
+  const int token = static_cast<int>(blockIdx.x) * kPanelRows, h = static_cast<int>(blockIdx.y);
   const int b = static_cast<int>(blockIdx.z), c = token / m.chunk;
   const int head = b * m.heads + h;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
@@ -427,9 +427,9 @@ __global__ void __launch_bounds__(128) linear_kernel(const __grid_constant__ CUt
   if (threadIdx.x == 0) {
     full.init(1);
     fence_barriers();
-    full.arrive_and_expect(2 * kPieceBytes);
+    full.arrive_and_expect(2 * kPanelBytes);
     copy_tile(shared_x, map, full, 0, token, h / m.x_group, b);
-    copy_bytes(state, m.states + static_cast<int64_t>(head * m.chunks + c) * kTileElements, kPieceBytes, full);
+    copy_bytes(state, m.states + static_cast<int64_t>(head * m.chunks + c) * kTileElements, kPanelBytes, full);
   }
 #pragma unroll
   for (int i = 0; i < 2; ++i) factor[i] = row + 8 * i < m.length ? factor_of(m, head, row + 8 * i) : 0.0f;
@@ -437,7 +437,7 @@ __global__ void __launch_bounds__(128) linear_kernel(const __grid_constant__ CUt
   full.wait(0);
   uint32_t own[4][4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) piece_of(shared_x).a_fragment(own[i], warp * 16, i);
+  for (int i = 0; i < 4; ++i) panel_of(shared_x).a_fragment(own[i], warp * 16, i);
   fence_products();
 #pragma unroll
   for (int i = 0; i < 4; ++i)
@@ -448,7 +448,7 @@ __global__ void __launch_bounds__(128) linear_kernel(const __grid_constant__ CUt
   commit_products();
   wait_for_products<0>();
   settle(acc);
-  write_rows(m, head, first, acc, factor, piece_of(shared_x));
+  write_rows(m, head, first, acc, factor, panel_of(shared_x));
 #endif
 }
 
@@ -508,7 +508,7 @@ void contract(const Reading& m, const CUtensorMap& x, const CUtensorMap& u, cuda
 
 template <bool kTransposed>
 void linear(const Reading& m, const CUtensorMap& x, cudaStream_t here) {
-  const dim3 grid(blocks_for(m.length, kPieceRows), static_cast<unsigned>(m.heads), static_cast<unsigned>(m.batch));
+  const dim3 grid(blocks_for(m.length, kPanelRows), static_cast<unsigned>(m.heads), static_cast<unsigned>(m.batch));
   linear_kernel<kTransposed><<<grid, 128, 0, here>>>(x, m);
   check_launch("mixer: reading states");
 }
@@ -519,9 +519,9 @@ float score_constant(const MixerCall& call) {
 
 }  // namespace
 
-bool states_take(const MixerCall& call) {
+bool states_support(const MixerCall& call) {
   const bool linear = call.spec.score == Score::linear && call.spec.norm == Norm::none;
-  return parallel_takes(call) && on_hopper(call.inputs.q.device()) && call.shape.qk_dim == 64 &&
+  return parallel_supports(call) && on_hopper(call.inputs.q.device()) && call.shape.qk_dim == 64 &&
          call.chunk % kRows == 0 && (call.spec.score == Score::squared || linear);
 }
 

@@ -10,7 +10,7 @@
 namespace furious::cuda {
 namespace {
 
-struct Walk {
+struct WalkArguments {
   const float* factors;  // [batch, heads, length]
   const float* extra;    // [batch, heads, length], a further factor
   const float* through;  // [batch, heads, chunks]
@@ -26,20 +26,19 @@ struct Walk {
 constexpr int kConsumers = 2;
 constexpr int kHelpers = 3;  // warps
 constexpr int kUpdateThreads = 128 * kConsumers + 32 * (kHelpers + 1);
-constexpr float kSqrt2 = 1.41421356237f;
 
 struct UpdateShared {
   static constexpr int kStages = 8;
-  unsigned char x[kStages][kPieceBytes], u[kStages][kPieceBytes];
-  unsigned char out[5][kPieceBytes];
+  unsigned char x[kStages][kPanelBytes], u[kStages][kPanelBytes];
+  unsigned char out[5][kPanelBytes];
   uint4 scaled[kStages][8 * kHelpers][12];  // w·x_a of 64 tokens for 8 a per helper; rows of 128 bytes, 192 apart
-  float factors[kStages][kPieceRows];
+  float factors[kStages][kPanelRows];
   Barrier full[kStages], ready[kStages], empty[kStages];
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-__device__ float weight_of(const Walk& m, int64_t row, int t) {
+__device__ float weight_of(const WalkArguments& m, int64_t row, int t) {
   if (t >= m.chunks.length) return 0.0f;
   float w = m.constant;
   if (m.factors) w *= m.factors[row + t];
@@ -52,15 +51,15 @@ __device__ float weight_of(const Walk& m, int64_t row, int t) {
 struct Kept {
   int begin, end;
 
-  __device__ static float look_up(const Walk& m, int64_t head, int i) {
+  __device__ static float look_up(const WalkArguments& m, int64_t head, int i) {
     const int c = m.chunks.at(min(i, m.chunks.chunks - 1)), tiles = m.chunks.tiles(c);
-    const int lane = static_cast<int>(threadIdx.x) % 32, from = c * m.chunks.chunk + lane * kPieceRows;
+    const int lane = static_cast<int>(threadIdx.x) % 32, from = c * m.chunks.chunk + lane * kPanelRows;
     if (!m.factors || tiles > 32) return 1.0f;  // of chunks that long, nothing is left out
     if (lane >= tiles) return 0.0f;
-    const int largest = m.chunks.reverse ? from : min(from + kPieceRows, m.chunks.length) - 1;
+    const int largest = m.chunks.reverse ? from : min(from + kPanelRows, m.chunks.length) - 1;
     return m.factors[head * m.chunks.length + largest];
   }
-  __device__ Kept(const Walk& m, int c, float largest) {
+  __device__ Kept(const WalkArguments& m, int c, float largest) {
     const int tiles = m.chunks.tiles(c), kept = min(tiles, __popc(__ballot_sync(0xFFFFFFFFu, largest != 0.0f)));
     begin = m.chunks.reverse || tiles > 32 ? 0 : tiles - kept;
     end = m.chunks.reverse && tiles <= 32 ? kept : tiles;
@@ -69,7 +68,7 @@ struct Kept {
 
 // One warpgroup: kTiles tiles of block B, from `first_a` on; its rows of `scaled` begin with a = first_a / 8 · 8.
 template <int kGroup, int kTiles>
-__device__ void accumulate(UpdateShared& shared, const Walk& m, int block, int first_a, int scaled_row,
+__device__ void accumulate(UpdateShared& shared, const WalkArguments& m, int block, int first_a, int scaled_row,
                            unsigned char* out, int64_t head) {
   const int warp = static_cast<int>(threadIdx.x) / 32 % 4, lane = static_cast<int>(threadIdx.x) % 32;
   const Chunks& chunks = m.chunks;
@@ -86,7 +85,7 @@ __device__ void accumulate(UpdateShared& shared, const Walk& m, int block, int f
   };
   if (m.first)
     each([&](float& x, int a, int b, int column) {
-      x = m.first[(head * 2080 + pair_row(a, b)) * m.columns + column] * (a == b ? 1.0f : 1 / kSqrt2);
+      x = m.first[(head * kPairs + pair_row(a, b)) * m.columns + column] * (a == b ? 1.0f : 1 / kPairFactor);
     });
   int turn = 0;
   float next = Kept::look_up(m, head, 0);
@@ -96,27 +95,27 @@ __device__ void accumulate(UpdateShared& shared, const Walk& m, int block, int f
     next = Kept::look_up(m, head, i + 1);
     if (i > 0 || m.first) {
       if (threadIdx.x % 128 == 0) wait_for_reads_of_stores();
-      meet<kGroup>();
+      warpgroup_barrier<kGroup>();
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         const float factor = (first_a + 4 * tile) / 16 < block ? 2.0f : 1.0f;
-        unsigned char* const to = out + tile * kPieceBytes;
+        unsigned char* const to = out + tile * kPanelBytes;
 #pragma unroll
         for (int u = 0; u < 2; ++u)
 #pragma unroll
           for (int j = 0; j < 8; ++j)
-            *reinterpret_cast<uint32_t*>(piece_of(to).at(16 * warp + lane / 4 + 8 * u, j) + lane % 4 * 2) =
+            *reinterpret_cast<uint32_t*>(panel_of(to).at(16 * warp + lane / 4 + 8 * u, j) + lane % 4 * 2) =
                 pack(acc[tile][j][2 * u] * factor, acc[tile][j][2 * u + 1] * factor);
       }
       fence_shared_writes();
-      meet<kGroup>();
+      warpgroup_barrier<kGroup>();
       if (threadIdx.x % 128 == 0) {
         bf16* const state = m.states + (head * chunks.chunks + c) * m.tiles * kTileElements;
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
           const int a = first_a + 4 * tile, own = a / 16;
           const int index = first_tile_of(own) + a % 16 / 4 * (4 - own) + block - own;
-          store_bytes(state + static_cast<int64_t>(index) * kTileElements, out + tile * kPieceBytes, kPieceBytes);
+          store_bytes(state + static_cast<int64_t>(index) * kTileElements, out + tile * kPanelBytes, kPanelBytes);
         }
         commit_stores();
       }
@@ -126,7 +125,7 @@ __device__ void accumulate(UpdateShared& shared, const Walk& m, int block, int f
     if (i == chunks.chunks - 1 && !m.last) break;
     for (int tile = kept.begin; tile < kept.end; ++tile, ++turn) {
       const int stage = turn % UpdateShared::kStages, phase = turn / UpdateShared::kStages;
-      const Tile<64> x = piece_of(shared.x[stage]);
+      const Tile<64> x = panel_of(shared.x[stage]);
       shared.full[stage].wait(phase);
       shared.ready[stage].wait(phase);
       uint32_t f[4][kTiles][4];
@@ -162,7 +161,7 @@ __device__ void accumulate(UpdateShared& shared, const Walk& m, int block, int f
   }
   if (m.last)
     each([&](float& x, int a, int b, int column) {
-      if (a <= b) m.last[(head * 2080 + pair_row(a, b)) * m.columns + column] = x * (a == b ? 1.0f : kSqrt2);
+      if (a <= b) m.last[(head * kPairs + pair_row(a, b)) * m.columns + column] = x * (a == b ? 1.0f : kPairFactor);
     });
   if (threadIdx.x % 128 == 0) wait_for_stores();
 }
@@ -170,7 +169,7 @@ __device__ void accumulate(UpdateShared& shared, const Walk& m, int block, int f
 #endif
 
 __global__ void __launch_bounds__(kUpdateThreads, 1)
-    update_kernel(const __grid_constant__ CUtensorMap x, const __grid_constant__ CUtensorMap u, const Walk m) {
+    update_kernel(const __grid_constant__ CUtensorMap x, const __grid_constant__ CUtensorMap u, const WalkArguments m) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char memory[];
   UpdateShared& shared = *reinterpret_cast<UpdateShared*>(memory);
@@ -199,17 +198,17 @@ __global__ void __launch_bounds__(kUpdateThreads, 1)
       const int c = m.chunks.at(i);
       const Kept kept(m, c, next);
       next = Kept::look_up(m, head, i + 1);
-      for (int tile = kept.begin; tile < kept.end; ++tile, ++turn) f(turn, c * m.chunks.chunk + tile * kPieceRows);
+      for (int tile = kept.begin; tile < kept.end; ++tile, ++turn) f(turn, c * m.chunks.chunk + tile * kPanelRows);
     }
   };
   if (warp < 4) {
-    take_registers<216>();
+    increase_registers<216>();
     accumulate<0, 2>(shared, m, two_block, two, two % 8, shared.out[0], head);
   } else if (warp < 8) {
-    take_registers<216>();
+    increase_registers<216>();
     accumulate<1, 3>(shared, m, three_block, three, 8 + three % 8, shared.out[2], head);
   } else {
-    give_registers<72>();
+    decrease_registers<72>();
     if (warp < 8 + kHelpers) {
       const int helper = warp - 8;
       const int octet = helper == 0 ? two / 8 : three / 8 + helper - 1;
@@ -219,7 +218,7 @@ __global__ void __launch_bounds__(kUpdateThreads, 1)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           uint32_t r[4];
-          load_matrices_transposed(r, piece_of(shared.x[stage]).at(32 * half + lane, octet));
+          load_matrices_transposed(r, panel_of(shared.x[stage]).at(32 * half + lane, octet));
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             float2 w = make_float2(1, 1);
@@ -238,12 +237,12 @@ __global__ void __launch_bounds__(kUpdateThreads, 1)
         const int stage = turn % kStages;
         if (turn >= kStages) shared.empty[stage].wait(turn / kStages - 1);
         if (lane == 0) {
-          shared.full[stage].arrive_and_expect(2 * kPieceBytes);
+          shared.full[stage].arrive_and_expect(2 * kPanelBytes);
           copy_tile(shared.x[stage], x, shared.full[stage], 0, token, h / m.x_group, b);
           copy_tile(shared.u[stage], u, shared.full[stage], 0, token, h / m.u_group, b);
         }
         if (!factors) return;
-        for (int i = lane; i < kPieceRows; i += 32)
+        for (int i = lane; i < kPanelRows; i += 32)
           copy_float(&shared.factors[stage][i], factors, token + i, m.chunks.length);
         arrive_after_copies(shared.full[stage]);
       });
@@ -255,12 +254,12 @@ __global__ void __launch_bounds__(kUpdateThreads, 1)
 // Σ_j w_j x_j u_jᵀ of a single chunk, 64 × 64. With `same`, u is x.
 constexpr int kOuterStages = 4;
 struct OuterShared {
-  unsigned char x[kOuterStages][kPieceBytes], u[kOuterStages][kPieceBytes];
-  float weights[kOuterStages][kPieceRows];
+  unsigned char x[kOuterStages][kPanelBytes], u[kOuterStages][kPanelBytes];
+  float weights[kOuterStages][kPanelRows];
   Barrier full[kOuterStages];
 };
 __global__ void __launch_bounds__(128)
-    outer_kernel(const __grid_constant__ CUtensorMap x, const __grid_constant__ CUtensorMap u, const Walk m,
+    outer_kernel(const __grid_constant__ CUtensorMap x, const __grid_constant__ CUtensorMap u, const WalkArguments m,
                  const bool same) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char memory[];
@@ -275,11 +274,11 @@ __global__ void __launch_bounds__(128)
   }
   __syncthreads();
   const auto load = [&](int tile) {
-    const int stage = tile % kOuterStages, token = begin + tile * kPieceRows;
-    if (threadIdx.x < kPieceRows)
+    const int stage = tile % kOuterStages, token = begin + tile * kPanelRows;
+    if (threadIdx.x < kPanelRows)
       shared.weights[stage][threadIdx.x] = weight_of(m, head * m.chunks.length, token + static_cast<int>(threadIdx.x));
     if (threadIdx.x != 0) return;
-    shared.full[stage].arrive_and_expect((same ? 1 : 2) * kPieceBytes);
+    shared.full[stage].arrive_and_expect((same ? 1 : 2) * kPanelBytes);
     copy_tile(shared.x[stage], x, shared.full[stage], 0, token, h / m.x_group, b);
     if (!same) copy_tile(shared.u[stage], u, shared.full[stage], 0, token, h / m.u_group, b);
   };
@@ -294,7 +293,7 @@ __global__ void __launch_bounds__(128)
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
       load_matrices_transposed(
-          f[step], piece_of(shared.x[stage]).at(16 * step + lane % 8 + lane / 16 * 8, 2 * warp + lane / 8 % 2));
+          f[step], panel_of(shared.x[stage]).at(16 * step + lane % 8 + lane / 16 * 8, 2 * warp + lane / 8 % 2));
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float2 w = *reinterpret_cast<const float2*>(shared.weights[stage] + 16 * step + i / 2 * 8 + lane % 4 * 2);
@@ -321,16 +320,16 @@ __global__ void __launch_bounds__(128)
 
 // Carries sums of 64 × 64 through the chunks into the first tile of each state. `normalizer`: they are the last column
 // of a squared score's state; else they are the state of a linear score.
-__global__ void carry_kernel(const Walk m, const bool normalizer) {
+__global__ void carry_kernel(const WalkArguments m, const bool normalizer) {
   const int64_t head = blockIdx.y;
   const int element = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x) * 2, row = element / 64,
             column = element % 64;
   const Chunks& chunks = m.chunks;
   const auto place = [&](int i) {
-    return normalizer ? (head * 2080 + pair_row(row, column + i)) * m.columns + 64
+    return normalizer ? (head * kPairs + pair_row(row, column + i)) * m.columns + 64
                       : (head * 64 + row) * m.columns + column + i;
   };
-  const auto factor = [&](int i) { return normalizer && row != column + i ? kSqrt2 : 1.0f; };
+  const auto factor = [&](int i) { return normalizer && row != column + i ? kPairFactor : 1.0f; };
   float x[2] = {0, 0};
   if (m.first)
     for (int i = 0; i < 2; ++i) x[i] = m.first[place(i)] / factor(i);
@@ -374,7 +373,7 @@ Tensor walk_states(const MixerCall& call, const ChunkTables& tables, const State
   const bool squared = call.spec.score == Score::squared, sum = call.spec.norm == Norm::sum;
   const int64_t tiles = squared ? kSquaredTiles : 1;
   const Tensor states = Tensor::empty({shape.batch, shape.heads, tables.chunks, tiles, 64, 64}, DType::bf16, device);
-  Walk m = {};
+  WalkArguments m = {};
   m.factors = floats(walk.factors);
   m.through = floats(tables.through);
   m.first = floats(walk.first);

@@ -1,8 +1,9 @@
-// The pieces of the general kernels of the parallel form ("tiles"): any score and decay, f32 or bf16 inputs, heads of
-// up to 128, and products in any MixerPrecision. tiles_forward_cuda.cu and tiles_backward_cuda.cu are made of them.
+// The building blocks of the general kernels of the parallel form ("tiles"): any score and decay, f32 or bf16 inputs,
+// heads of up to 128, and products in any MixerPrecision. tiles_forward_cuda.cu and tiles_backward_cuda.cu are made of
+// them.
 //
 // A block of four warps owns kRows rows (queries, or keys for dk and dv) and walks over tiles of kTile rows of the
-// other side. All operands of products lie in shared memory, f32 or bf16 as the product wants them. A product is one of
+// other side. All operands of products lie in shared memory, f32 or bf16 as the product reads them. A product is one of
 // two kinds: `scores` contracts over a head's dimension (q·k, g·v), `sums` over the rows of the walked tile (w·v, dS·k,
 // …), with the weights still in the registers that `scores` left them in. Decay takes one exponential per pair of
 // tokens.
@@ -13,8 +14,8 @@
 #pragma once
 
 #include "gpu/mma.cuh"
-#include "ops/mixer/gpu/cuda.h"
 #include "ops/mixer/gpu/heads.cuh"
+#include "ops/mixer/gpu/mixer_cuda.h"
 #include "ops/mixer/gpu/score.cuh"
 
 namespace furious::cuda::tiles {
@@ -147,9 +148,9 @@ __device__ inline LogDecay log_decay(double a) {
   return {high, static_cast<float>(a - static_cast<double>(high))};
 }
 
-// Rows of kDim f32 in shared memory, in pieces of 16 bytes. Piece p of row r lies at place p ^ s(r % 8) within its
-// group of 8 pieces; s is such that the reads of `scores` (rows g, pieces t) and of `sums` (rows 2t or 2t + 1, pieces
-// g) have no bank conflicts.
+// Rows of kDim f32 in shared memory, in vectors of 16 bytes. Vector p of row r lies at place p ^ s(r % 8) within its
+// group of 8 vectors; s is such that the reads of `scores` (rows g, vectors t) and of `sums` (rows 2t or 2t + 1,
+// vectors g) have no bank conflicts.
 template <int kDim, bool kRounded>
 struct WideTile {
   static constexpr int kElementBytes = 4;
@@ -157,8 +158,8 @@ struct WideTile {
 
   static __device__ int swizzle(int row) { return ((row ^ (row >> 1)) & 1) << 2 | (row >> 2 & 1) << 1 | (row & 1); }
   // `row` counts from row8, a multiple of 8.
-  __device__ float4* at(int row8, int row, int piece) const {
-    return reinterpret_cast<float4*>(data + (row8 + row) * kDim) + ((piece & ~7) | ((piece ^ swizzle(row)) & 7));
+  __device__ float4* at(int row8, int row, int vector) const {
+    return reinterpret_cast<float4*>(data + (row8 + row) * kDim) + ((vector & ~7) | ((vector ^ swizzle(row)) & 7));
   }
   __device__ void put(int row, int eight, const float (&x)[8]) const {
     float y[8];
@@ -384,17 +385,17 @@ struct Product<MixerPrecision::f32, kDim> : WideProduct<kDim, false> {
                                 int steps) {
     const int g = lane_index() / 4, t = lane_index() % 4;
 #pragma unroll 2
-    for (int piece = 0; piece < 8 * steps; ++piece) {
+    for (int vector = 0; vector < 8 * steps; ++vector) {
       float4 x[kM][2];
 #pragma unroll
       for (int m = 0; m < kM; ++m)
 #pragma unroll
-        for (int u = 0; u < 2; ++u) x[m][u] = *a.at(row_a + m * 16 + u * 8, g, piece);
+        for (int u = 0; u < 2; ++u) x[m][u] = *a.at(row_a + m * 16 + u * 8, g, vector);
 #pragma unroll
       for (int n = 0; n < kN; ++n)
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          const float4 y = *b.at(row_b + n * 8, 2 * t + c, piece);
+          const float4 y = *b.at(row_b + n * 8, 2 * t + c, vector);
 #pragma unroll
           for (int m = 0; m < kM; ++m)
 #pragma unroll

@@ -202,7 +202,7 @@ MixerPrecision product_precision(const MixerCall& call) {
   return call.inputs.q.dtype() == DType::bf16 ? MixerPrecision::bf16 : MixerPrecision::f32;
 }
 
-bool tiles_take(const MixerCall& call) {
+bool tiles_support(const MixerCall& call) {
   const auto fits = [](int64_t dim) { return dim % 8 == 0 && dim <= kLargestTileDim; };
   return forced_kernel() != "simple" && fits(call.shape.qk_dim) && fits(call.shape.v_dim) &&
          call.shape.length <= (int64_t{1} << 30);

@@ -1,0 +1,98 @@
+// What the CPU forms share outside of vector code: scratch memory, and the work of a call as one job for each document
+// and head.
+#pragma once
+
+#include <cstring>
+
+#include "base/parallel.h"
+#include "base/subnormals.h"
+#include "ops/mixer/mixer_kernels.h"
+
+namespace furious::cpu {
+
+// Scratch from the arena; a request of a steady-state step never reaches the system.
+template <class T>
+class Scratch {
+ public:
+  Scratch() = default;
+  explicit Scratch(size_t count) : memory_(Tensor::empty({static_cast<int64_t>(count)}, DTypeOf<T>::value)) {}
+  static Scratch zeros(size_t count) {
+    Scratch scratch(count);
+    std::memset(scratch.data(), 0, count * sizeof(T));
+    return scratch;
+  }
+  T* data() const { return memory_ ? memory_.data<T>() : nullptr; }
+
+ private:
+  Tensor memory_;
+};
+
+// One document of one head: rows of a tensor [batch, length, heads, dim], `stride` elements apart.
+struct HeadRows {
+  void* data = nullptr;
+  DType dtype = DType::f32;
+  int64_t stride = 0;
+
+  HeadRows() = default;
+  // Tokens from `begin` of row `batch`, in the head of `tensor` that serves head `head` of `heads`.
+  HeadRows(const Tensor& tensor, int64_t batch, int64_t begin, int64_t head, int64_t heads)
+      : dtype(tensor.dtype()), stride(tensor.stride(1)) {
+    const int64_t own = head / (heads / tensor.size(2));
+    const int64_t offset = batch * tensor.stride(0) + begin * stride + own * tensor.stride(2);
+    data = static_cast<std::byte*>(tensor.raw()) + offset * static_cast<int64_t>(size_of(dtype));
+  }
+};
+
+// The numbers of one sequence and head in a tensor [batch, heads, ...]; null for an undefined tensor.
+float* state_of(const Tensor& state, int64_t batch, int64_t head);
+
+// One document of one head. What is optional and missing is null.
+struct HeadJob {
+  size_t length = 0, chunk = 0;
+  HeadRows q, k, v, out;
+  const float* log_decay = nullptr;
+  int64_t log_decay_stride = 0;
+  float* normalizer = nullptr;
+  float* maximum = nullptr;
+  const float* initial_state = nullptr;
+  float* final_state = nullptr;
+
+  // Backward.
+  HeadRows out_gradient, dq, dk, dv;
+  float* log_decay_gradient = nullptr;
+  int64_t log_decay_gradient_stride = 0;
+  const float* final_state_gradient = nullptr;
+  float* initial_state_gradient = nullptr;
+};
+
+struct BackwardTensors {
+  Tensor out_gradient, final_state_gradient;
+  MixerGradients gradients;  // q, k and v with a head for every head of the call
+};
+
+// The jobs of a call, and the least multiplications that all of them together take: those of the quadratic part.
+inline int64_t job_count(const MixerCall& call) {
+  return static_cast<int64_t>(call.segments.size()) * call.shape.heads;
+}
+int64_t work_of(const MixerCall& call);
+HeadJob forward_job(const MixerCall& call, int64_t index);
+HeadJob backward_job(const MixerCall& call, int64_t index, const BackwardTensors& tensors);
+
+// Runs body(job) for every job: side by side when there are enough to fill the threads and enough to do, else one after
+// another, each with all threads inside.
+template <class Body>
+void for_each_job(const MixerCall& call, Body&& body) {
+  const auto flushed = [&](int64_t i) {
+    const FlushSubnormals flush;
+    body(i);
+  };
+  constexpr int64_t kWorthThreads = 2 << 20;  // some tens of microseconds
+  const int64_t jobs = job_count(call);
+  if (jobs >= threads() && work_of(call) > kWorthThreads) {
+    parallel_for(jobs, flushed);
+  } else {
+    for (int64_t i = 0; i < jobs; ++i) flushed(i);
+  }
+}
+
+}  // namespace furious::cpu

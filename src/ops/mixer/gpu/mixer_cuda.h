@@ -1,0 +1,98 @@
+// What the kernels of the mixer on a GPU share on the host, and the sets of kernels behind mixer_cuda.cu.
+#pragma once
+
+#include "ops/mixer/mixer_kernels.h"
+
+namespace furious::cuda {
+
+// While it lives, mixers of this thread run the kernels of this name (MixerResult::kernel: "hopper", "tensor cores",
+// "tiles" or "simple") instead of the fastest; a call that they cannot compute is an Error. With "tensor cores" a
+// Hopper device runs what older devices run. Inside chunks, "hopper" and "tensor cores" compute what no earlier chunk
+// adds to; with a past, "tiles" compute the forward pass in their place.
+class KernelScope {
+ public:
+  explicit KernelScope(std::string_view kernel);
+  ~KernelScope();
+  KernelScope(const KernelScope&) = delete;
+  KernelScope& operator=(const KernelScope&) = delete;
+
+ private:
+  std::string_view before_;
+};
+std::string_view forced_kernel();  // empty: none
+
+// Tables of the tokens of a call. Without decay or boundaries the tensors are undefined.
+struct TokenTables {
+  Tensor decay;   // f64 [batch, heads, length]: A, summed over the whole row; only differences within a document count
+  Tensor starts;  // i32 [batch, length]: where the document of a token starts
+  Tensor ends;    // i32 [batch, length]: where it ends
+};
+TokenTables token_tables(const MixerCall& call);
+
+// Gradients of one head of the call each, before heads that share an input are summed.
+struct HeadGradients {
+  Tensor q, k, v;  // [batch, length, heads, dim]
+  // f64 [batch, heads, length]: the part of dA that queries give, and that which keys give. Under the sum norm the
+  // first is zero but for rounding. It is defined (and rounding of a pair cancels in da, where t does not lie between
+  // its tokens) where kernels sum over pairs in both; kernels that round pairs to bf16 differently for each have none.
+  Tensor row_decay, key_decay;
+};
+
+// Any dtype, dimension and spec; f32 arithmetic, a warp per token. `past` is f32 [batch, heads, length, columns]: what
+// a state adds to each token.
+void simple_forward(const MixerCall& call, const TokenTables& tables, const Tensor& past);
+void simple_backward(const MixerCall& call, const TokenTables& tables, const Tensor& out_gradient,
+                     const HeadGradients& gradients);
+
+// The precision of the call's products: the requested one, or that of the inputs.
+MixerPrecision product_precision(const MixerCall& call);
+
+// Any spec and dtype, products in product_precision(call); dimensions up to this that are multiples of 8. `past` as
+// above.
+inline constexpr int64_t kLargestTileDim = 128;
+bool tiles_support(const MixerCall& call);
+void tiles_forward(const MixerCall& call, const TokenTables& tables, const Tensor& past);
+void tiles_backward(const MixerCall& call, const TokenTables& tables, const Tensor& out_gradient,
+                    const HeadGradients& gradients);
+
+// g/n and δ/n, as the gradients use them; for exponentials g, δ and log2 of n·exp(maximum).
+struct ScaledGradient {
+  Tensor g;               // bf16 [batch, length, heads, v_dim]
+  Tensor delta, log_sum;  // f32 [batch, heads, length]
+};
+
+// bf16 on tensor cores, heads of 64 or 128.
+bool parallel_supports(const MixerCall& call);
+void parallel_forward(const MixerCall& call, const TokenTables& tables);
+ScaledGradient scale_gradient(const MixerCall& call, const Tensor& out_gradient);
+void parallel_backward(const MixerCall& call, const TokenTables& tables, const ScaledGradient& scaled,
+                       const HeadGradients& gradients);
+
+// The part of the chunked form inside chunks of `chunk` tokens, a multiple of 256; on Hopper only. What earlier chunks
+// give each query comes as `past`, bf16 like out, and its share `past_n` of the normalizer, f32 [batch, heads, length]:
+// under the sum norm `past` is y divided by that share. Backward, the gradients hold the part of other chunks already.
+bool on_hopper(Device device);
+void inside_chunks_forward(const MixerCall& call, const TokenTables& tables, int64_t chunk, const Tensor& past,
+                           const Tensor& past_n);
+void inside_chunks_backward(const MixerCall& call, const TokenTables& tables, int64_t chunk,
+                            const ScaledGradient& scaled, const HeadGradients& gradients);
+
+// What decay and boundaries do to states. Without both the factors are all 1, and undefined.
+struct ChunkTables {
+  Tensor in;           // f32 [batch, heads, length]: what of the state before a token's chunk reaches the token
+  Tensor out;          // f32 [batch, heads, length]: what of a token reaches the end of its chunk
+  Tensor through;      // f32 [batch, heads, chunks]: what of the state before a chunk reaches its end
+  TokenTables within;  // every chunk begins a document
+  int64_t chunk = 0, chunks = 0;
+};
+ChunkTables chunk_tables(const MixerCall& call, const TokenTables& tokens);
+
+// The chunked form but for what happens inside the chunks; any dtype, dimension and score with a state.
+// Forward: `past` (undefined where nothing comes in), and the final state if it is requested.
+Tensor chunked_past(const MixerCall& call, const ChunkTables& tables);
+// Backward: adds to the gradients, and writes that of an initial state.
+void chunked_backward(const MixerCall& call, const ChunkTables& tables, const Tensor& out_gradient,
+                      const Tensor& final_state_gradient, const HeadGradients& gradients,
+                      const Tensor& initial_state_gradient);
+
+}  // namespace furious::cuda

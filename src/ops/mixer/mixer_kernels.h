@@ -1,0 +1,41 @@
+// What mixer.cpp calls after all checks.
+#pragma once
+
+#include "ops/mixer/shape.h"
+
+namespace furious {
+
+// One call of the mixer, checked. It holds references: it lives no longer than the call.
+struct MixerCall {
+  const MixerSpec& spec;
+  const MixerShape& shape;
+  const MixerInputs& inputs;
+  const std::vector<Segment>& segments;
+  int64_t chunk;  // the whole length in the parallel form
+  const MixerResult& result;
+  MixerPrecision precision = MixerPrecision::automatic;  // of a GPU's products
+  std::string_view* kernel = nullptr;                    // receives the name of the GPU kernels that ran forward
+};
+
+}  // namespace furious
+
+namespace furious::cpu {
+
+void mixer_forward(const MixerCall& call);
+// Gradients of q, k and v with fewer heads than the call are sums over the heads they serve.
+void mixer_backward(const MixerCall& call, const Tensor& out_gradient, const Tensor& final_state_gradient,
+                    const MixerGradients& gradients);
+
+}  // namespace furious::cpu
+
+namespace furious::cuda {
+
+// The faster form for a call without states.
+Form choose_form(const MixerCall& call);
+
+// Returns the states of the chunks, where the backward pass can use them again.
+Tensor mixer_forward(const MixerCall& call);
+void mixer_backward(const MixerCall& call, const Tensor& out_gradient, const Tensor& final_state_gradient,
+                    const MixerGradients& gradients);
+
+}  // namespace furious::cuda

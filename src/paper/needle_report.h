@@ -1,0 +1,33 @@
+// The report of the needle-in-a-haystack test: heat maps, and JSON from which they can be drawn again.
+#pragma once
+
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "paper/needle.h"
+#include "report/heat_map.h"
+
+namespace furious {
+
+struct NeedleResult {
+  std::string name;  // of the model
+  NeedleGrid grid;
+};
+
+struct NeedleReport {
+  std::vector<NeedleResult> results;
+  std::string unit;         // of the lengths
+  bool with_paper = false;  // include the authors' results
+};
+
+HeatMap map_of(const NeedleResult& result, const std::string& unit);  // lengths by depths
+// Models by tokens, as in the paper's figure; none where lengths do not count characters.
+std::optional<HeatMap> map_by_tokens(const NeedleReport& report);
+std::string to_svg(const NeedleReport& report);  // all maps
+
+nlohmann::ordered_json to_json(const NeedleReport& report);
+NeedleReport needle_report_from_json(const std::string& text, const std::string& origin);  // errors name the origin
+
+}  // namespace furious

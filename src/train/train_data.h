@@ -1,0 +1,42 @@
+// The training and test batches that the options name: a tokenized corpus or a synthetic task.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "data/batches.h"
+#include "data/dataset.h"
+#include "furious/train.h"
+
+namespace furious {
+
+struct TrainData {
+  std::unique_ptr<Dataset> dataset;  // null for a synthetic task
+  std::unique_ptr<BatchSource> batches;
+  std::unique_ptr<BatchSource> test;  // null without a test split; a batch has the rows of one rank's micro-batch
+  int64_t test_batches = 0;           // in the test split; 0: endless
+  std::string fingerprint;            // of the data, which a resumed run compares
+
+  // `ranks`: processes that share a batch.
+  static TrainData open(const TrainOptions& options, int ranks = 1);
+
+  // Whether documents begin with bos, as `furious tokenize --bos` writes them. Needs a dataset.
+  bool begins_with_bos() const;
+};
+
+// Batches `first`, `first` + stride, `first` + 2·stride, … of another source: one rank's share of the test batches.
+class StridedBatches final : public BatchSource {
+ public:
+  StridedBatches(const BatchSource& source, int64_t first, int64_t stride)
+      : source_(source), first_(first), stride_(stride) {}
+  int64_t batch() const override { return source_.batch(); }
+  int64_t length() const override { return source_.length(); }
+  int32_t vocabulary_size() const override { return source_.vocabulary_size(); }
+  Batch at(int64_t step, RowRange rows = {}) const override { return source_.at(first_ + stride_ * step, rows); }
+
+ private:
+  const BatchSource& source_;
+  int64_t first_, stride_;
+};
+
+}  // namespace furious
