@@ -54,6 +54,7 @@ struct StepCall {
   int blocks, rows, columns;       // of a head, and for each the rows of the state and the columns that it adds up
   int first_tokens;                // of a block's tokens, that come with the first rows of the state
   int chunk_tokens, stages;        // the others come in chunks, into so many places in turn
+  int window_cycles;               // for 1 KiB of a window: how fast it is copied
   int rows_at_once;                // that a warp reads, with four columns to a lane
   int part_of_row;                 // 2^16 times the part of a row that those are
   int partial_width;

@@ -12,11 +12,11 @@
 //
 // An activation goes from block to block as a word that holds its 16 bits and a tag, the number of the operation that
 // wrote it counted over all tokens: a reader polls until the tag is the expected one. That costs one trip through the
-// L2 cache, where a barrier of all blocks costs three. Numbers of f32 go the same way in two words. All blocks read the
-// same words at the same time, from one place in the cache: so there are several copies, each for some of the blocks.
-// No word is overwritten before everybody has read it: a block writes an activation anew after all its warps have read
-// everything that the previous operation wrote, and each block of that had read its own input before it wrote. Only a
-// step reads less than all, its own head; but the operation after it reads all heads.
+// L2 cache, where a barrier of all blocks costs three. Numbers of f32 go from block to block in two words. All blocks
+// read the same words at the same time, from one place in the cache: so there are several copies, each for some of the
+// blocks. No word is overwritten before everybody has read it: a block writes an activation anew after all its warps
+// have read everything that the previous operation wrote, and each block of that had read its own input before it
+// wrote. Only a step reads less than all, its own head; but the operation after it reads all heads.
 //
 // The operations form one long chain, and what counts is how short it is. So the warps that multiply share out the
 // columns of a product, and each waits for its own columns of the input alone, with its weights already in registers.
@@ -26,8 +26,8 @@
 // the window), and says everything that is to be done with it. Its place in the ring, and the piece that must have been
 // used before, are known when the program is made. What differs from token to token and from row to row, the length of
 // the window and whether there is a state, is read from the slots' records: further tokens of a window come in chunks
-// of their own, as many as there are, through stages in the piece's part of the ring. There the state would be: a
-// window is that long only before the first fold, or where there is no state at all.
+// of their own, as many as there are, through stages in the piece's part of the ring. They lie in the memory for
+// rows of the state: a window is that long only before the first fold, or where a cache has no state at all.
 //
 // Sums are always taken in the same order.
 
@@ -266,7 +266,7 @@ struct StepArea {
   }
 };
 
-// Where the parts of some tokens lie that have room for `tokens`.
+// Where the parts of up to `tokens` tokens lie.
 struct WindowArea {
   char *k, *v;
   double* totals;
@@ -369,23 +369,51 @@ struct PageOffsets {
   }
 };
 
-// The page that holds a token; another kernel may have listed it.
-__device__ char* page_of(const Page* pages, int token) {
-  return reinterpret_cast<char*>(
-      __ldcg(reinterpret_cast<const unsigned long long*>(&pages[token / kPageTokens].memory)));
+// An address in a table of pages; another kernel may have written it.
+__device__ char* load_page(const Page* pages, int page) {
+  return reinterpret_cast<char*>(__ldcg(reinterpret_cast<const unsigned long long*>(&pages[page].memory)));
 }
 
-// Tokens [first, first + count) of a head's window, by one thread. Runs of tokens begin at multiples of four, so that
-// their f64 sums begin at multiples of 16 bytes; one sum behind the last may be copied.
-__device__ void fetch_tokens(const Cache& cache, const Page* pages, const PageOffsets& offsets, int first, int count,
+// The addresses of the pages of a window, in order: a warp loads 32 of them at once, and the next 32 ahead.
+struct PageList {
+  const Page* pages;
+  int first, end;  // of those that the lanes have, and of all
+  char *own, *next;
+
+  __device__ PageList(const Page* table, int begin, int end_of_all) : pages(table), first(begin), end(end_of_all) {
+    own = load(first);
+    next = load(first + 32);
+  }
+  __device__ char* load(int from) const {
+    const int page = from + lane_of_thread();
+    return page < end ? load_page(pages, page) : nullptr;
+  }
+  // By all lanes.
+  __device__ char* at(int page) {
+    if (page >= first + 32) {
+      first += 32;
+      own = next;
+      next = load(first + 32);
+    }
+    const auto address = reinterpret_cast<unsigned long long>(own);
+    return reinterpret_cast<char*>(__shfl_sync(0xFFFFFFFFu, address, page - first));
+  }
+};
+
+// Tokens [first, first + count) of a head's window, by a warp, of which one lane starts the copies. Runs of tokens
+// begin at multiples of four, so that their f64 sums begin at multiples of 16 bytes; one sum behind the last may be
+// copied.
+__device__ void fetch_tokens(const Cache& cache, PageList& pages, const PageOffsets& offsets, int first, int count,
                              const WindowArea& to, Barrier& fetched, Pace& pace) {
   const int k_bytes = cache.qk_dim * 2, v_bytes = cache.v_dim * 2;
-  fetched.expect(count * (k_bytes + v_bytes) + (cache.decay ? (count + 1) / 2 * 16 : 0));
+  const bool copies = lane_of_thread() == 0;
+  if (copies) fetched.expect(count * (k_bytes + v_bytes) + (cache.decay ? (count + 1) / 2 * 16 : 0));
 #pragma unroll 1
   for (int j = 0, run; j < count; j += run) {
     const int of_page = (first + j) % kPageTokens;
     run = min(kPageTokens - of_page, count - j);
-    const char* const page = page_of(pages, first + j);
+    const char* const page = pages.at((first + j) / kPageTokens);
+    if (!copies) continue;
     if (cache.decay) stream_bytes(to.totals + j, page + offsets.total + of_page * 8, (run + 1) / 2 * 16, fetched);
     pace.copy(to.k + j * k_bytes, page + offsets.k + of_page * k_bytes, run * k_bytes, fetched);
     pace.copy(to.v + j * v_bytes, page + offsets.v + of_page * v_bytes, run * v_bytes, fetched);
@@ -406,9 +434,8 @@ struct StageCursor {
 
 // By one thread: what the block knows of a step.
 __device__ void describe_share(const StepCall& step, const OwnHead& own, const SlotRecord& record, int tokens,
-                               const PageOffsets& offsets, StepShare& share) {
+                               const PageOffsets& offsets, char* newest_page, double before, StepShare& share) {
   const Cache& cache = step.cache;
-  const int pending = record.pending;
   share.first = own.first;
   share.rows = record.state != nullptr ? own.rows : 0;
   share.tokens = tokens;
@@ -428,18 +455,15 @@ __device__ void describe_share(const StepCall& step, const OwnHead& own, const S
   share.d = step.d + own.head * cache.v_dim;
   share.partials = step.partials + own.row_head * step.blocks * step.partial_width;
   share.out = step.out + own.row_head * cache.v_dim;
-  char* const page = page_of(record.pages, pending);
-  const int of_page = pending % kPageTokens;
+  char* const page = newest_page;
+  const int of_page = record.pending % kPageTokens;
   const bool keeps_k = quotient(own.head, step.k.sharers) * step.k.sharers == own.head;
   const bool keeps_v = quotient(own.head, step.v.sharers) * step.v.sharers == own.head;
   share.k_to = keeps_k ? reinterpret_cast<uint4*>(page + offsets.k + of_page * cache.qk_dim * 2) : nullptr;
   share.v_to = keeps_v ? reinterpret_cast<uint4*>(page + offsets.v + of_page * cache.v_dim * 2) : nullptr;
   share.log_decay_to = reinterpret_cast<float*>(page + offsets.log_decay) + of_page;
   share.total_to = reinterpret_cast<double*>(page + offsets.total) + of_page;
-  share.before = 0;
-  if (cache.decay && pending > 0)
-    share.before = __ldcg(reinterpret_cast<const double*>(page_of(record.pages, pending - 1) + offsets.total) +
-                          (pending - 1) % kPageTokens);
+  share.before = before;
 }
 
 // By a warp: what a step needs besides its state.
@@ -460,22 +484,28 @@ __device__ void fetch_window(const TokenPiece& piece, int slot, int place, char*
   const int at_once = min(tokens, step.first_tokens);
   const StepArea to(piece, area);
   const PageOffsets offsets(step, own.head);
-  if (lane == 0) {
-    if (piece.first && at_once > 0)
-      fetch_tokens(cache, record.pages, offsets, first, at_once, WindowArea(cache, step.first_tokens, to.window),
-                   fetched, pace);
-    describe_share(step, own, record, tokens, offsets, share);
-  }
+  const bool has_tokens = piece.first && tokens > 0;
+  pace.cycles = step.window_cycles;
+  PageList pages(record.pages, first / kPageTokens, has_tokens ? (first + tokens - 1) / kPageTokens + 1 : 0);
+  const int newest = max(record.pending - 1, 0);
+  char* const new_page = load_page(record.pages, record.pending / kPageTokens);
+  char* const last_page = load_page(record.pages, newest / kPageTokens);
+  if (has_tokens)
+    fetch_tokens(cache, pages, offsets, first, at_once, WindowArea(cache, step.first_tokens, to.window), fetched, pace);
+  double before = 0;
+  if (cache.decay && record.pending > 0)
+    before = __ldcg(reinterpret_cast<const double*>(last_page + offsets.total) + newest % kPageTokens);
+  if (lane == 0) describe_share(step, own, record, tokens, offsets, new_page, before, share);
   if (step.d != nullptr && 32 * lane < cache.v_dim) prefetch(step.d + own.head * cache.v_dim + 32 * lane);
   fetched.arrive();
-  if (!piece.first || lane != 0) return;
+  if (!piece.first) return;
 #pragma unroll 1
   for (int done = at_once; done < tokens; done += step.chunk_tokens) {
     if (cursor.round > 0) memory.chunk_used[cursor.stage].wait(cursor.round - 1);
     Barrier& chunk_fetched = memory.chunk_fetched[cursor.stage];
-    fetch_tokens(cache, record.pages, offsets, first + done, min(step.chunk_tokens, tokens - done),
+    fetch_tokens(cache, pages, offsets, first + done, min(step.chunk_tokens, tokens - done),
                  WindowArea(cache, step.chunk_tokens, to.stage(step, cursor.stage)), chunk_fetched, pace);
-    chunk_fetched.arrive();
+    if (lane == 0) chunk_fetched.arrive();
     cursor.advance(step.stages);
   }
 }
@@ -488,7 +518,7 @@ __device__ int wait_for_slot(const TokenWork& program, const TokenPiece& piece) 
   return own.active ? __ldcg(program.slots + own.row) : 0;
 }
 
-// One warp fetches descriptions, weights and states. The descriptions of two further pieces are on their way meanwhile.
+// One warp fetches descriptions, weights and states. Meanwhile the descriptions of two further pieces are loaded.
 __device__ void fetch(const TokenWork& program, Memory& memory, char* ring) {
   const int lane = lane_of_thread();
   const auto description = [&](int p) {
@@ -667,11 +697,11 @@ __device__ void multiply(const TokenPiece& piece, Barrier& used, const uint4* we
   const uint4* x_even = activations + min(row, batch - 1) * x_stride + lane / 8;
   const int further = wide ? 4 : 8, x_odd = wide ? 0 : 4;
   // Where this warp's sums go, and whose they are.
-  const unsigned turn = state.products++;
-  sums += turn % 2 * batch;
+  const unsigned product = state.products++;
+  sums += product % 2 * batch;
   const int of = lane % 4 * 2, squares_of = lane >> lane_bits(batch);
   float* const to = in_register(&sums[of].rows[lane / 4][warp_of_thread()]);
-  if (turn >= 2) memory.finished[turn % 2].wait(static_cast<int>(turn / 2) - 1);
+  if (product >= 2) memory.finished[product % 2].wait(static_cast<int>(product / 2) - 1);
 
   constexpr int kTiles = 64 / kWarps;  // that are loaded before the input is waited for
   float products[4][4] = {};
@@ -736,7 +766,7 @@ __device__ void multiply(const TokenPiece& piece, Barrier& used, const uint4* we
       }
     }
   if (squares_of < batch) sums[squares_of].squares[warp_of_thread()] = state.squares;
-  memory.multiplied[turn % 2].arrive();
+  memory.multiplied[product % 2].arrive();
 }
 
 // A warp finishes the results of some rows of the batch: a lane for each element.
@@ -747,7 +777,7 @@ __device__ void finish_product(const TokenPiece& piece, Barrier& used, const War
   const Tiles tiles(piece);
   used.arrive();
   if (tiles.first >= tiles.end) return;
-  const unsigned turn = products++;
+  const unsigned product = products++;
   const bool pairs = call.pairs();
   const int tile = tiles.first + lane / 8;
   // Everything that is known of the operation is loaded before its sums are waited for.
@@ -773,8 +803,8 @@ __device__ void finish_product(const TokenPiece& piece, Barrier& used, const War
     const Before before = next;
     const float old = next_residual;
     load_next(sequence + kFinishers);
-    const WarpSums& all = *in_register(&sums[turn % 2 * call.batch + sequence]);
-    memory.multiplied[turn % 2].wait(static_cast<int>(turn / 2));
+    const WarpSums& all = *in_register(&sums[product % 2 * call.batch + sequence]);
+    memory.multiplied[product % 2].wait(static_cast<int>(product / 2));
     if (!valid) continue;
     float sum = sum_of(all.rows[result]), other = pairs ? sum_of(all.rows[result + 8]) : 0;
     if (normed) {
@@ -784,118 +814,155 @@ __device__ void finish_product(const TokenPiece& piece, Barrier& used, const War
     }
     finish(part, sequence, row, sum, other, old, before, written);
   }
-  memory.multiplied[turn % 2].wait(static_cast<int>(turn / 2));  // where a warp has no row
-  memory.finished[turn % 2].arrive();
+  memory.multiplied[product % 2].wait(static_cast<int>(product / 2));  // where a warp has no row
+  memory.finished[product % 2].arrive();
 }
-
-// The sums of a warp over the rows and tokens that it has had: of four columns in each lane.
-struct StepSums {
-  float4 y;
-  float n, largest;  // largest: exponent under softmax, by which y and n are scaled
-
-  __device__ void scale(float factor) {
-    y.x *= factor;
-    y.y *= factor;
-    y.z *= factor;
-    y.w *= factor;
-    n *= factor;
-  }
-};
 
 // Some tokens of a step: `count` of them in shared memory, and the new one behind them where it is with them.
 struct TokenChunk {
   WindowArea area;
   int count;
   bool has_new;
-
-  __device__ int tokens() const { return count + (has_new ? 1 : 0); }
 };
 
-constexpr int kTokensAtOnce = 4 * kWarps;                       // eight lanes for each
-constexpr int kTokenRounds = kChunkTokens / kTokensAtOnce + 1;  // one more for the new token
-static_assert(kChunkTokens % kTokensAtOnce == 0 && kMostStages <= kPieceSlots);
+constexpr int kTokensAtOnce = 4 * kWarps;  // eight lanes for each
+static_assert(kLargestHead == 2 * 8 * 8);
 
-// The first of the four tokens that a warp has in a round. The last warps come first, since the first ones make the
-// features.
-__device__ int first_of_round(int round) {
-  return round * kTokensAtOnce + (kWarps - 1 - warp_of_thread()) * 4;
-}
+// Adds up tokens of a window. The eight lanes of a token have eight neighbouring columns each, and of larger heads
+// eight more; every eight lanes of a warp have sums of their own.
+struct TokenSums {
+  int k_units, v_units;
+  bool softmax, decay;
+  float q[2][8];
+  float y[2][8], n;
+  float largest;  // exponent under softmax, by which y and n are scaled
 
-// The weights of the warp's tokens, of which lane i has that of token i / 8 of each round; under softmax after scaling
-// the sums to the new largest exponent.
-__device__ void weigh_tokens(float (&weights)[kTokenRounds], const StepCall& step, const TokenChunk& chunk,
-                             const NewToken& token, StepSums& sums) {
-  const Cache& cache = step.cache;
-  const int lane = lane_of_thread() % 8, tokens = chunk.tokens();
-  float most = -INFINITY;
+  __device__ TokenSums(const StepCall& step, const NewToken& token)
+      : k_units(step.cache.qk_dim / 8),
+        v_units(step.cache.v_dim / 8),
+        softmax(step.softmax),
+        decay(step.cache.decay),
+        n(0),
+        largest(-INFINITY) {
 #pragma unroll
-  for (int round = 0; round < kTokenRounds; ++round) {
-    weights[round] = step.softmax ? -INFINITY : 0.0f;
-    if (first_of_round(round) >= tokens) continue;
-    const int j = first_of_round(round) + lane_of_thread() / 8;
-    const bool valid = j < tokens, is_new = j >= chunk.count;
-    float score = 0;
-    if (valid) {
-      const uint4* const from =
-          is_new ? token.k : reinterpret_cast<const uint4*>(chunk.area.k) + j * (cache.qk_dim / 8);
-#pragma unroll 2
-      for (int c = lane; c < cache.qk_dim / 8; c += 8) {
-        float x[8];
-        unpack(from[c], x);
-        const float4 low = reinterpret_cast<const float4*>(token.q)[2 * c];
-        const float4 high = reinterpret_cast<const float4*>(token.q)[2 * c + 1];
-        score = fmaf(x[0], low.x, fmaf(x[1], low.y, fmaf(x[2], low.z, fmaf(x[3], low.w, score))));
-        score = fmaf(x[4], high.x, fmaf(x[5], high.y, fmaf(x[6], high.z, fmaf(x[7], high.w, score))));
+    for (int half = 0; half < 2; ++half) {
+      const int unit = lane_of_thread() % 8 + 8 * half;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        q[half][i] = unit < k_units ? token.q[unit * 8 + i] : 0.0f;
+        y[half][i] = 0;
       }
     }
-#pragma unroll
-    for (int offset = 4; offset > 0; offset /= 2) score += __shfl_xor_sync(0xFFFFFFFFu, score, offset);
-    if (!valid) continue;
-    const double log_decay = cache.decay && !is_new ? token.now - chunk.area.totals[j] : 0;
-    if (step.softmax) {
-      weights[round] = score + static_cast<float>(log_decay);
-      most = fmaxf(most, weights[round]);
-    } else {
-      weights[round] = step.polynomial(score) * (cache.decay ? decay_factor(log_decay) : 1.0f);
-    }
   }
-  if (!step.softmax) return;
-  most = fmaxf(most, __shfl_xor_sync(0xFFFFFFFFu, most, 8));
-  most = fmaxf(most, __shfl_xor_sync(0xFFFFFFFFu, most, 16));
-  most = fmaxf(most, sums.largest);
-  if (most == -INFINITY) {  // no token of this warp so far
-#pragma unroll
-    for (float& weight : weights) weight = 0;
-    return;
-  }
-  sums.scale(__expf(sums.largest - most));
-  sums.largest = most;
-#pragma unroll
-  for (float& weight : weights) weight = __expf(weight - most);
-}
 
-// Adds the warp's tokens to its sums. A lane has four columns of every so many rows of v (`rows_at_once`).
-__device__ void add_tokens(StepSums& sums, const float (&weights)[kTokenRounds], const StepCall& step,
-                           const TokenChunk& chunk, const NewToken& token, int of_warp, int column) {
-  const int vectors = step.cache.v_dim / 4, each = step.rows_at_once, tokens = chunk.tokens();
+  __device__ float product(const uint4* k) const {
+    float sums[2] = {0, 0};
 #pragma unroll
-  for (int round = 0; round < kTokenRounds; ++round) {
-    const int first = first_of_round(round);
-    if (first >= tokens) continue;
-    if (lane_of_thread() % 8 == 0) sums.n += weights[round];
-#pragma unroll 2
-    for (int i = 0; i < 4; i += each) {
-      const int own = i + of_warp, j = first + own;
-      const float weight = __shfl_sync(0xFFFFFFFFu, weights[round], own % 4 * 8);
-      if (own >= 4 || of_warp >= each || j >= tokens) continue;
-      const char* const row = j < chunk.count ? chunk.area.v + j * vectors * 8 : reinterpret_cast<const char*>(token.v);
-      const uint2 raw = reinterpret_cast<const uint2*>(row)[column];
-      add_row(sums.y, weight,
-              {__uint_as_float(raw.x << 16), __uint_as_float(raw.x & 0xFFFF0000u), __uint_as_float(raw.y << 16),
-               __uint_as_float(raw.y & 0xFFFF0000u)});
+    for (int half = 0; half < 2; ++half) {
+      const int unit = lane_of_thread() % 8 + 8 * half;
+      if (unit >= k_units) continue;
+      float x[8];
+      unpack(k[unit], x);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) sums[i % 2] = fmaf(x[i], q[half][i], sums[i % 2]);
+    }
+    return sums[0] + sums[1];
+  }
+  __device__ void add(const uint4* v, float weight) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int unit = lane_of_thread() % 8 + 8 * half;
+      if (unit >= v_units) continue;
+      float x[8];
+      unpack(v[unit], x);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) y[half][i] = fmaf(weight, x[i], y[half][i]);
+    }
+    n += weight;
+  }
+  __device__ void scale_to(float most) {
+    const float factor = largest == -INFINITY ? 0.0f : __expf(largest - most);
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int i = 0; i < 8; ++i) y[half][i] *= factor;
+    n *= factor;
+    largest = most;
+  }
+
+  // The last warps come first, since the first ones have more rows of the state.
+  static __device__ int first_of_warp() {
+    return (kWarps - 1 - warp_of_thread()) * 4;
+  }
+  __device__ void add(const TokenChunk& chunk, const NewToken& token, const Polynomial& polynomial) {
+    const int tokens = chunk.count + (chunk.has_new ? 1 : 0);
+#pragma unroll 1
+    for (int first = first_of_warp(); first < tokens; first += 2 * kTokensAtOnce) {
+      float weights[2] = {0, 0};
+      int j[2];
+      const uint4* v[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        j[i] = first + i * kTokensAtOnce + lane_of_thread() / 8;
+        const bool kept = j[i] < chunk.count;
+        v[i] = kept ? reinterpret_cast<const uint4*>(chunk.area.v) + j[i] * v_units : token.v;
+        if (j[i] < tokens)
+          weights[i] = product(kept ? reinterpret_cast<const uint4*>(chunk.area.k) + j[i] * k_units : token.k);
+      }
+#pragma unroll
+      for (int offset = 4; offset > 0; offset /= 2)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) weights[i] += __shfl_xor_sync(0xFFFFFFFFu, weights[i], offset);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const double log_decay = decay && j[i] < chunk.count ? token.now - chunk.area.totals[j[i]] : 0;
+        if (softmax)
+          weights[i] = j[i] < tokens ? weights[i] + static_cast<float>(log_decay) : -INFINITY;
+        else
+          weights[i] = polynomial(weights[i]) * (decay ? decay_factor(log_decay) : 1.0f);
+      }
+      if (softmax) {
+        const float most = fmaxf(largest, fmaxf(weights[0], weights[1]));
+        if (most > largest) scale_to(most);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) weights[i] = __expf(weights[i] - most);
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        if (j[i] < tokens) add(v[i], weights[i]);
     }
   }
-}
+
+  // All lanes get the sums of the warp.
+  __device__ void add_up() {
+#pragma unroll
+    for (int offset = 8; offset < 32; offset *= 2) {
+      if (softmax) {
+        const float most = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, offset));
+        if (most > largest) scale_to(most);
+      }
+      n += __shfl_xor_sync(0xFFFFFFFFu, n, offset);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (8 * half >= v_units) continue;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) y[half][i] += __shfl_xor_sync(0xFFFFFFFFu, y[half][i], offset);
+      }
+    }
+  }
+  // On top of what is in a row of v_dim numbers, by a warp.
+  __device__ void add_to(float* row) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int unit = lane_of_thread() + 8 * half;
+      if (lane_of_thread() >= 8 || unit >= v_units) continue;
+      float4* const to = reinterpret_cast<float4*>(row) + 2 * unit;
+      const float* const own = y[half];
+      to[0] = {to[0].x + own[0], to[0].y + own[1], to[0].z + own[2], to[0].w + own[3]};
+      to[1] = {to[1].x + own[4], to[1].y + own[5], to[1].z + own[6], to[1].w + own[7]};
+    }
+  }
+};
 
 // Waits for the new token: every thread for one number, or for few.
 __device__ void load_token(const StepCall& step, const StepShare& own, const Tagged& awaited, NewToken& token) {
@@ -1017,6 +1084,34 @@ __device__ void combine(const StepCall& step, const StepShare& own, const NewTok
   }
 }
 
+// Adds the tokens of a window to the warp's sums in shared memory.
+__device__ void add_window(const StepCall& step, const StepShare& own, const StepArea& from, const NewToken& token,
+                           StageCursor& cursor, Memory& memory) {
+  const int warp = warp_of_thread(), lane = lane_of_thread();
+  const int all = own.tokens, at_once = min(all, step.first_tokens), each = step.chunk_tokens, stages = step.stages;
+  if (lane == 0) memory.largest[warp] = -INFINITY;
+  if (all <= at_once && TokenSums::first_of_warp() >= at_once + (own.has_new ? 1 : 0)) return;
+  const Polynomial polynomial = step.polynomial;
+  TokenSums sums(step, token);
+  sums.add({WindowArea(step.cache, step.first_tokens, from.window), at_once, own.has_new}, token, polynomial);
+#pragma unroll 1
+  for (int done = at_once; done < all; done += each) {
+    memory.chunk_fetched[cursor.stage].wait(cursor.round);
+    sums.add({WindowArea(step.cache, each, from.stage(step, cursor.stage)), min(each, all - done), false}, token,
+             polynomial);
+    __syncwarp();
+    if (lane == 0) memory.chunk_used[cursor.stage].arrive();
+    cursor.advance(stages);
+  }
+  sums.add_up();
+  __syncwarp();
+  sums.add_to(memory.values[warp]);
+  if (lane == 0) {
+    memory.normalizers[warp] += sums.n;
+    memory.largest[warp] = sums.largest;
+  }
+}
+
 __device__ void run_step(const TokenPiece& piece, Barrier& used, char* area, const StepShare& own, unsigned first_tag,
                          ThreadState& state, Memory& memory) {
   constexpr int kAtOnce = 128 / kWarps;  // rows of the state that a thread loads before the input is waited for
@@ -1050,57 +1145,39 @@ __device__ void run_step(const TokenPiece& piece, Barrier& used, char* area, con
   for (int i = 0; i < kMostStateRows / kThreads; ++i)
     if (thread + i * kThreads < own.rows)
       memory.phi[thread + i * kThreads] = token.left * state.features[i].of<2>(token.q);
-  StepSums sums{{0, 0, 0, 0}, 0, -INFINITY};
-  const int at_once = piece.first ? min(own.tokens, step.first_tokens) : 0;
-  const TokenChunk chunk{WindowArea(cache, step.first_tokens, from.window), at_once, piece.first && own.has_new};
-  float weights[kTokenRounds];
-  weigh_tokens(weights, step, chunk, token, sums);
   sync_compute_warps();
+  float4 y = {0, 0, 0, 0};
 #pragma unroll
   for (int i = 0; i < kAtOnce; ++i) {
     const int r = group + i * groups;
-    add_row(sums.y, r < own.rows ? memory.phi[r] : 0, x[i]);
+    add_row(y, r < own.rows ? memory.phi[r] : 0, x[i]);
   }
 #pragma unroll 1
-  for (int r = group + kAtOnce * groups; r < own.rows; r += groups) add_row(sums.y, memory.phi[r], values[r * vectors]);
-  if (cache.sum)
+  for (int r = group + kAtOnce * groups; r < own.rows; r += groups) add_row(y, memory.phi[r], values[r * vectors]);
+  float n = 0;
+  if (cache.sum && own.rows > 0) {
     for (int r = thread; r < own.rows; r += kThreads)
-      sums.n = fmaf(memory.phi[r], reinterpret_cast<const float*>(from.normalizers)[r], sums.n);
-  add_tokens(sums, weights, step, chunk, token, of_warp, column);
-  if (piece.first)
-#pragma unroll 1
-    for (int done = at_once; done < own.tokens; done += step.chunk_tokens) {
-      const int stage = state.cursor.stage;
-      memory.chunk_fetched[stage].wait(state.cursor.round);
-      const TokenChunk further{WindowArea(cache, step.chunk_tokens, from.stage(step, stage)),
-                               min(step.chunk_tokens, own.tokens - done), false};
-      weigh_tokens(weights, step, further, token, sums);
-      add_tokens(sums, weights, step, further, token, of_warp, column);
-      __syncwarp();
-      if (lane == 0) memory.chunk_used[stage].arrive();
-      state.cursor.advance(step.stages);
-    }
-  used.arrive();
+      n = fmaf(memory.phi[r], reinterpret_cast<const float*>(from.normalizers)[r], n);
+    n = warp_sum(n);
+  }
   // The sums of a warp lie in shared memory, from piece to piece.
-  float4 all = sums.y;
+  float4 all = y;
 #pragma unroll 1
   for (int i = 1; i < each; ++i) {
     const int other = column + i * vectors;
-    all.x += __shfl_sync(0xFFFFFFFFu, sums.y.x, other);
-    all.y += __shfl_sync(0xFFFFFFFFu, sums.y.y, other);
-    all.z += __shfl_sync(0xFFFFFFFFu, sums.y.z, other);
-    all.w += __shfl_sync(0xFFFFFFFFu, sums.y.w, other);
+    all.x += __shfl_sync(0xFFFFFFFFu, y.x, other);
+    all.y += __shfl_sync(0xFFFFFFFFu, y.y, other);
+    all.z += __shfl_sync(0xFFFFFFFFu, y.z, other);
+    all.w += __shfl_sync(0xFFFFFFFFu, y.w, other);
   }
   if (lane < vectors) {
     float4& sum = reinterpret_cast<float4*>(memory.values[warp])[lane];
     if (!piece.first) add_row(all, 1, sum);
     sum = all;
   }
-  const float n = cache.sum ? warp_sum(sums.n) : 0;
-  if (lane == 0) {
-    memory.normalizers[warp] = piece.first ? n : memory.normalizers[warp] + n;
-    memory.largest[warp] = sums.largest;
-  }
+  if (lane == 0) memory.normalizers[warp] = piece.first ? n : memory.normalizers[warp] + n;
+  if (piece.first) add_window(step, own, from, token, state.cursor, memory);
+  used.arrive();
   if (piece.last) {
     sync_compute_warps();
     combine(step, own, token, d, written, memory);

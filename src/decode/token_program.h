@@ -51,8 +51,8 @@ class TokenProgram {
   TokenProgram(const TokenProgram&) = delete;
   TokenProgram& operator=(const TokenProgram&) = delete;
 
-  // Reads one token of every row, ids i32 [rows, 1] on the device, in the order of the device's other work. Every cache
-  // has room for it: MixerCache::prepare() comes before, and its advance() after.
+  // Reads one token of every row, ids i32 [rows, 1] on the device, in the order of the device's other work.
+  // MixerCache::prepare() of every cache comes before, and its advance() after.
   void run(const Tensor& ids) const;
   // f32 [rows, vocabulary], written by every run(). Whoever holds them holds the program's memory, not the program.
   const Tensor& logits() const;

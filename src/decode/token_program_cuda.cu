@@ -20,13 +20,19 @@ void share_out(StepCall& step, int64_t window, int64_t first_fold, const SharedM
   const Cache& cache = step.cache;
   const auto fours = [](int64_t count) { return divide_up(count, 4) * 4; };
   step.blocks = std::max(1, multiprocessors() / step.heads);
+  // What one block can fetch ahead anyway is not shared out: its sums need not go through memory.
+  constexpr int kSmall = 48 << 10;
+  const int64_t small = cache.state_rows * state_row_bytes(cache) + window_bytes(cache, static_cast<int>(window));
+  if (cache.state_rows > 0 && small <= kSmall) step.blocks = 1;
   step.rows = fours(divide_up(cache.state_rows, step.blocks));
   step.columns = divide_up(cache.v_dim, step.blocks);
   step.rows_at_once = 128 / cache.v_dim;
   step.part_of_row = divide_up(1 << 18, cache.v_dim);
   step.partial_width = cache.v_dim + (step.softmax ? 2 : 1);
   step.first_tokens = step.chunk_tokens = kChunkTokens;
-  int stages = kMostStages;
+  // A window that is most of what a step reads is copied faster than a small one, which comes beside a state.
+  step.window_cycles = cache.state_rows > 0 ? 62 : 40;
+  int stages = 3;
   if (cache.state_rows > 0) {
     // After the first fold a block has no more than first_tokens, before it those of the long first window.
     step.first_tokens = fours(divide_up(window, step.blocks));
@@ -76,19 +82,29 @@ std::vector<int> cut(const TokenPiece& operation, const SharedMemoryPlan& memory
   return bytes;
 }
 
-// Gives every piece its place in the ring, one behind the other, and the piece that must have been used before.
-void place(std::vector<TokenPiece>& pieces, const std::vector<int>& bytes, int ring) {
-  int at = 0;
+// Gives every piece its place in the ring, and the piece that must have been used before. Several rows keep memory busy
+// all the time: a piece goes where space is free first. One row waits for its chain of operations instead, which copies
+// too early only slow down: pieces lie one behind the other.
+void place(std::vector<TokenPiece>& pieces, const std::vector<int>& bytes, int ring, bool one_row) {
+  const auto size_of = [&](size_t p) { return divide_up(bytes[p], 128) * 128; };
   for (size_t p = 0; p < pieces.size(); ++p) {
-    const int size = divide_up(bytes[p], 128) * 128;
-    if (at + size > ring) at = 0;
-    pieces[p].at = at;
     // A description is overwritten when all warps have finished with it: when they have used the next piece.
-    int needs = static_cast<int>(p) - kPieceSlots + 2;
-    for (size_t q = 0; q < p; ++q)
-      if (pieces[q].at < at + size && at < pieces[q].at + bytes[q]) needs = std::max(needs, static_cast<int>(q) + 1);
-    pieces[p].needs = std::max(needs, 0);
-    at += size;
+    const auto fewest = static_cast<size_t>(std::max(static_cast<int>(p) - kPieceSlots + 2, 0));
+    const auto needs_at = [&](int at) {
+      size_t needs = fewest;
+      for (size_t q = fewest; q < p; ++q)
+        if (pieces[q].at < at + size_of(p) && at < pieces[q].at + size_of(q)) needs = q + 1;
+      return static_cast<int>(needs);
+    };
+    TokenPiece& piece = pieces[p];
+    piece.at = 0;
+    piece.needs = needs_at(0);
+    for (size_t q = one_row && p > 0 ? p - 1 : fewest; q < p; ++q) {  // behind that one
+      const int at = pieces[q].at + size_of(q);
+      if (at + size_of(p) > ring || (!one_row && needs_at(at) >= piece.needs)) continue;
+      piece.at = at;
+      piece.needs = needs_at(at);
+    }
   }
 }
 
@@ -443,7 +459,7 @@ TokenProgram::TokenProgram(Device device, const TokenProgramInputs& inputs) : pa
     operation.operation = static_cast<int>(&operation - operations.data());
     for (int of_piece : cut(operation, memory, multiprocessors(), pieces)) bytes.push_back(of_piece);
   }
-  place(pieces, bytes, memory.ring);
+  place(pieces, bytes, memory.ring, rows == 1);
 
   const auto on_device = [&](const void* from, size_t size) {
     const Tensor copied = Tensor::empty({static_cast<int64_t>(size / 4)}, DType::i32, device);

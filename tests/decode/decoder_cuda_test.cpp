@@ -162,14 +162,16 @@ TEST(DecoderCuda, MoreSequencesThanThePersistentKernelHasRunAsAGraph) {
   }
 }
 
-// Models of many shapes, whose caches have folded: a token as one kernel, as a graph of kernels, and on the CPU.
+// Models of many shapes, whose caches have folded where they have a state: a token as one kernel, as a graph of
+// kernels, and on the CPU.
 TEST(DecoderCuda, OneKernelReadsAsManyDo) {
   SKIP_WITHOUT_GPU();
   if (TokenProgram::resident_blocks(kGpu, 0) == 0) GTEST_SKIP() << "this device has no code for the kernel";
   Random random(4);
-  for (int i = 0; i < 12; ++i) {
-    ModelConfig config = little(preset(random.pick<const char*>(
-        {"2mamba", "2mamba", "2mamba-square-mask", "linear", "conv2-a-original", "outnorm-z"})));
+  for (int i = 0; i < 16; ++i) {
+    ModelConfig config = little(
+        preset(random.pick<const char*>({"2mamba", "2mamba", "2mamba-square-mask", "linear", "conv2-a-original",
+                                         "outnorm-z", "mamba2", "mamba2s", "2mamba-dt", "softmax", "2mamba-e"})));
     config.block.decay_bias = config.block.has_decay_projection() && random.coin();
     config.block.conv_bias = random.coin();
     config.block.z_gate_bias = random.coin();
