@@ -2,36 +2,30 @@
 // kernels give the same bits when each waits for the one before it.
 #ifdef FURIOUS_CUDA
 #include "cuda.h"
-#include "decode/token_linear.h"
+#include "decode/batch.h"
 #include "gpu/device.h"
-#include "ops/mixer/recurrent.h"
-#include "support.h"
+#include "model/little.h"
 
 namespace furious {
 namespace {
 
 using namespace furious::testing;
 
-// Tokens of a little model: h += W_o mixer(swiglu(h)), and the logits of every token.
+// The logits of every token, as a graph of kernels.
 std::vector<Tensor> decode(int64_t batch, int64_t tokens) {
   Random random(1);
-  constexpr int64_t kHidden = 256, kDim = 16;
-  const auto weight = [&](int64_t rows, int64_t columns) {
-    return to_gpu(random.normal_tensor({rows, columns}, 1 / std::sqrt(static_cast<double>(columns))), DType::bf16);
-  };
-  const Tensor gate = weight(3 * kDim, kHidden), up = weight(3 * kDim, kHidden), back = weight(kHidden, kDim);
-  const Tensor head = weight(1000, kHidden), norm = to_gpu(random.normal_tensor({kHidden}));
-  const Tensor h = to_gpu(random.normal_tensor({batch, kHidden}), DType::bf16);
-  const Tensor decay = to_gpu(random.uniform_tensor({batch, 1}, -0.1, 0));
-  MixerCache cache(mixer_spec("2mamba"), {batch, 1, 1, 1, kDim, kDim}, kGpu);
+  ModelConfig config = little(preset("2mamba"));
+  config.hidden = 256;
+  LanguageModel model(config, 1, kGpu);
+  Compute compute = compute_in(DType::bf16, kGpu);
+  compute.token_program = false;
+  model.set_compute(compute);
+  model.round_weights();
+  Batch sequences(model, batch);
   std::vector<Tensor> logits;
-  for (int64_t t = 0; t < tokens; ++t) {
-    const Tensor qkv = token_swiglu({h, {}, norm, 1e-5f}, gate, up, MatmulPrecision::bf16).split_dim(1, 3, kDim);
-    const Tensor out = cache.step(qkv.slice(1, 0, 1), qkv.slice(1, 1, 1), qkv.slice(1, 2, 1), decay);
-    token_add(h, {out.view({batch, kDim}), {}, {}, 0}, back, MatmulPrecision::bf16);
-    logits.push_back(token_logits({h, {}, norm, 1e-5f}, head));
-  }
-  EXPECT_TRUE(cache.has_folded());
+  for (int64_t t = 0; t < tokens; ++t)
+    logits.push_back(sequences.step(random_tokens(random, {batch, 1}, config.vocabulary)));
+  EXPECT_EQ(sequences.ran_as(), "graph");
   for (Tensor& x : logits) x = to_cpu(x);
   return logits;
 }
