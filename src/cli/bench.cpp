@@ -405,6 +405,7 @@ void add_bench(CLI::App& app) {
   bench->footer(kGlossaryPage);
   add_bench_step(*bench);
   add_bench_decode(*bench);
+  add_bench_sampling(*bench);
   add_bench_auto(*bench);
   add_bench_recurrent(*bench);
   add_bench_mixer(*bench);
