@@ -38,7 +38,7 @@ struct LoadOptions {
 };
 
 // A loaded checkpoint and its tokenizer. Copies share the weights; any number of sessions may use them at once, each in
-// a thread of its own: they compute what they would one after another. On a GPU they take turns, call by call.
+// a thread of its own: they compute what they would one after another.
 class FURIOUS_API Model {
  public:
   // A checkpoint directory, a training run (its newest checkpoint), or a .safetensors file.
@@ -106,7 +106,7 @@ class FURIOUS_API Session {
   void read(std::string_view text);
 
   // Goes on writing, in every sequence, until each has come to its end. What it writes is also read: to write again
-  // goes on after it. A sequence that has ended while others go on reads eos in the meantime.
+  // goes on after it. A sequence that has ended stays where it is while others go on.
   // `show` gets every text piece by piece, always whole characters; false ends the writing.
   using Show = std::function<bool(std::string_view piece, int sequence)>;
   std::vector<Text> write(const WriteOptions& options, const Show& show = {});
@@ -117,7 +117,7 @@ class FURIOUS_API Session {
   void save(const std::filesystem::path& file) const;
   void load(const std::filesystem::path& file);
 
-  int64_t tokens() const;  // read and written so far, in each sequence
+  int64_t tokens() const;  // read and written so far, in the longest sequence
   int64_t bytes() const;   // that remembering them takes now
 
  private:

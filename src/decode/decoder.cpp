@@ -295,7 +295,7 @@ void Decoder::forward(std::span<const int32_t> slots, const Tensor& ids) {
 
 bool Decoder::runs_as_program(int64_t rows) const {
   const Compute& compute = model_->compute();
-  return compute.token_program && compute.activations == DType::bf16 &&
+  return program_fits_ && compute.token_program && compute.activations == DType::bf16 &&
          model_->output_matrix().dtype() == DType::bf16 && TokenProgram::missing(model_->device(), plan_, rows).empty();
 }
 
@@ -350,7 +350,10 @@ Tensor Decoder::recorded_pass(const SlotRows& rows, const Tensor& ids) {
       recorded.program = new_program(rows);
       recorded.logits = recorded.program->logits();
     }
-    recorded.program->run(ids);
+    if (!recorded.program->run(ids)) {
+      program_fits_ = false;
+      return recorded_pass(rows, ids);  // as a graph
+    }
   } else {
     if (!recorded.ids) recorded.ids = Tensor::empty({rows.size(), 1}, DType::i32, model_->device());
     copy(recorded.ids, ids);

@@ -130,6 +130,7 @@ class Decoder {
   Sampler sampler_;
   std::map<int64_t, SlotRows> rows_;  // by their number: a recording finds them where they were
   std::map<int64_t, std::unique_ptr<Recording>> recordings_;
+  bool program_fits_ = true;  // the blocks of the persistent kernel have had places on the device
   std::string_view ran_as_;
 };
 

@@ -123,6 +123,7 @@ int resident_token_blocks(int bytes);
 // Whether the current device has the kernel's code, and runs a block of it on every multiprocessor at once.
 bool has_token_kernel();
 // In the order of the device's other work. `bytes`: SharedMemoryPlan::all.
-void run_token_kernel(Device device, const TokenWork& work, int bytes);
+// False, with nothing launched, where the blocks do not all fit on the device at once.
+bool run_token_kernel(Device device, const TokenWork& work, int bytes);
 
 }  // namespace furious::cuda

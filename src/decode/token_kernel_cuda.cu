@@ -1304,7 +1304,7 @@ bool has_token_kernel() {
   return entry->second;
 }
 
-void run_token_kernel(Device device, const TokenWork& work, int bytes) {
+bool run_token_kernel(Device device, const TokenWork& work, int bytes) {
   cudaLaunchConfig_t config{};
   config.stream = stream(device);
   config.gridDim = static_cast<unsigned>(multiprocessors());
@@ -1319,7 +1319,13 @@ void run_token_kernel(Device device, const TokenWork& work, int bytes) {
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
   config.attrs = attributes;
   config.numAttrs = launches_early() ? 2 : 1;
-  check(cudaLaunchKernelEx(&config, token_kernel, work), "token_program");
+  const cudaError_t status = cudaLaunchKernelEx(&config, token_kernel, work);
+  if (status == cudaErrorCooperativeLaunchTooLarge) {
+    (void)cudaGetLastError();  // nothing was launched
+    return false;
+  }
+  check(status, "token_program");
+  return true;
 }
 
 }  // namespace furious::cuda

@@ -22,7 +22,9 @@ int TokenProgram::resident_blocks(Device, int) {
 }
 TokenProgram::TokenProgram(Device, const TokenProgramInputs&) {}
 TokenProgram::~TokenProgram() = default;
-void TokenProgram::run(const Tensor&) const {}
+bool TokenProgram::run(const Tensor&) const {
+  return false;
+}
 const Tensor& TokenProgram::logits() const {
   return parts_->logits;
 }

@@ -53,7 +53,9 @@ class TokenProgram {
 
   // Reads one token of every row, ids i32 [rows, 1] on the device, in the order of the device's other work.
   // MixerCache::prepare() of every cache comes before, and its advance() after.
-  void run(const Tensor& ids) const;
+  // False, with nothing done, where the blocks do not all fit on the device at once: another process may hold part of
+  // it.
+  bool run(const Tensor& ids) const;
   // f32 [rows, vocabulary], written by every run(). Whoever holds them holds the program's memory, not the program.
   const Tensor& logits() const;
 

@@ -500,11 +500,11 @@ const Tensor& TokenProgram::logits() const {
   return parts_->logits;
 }
 
-void TokenProgram::run(const Tensor& ids) const {
+bool TokenProgram::run(const Tensor& ids) const {
   cuda::TokenWork work = parts_->work;
   work.ids = ids.data<int32_t>();
   work.id_stride = static_cast<int>(ids.stride(0));
-  run_token_kernel(parts_->device, work, parts_->bytes);
+  return run_token_kernel(parts_->device, work, parts_->bytes);
 }
 
 }  // namespace furious

@@ -350,10 +350,15 @@ __device__ void find_digit(const Group& group, Shared& shared, const Options& op
   uint32_t count = 0;
   uint64_t mass = 0, count_sum = 0, mass_sum = 0;
   if (thread < kBins) {
-    for (int i = 0; i < group.size; ++i) {
-      count += *group.in_block(&shared.bin_count[round % 2][bin], i);
-      mass += *group.in_block(&shared.bin_mass[round % 2][bin], i);
+    uint32_t counts[kMostBlocks];  // all on their way before the first is there
+    uint64_t masses[kMostBlocks];
+#pragma unroll
+    for (int i = 0; i < kMostBlocks; ++i) {
+      counts[i] = i < group.size ? *group.in_block(&shared.bin_count[round % 2][bin], i) : 0;
+      masses[i] = i < group.size ? *group.in_block(&shared.bin_mass[round % 2][bin], i) : 0;
     }
+#pragma unroll
+    for (int i = 0; i < kMostBlocks; ++i) count += counts[i], mass += masses[i];
     count_sum = count;
     mass_sum = mass;
     for (int offset = 1; offset < 32; offset *= 2) {
@@ -404,14 +409,25 @@ __device__ void compare_candidates(const Group& group, Shared& shared, const Sli
     shared.candidate_weight[0][place] = weight_of(logit, ordering.largest, options.scale);
   });
   group.sync();
-  int count = 0;
-  for (int i = 0; i < group.size; ++i) {
-    const int more = *group.in_block(&shared.candidates, i);
-    if (thread < more) {
-      shared.candidate[1][count + thread] = *group.in_block(&shared.candidate[0][thread], i);
-      shared.candidate_weight[1][count + thread] = *group.in_block(&shared.candidate_weight[0][thread], i);
+  int found[kMostBlocks];  // by each block; all on their way before the first is there
+  uint64_t words[kMostBlocks];
+  uint32_t weights[kMostBlocks];
+#pragma unroll
+  for (int i = 0; i < kMostBlocks; ++i) found[i] = i < group.size ? *group.in_block(&shared.candidates, i) : 0;
+#pragma unroll
+  for (int i = 0; i < kMostBlocks; ++i)
+    if (thread < found[i]) {
+      words[i] = *group.in_block(&shared.candidate[0][thread], i);
+      weights[i] = *group.in_block(&shared.candidate_weight[0][thread], i);
     }
-    count += more;
+  int count = 0;
+#pragma unroll
+  for (int i = 0; i < kMostBlocks; ++i) {
+    if (thread < found[i]) {
+      shared.candidate[1][count + thread] = words[i];
+      shared.candidate_weight[1][count + thread] = weights[i];
+    }
+    count += found[i];
   }
   __syncthreads();
   const int own = thread / kLanesPerCandidate;

@@ -1,3 +1,5 @@
+#include <memory>
+
 #include <numeric>
 
 #include "cuda.h"
@@ -116,10 +118,11 @@ TEST(SamplerCuda, IsRecordedInAGraph) {
   const Tensor logits = random.normal_tensor({kRows, kVocabulary}), logits_there = to_gpu(logits);
   const SlotRows rows = all_slots(kRows), rows_there = all_slots(kRows, kGpu);
   EXPECT_EQ(ints_of(here.choose(logits, rows).ids), ints_of(there.choose(logits_there, rows_there).ids));
+  std::unique_ptr<Graph> graph;  // outlives what lies in its memory
   Choice recorded;
-  const Graph graph(kGpu, [&] { recorded = there.choose(logits_there, rows_there); });
+  graph = std::make_unique<Graph>(kGpu, [&] { recorded = there.choose(logits_there, rows_there); });
   for (int step = 0; step < 300; ++step) {
-    graph.run();
+    graph->run();
     ASSERT_EQ(ints_of(here.choose(logits, rows).ids), ints_of(recorded.ids)) << step;
   }
 }
