@@ -287,7 +287,7 @@ AtomicFile::AtomicFile(const fs::path& path, uint64_t expected_bytes)
           path.string());
   std::error_code ignored;
   require(!fs::exists(path_, ignored) || fs::is_regular_file(path_, ignored),
-          "{}: is there and is not a regular file; choose another name", path_.string());
+          "{}: exists and is not a regular file; choose another name", path_.string());
   remove_orphans_of(path_);
   Temporary temporary = make_temporary(path_, create_file);
   temporary_ = temporary.path;

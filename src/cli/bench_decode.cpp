@@ -128,13 +128,8 @@ void add_bench_decode(CLI::App& bench) {
       ->add_option("--tokens", options->tokens, "Number of decode steps to average over; 64 of them contain one fold")
       ->check(CLI::Range(1, 1 << 20))
       ->capture_default_str();
-  command->add_option("--device", options->device, "Device: cpu, cuda or cuda:N; auto: a GPU if there is one")
-      ->capture_default_str();
-  command
-      ->add_option(
-          "--dtype", options->dtype,
-          "Dtype of matrix products, on a GPU also of activations: f32 or bf16; default: bf16 on a GPU, f32 on a CPU")
-      ->check(CLI::IsMember({"f32", "bf16"}));
+  add_device(*command, options->device);
+  add_dtype(*command, options->dtype);
   command
       ->add_option("--temperature", options->sampling.temperature,
                    "Temperature of sampling; 0: the most probable token")

@@ -35,16 +35,17 @@ Shape stored_shape(const std::string& name, const Shape& shape) {
 }
 
 // The tensors of the file that make up a parameter, one after the other: queries, keys and values of a Llama lie apart.
-std::vector<Piece> pieces_of(const SafetensorsReader& reader, const ModelConfig& config, const std::string& name,
-                             const Shape& shape) {
-  if (const std::vector<Piece> theirs = release_pieces(reader, config, name, shape); !theirs.empty()) return theirs;
-  const std::vector<Piece> whole = {{name, stored_shape(name, shape)}};
+std::vector<StoredRange> pieces_of(const SafetensorsReader& reader, const ModelConfig& config, const std::string& name,
+                                   const Shape& shape) {
+  if (const std::vector<StoredRange> theirs = release_pieces(reader, config, name, shape); !theirs.empty())
+    return theirs;
+  const std::vector<StoredRange> whole = {{name, stored_shape(name, shape)}};
   if (!name.ends_with(kFused) || reader.find(name)) return whole;
   const std::string mixing = name.substr(0, name.size() - kFused.size());
-  const std::vector<Piece> apart = {{mixing + "q_proj.weight", {config.q_heads * config.qk_dim, shape[1]}},
-                                    {mixing + "k_proj.weight", {config.k_heads * config.qk_dim, shape[1]}},
-                                    {mixing + "v_proj.weight", {config.v_heads * config.head_dim, shape[1]}}};
-  const bool are_there = std::ranges::any_of(apart, [&](const Piece& piece) { return reader.find(piece.name); });
+  const std::vector<StoredRange> apart = {{mixing + "q_proj.weight", {config.q_heads * config.qk_dim, shape[1]}},
+                                          {mixing + "k_proj.weight", {config.k_heads * config.qk_dim, shape[1]}},
+                                          {mixing + "v_proj.weight", {config.v_heads * config.head_dim, shape[1]}}};
+  const bool are_there = std::ranges::any_of(apart, [&](const StoredRange& piece) { return reader.find(piece.name); });
   return are_there ? apart : whole;
 }
 
@@ -72,7 +73,7 @@ bool repeats_embedding(const SafetensorsReader& reader) {
 void check_tensors(const SafetensorsReader& reader, const ModelConfig& config) {
   std::set<std::string> used;
   LanguageModel::visit_parameters(config, [&](const std::string& name, const Shape& shape) {
-    for (const Piece& piece : pieces_of(reader, config, name, shape)) {
+    for (const StoredRange& piece : pieces_of(reader, config, name, shape)) {
       check_tensor(reader, piece.name, piece.shape);
       used.insert(piece.name);
     }
@@ -190,7 +191,7 @@ LanguageModel load_model(const fs::path& given, const std::string& arch, Device 
   const auto fill = [&](const std::string& name, const Tensor& out) {
     const Tensor flat = out.view({out.elements()});
     int64_t done = 0;
-    for (const Piece& piece : pieces_of(reader, config, name, out.shape())) {
+    for (const StoredRange& piece : pieces_of(reader, config, name, out.shape())) {
       const Tensor part = flat.slice(0, done, piece.elements());
       done += piece.elements();
       if (piece.elements() == piece.shape.elements())

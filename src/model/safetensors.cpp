@@ -135,7 +135,7 @@ class HeaderEvents final : public JsonEvents {
       entries.push_back({.name = name_, .dtype = {}, .shape = {}, .offsets = {}});
       return enter(Place::tensor);
     }
-    if (std::exchange(seen_metadata_, true)) refuse("\"__metadata__\" is there twice");
+    if (std::exchange(seen_metadata_, true)) refuse("\"__metadata__\" appears twice");
     return enter(Place::metadata);
   }
 
@@ -267,7 +267,7 @@ class IndexEvents final : public JsonEvents {
   bool start_object(size_t) override {
     ++depth_;
     if (depth_ == 2 && name_ == "weight_map") {
-      if (std::exchange(seen_map, true)) refuse("\"weight_map\" is there twice");
+      if (std::exchange(seen_map, true)) refuse("\"weight_map\" appears twice");
       in_map_ = true;
     } else if (depth_ > 2) {
       pass("an object");
@@ -294,7 +294,7 @@ class IndexEvents final : public JsonEvents {
   bool string(std::string& text) override {
     if (!in_map_) return pass("a text");
     if (!files.try_emplace(name_, text).second)
-      refuse(fmt::format("tensor {} is there twice in \"weight_map\"", shown(name_)));
+      refuse(fmt::format("tensor {} appears twice in \"weight_map\"", shown(name_)));
     return true;
   }
   bool number_unsigned(uint64_t) override { return pass("a number"); }
@@ -450,7 +450,7 @@ OpenedFile open_file(const fs::path& path) {
   }
   std::ranges::sort(opened.tensors, {}, &StoredTensor::name);
   const auto twice = std::ranges::adjacent_find(opened.tensors, {}, &StoredTensor::name);
-  if (twice != opened.tensors.end()) damaged(path, fmt::format("tensor {} is there twice", shown(twice->name)));
+  if (twice != opened.tensors.end()) damaged(path, fmt::format("tensor {} appears twice", shown(twice->name)));
   take_checksums(path, opened);
   return opened;
 }
@@ -477,7 +477,7 @@ std::vector<StoredTensor> open_index(const fs::path& path) {
     if (!opened.contains(file)) {
       const fs::path shard = path.parent_path() / file;
       std::error_code ignored;
-      require(fs::exists(shard, ignored), "{}: tensor {} is said to lie in {}, which is not there; copy or download it",
+      require(fs::exists(shard, ignored), "{}: tensor {} is said to lie in {}, which is missing; copy or download it",
               path.string(), shown(name), shown(file));
       opened.emplace(file, open_file(shard));
     }
@@ -579,7 +579,7 @@ using NamedTensor = std::pair<const std::string, Tensor>;
 void check_writable(const fs::path& path, const NamedTensor& entry) {
   const auto& [name, tensor] = entry;
   require(name != kMetadataKey, "{}: no tensor can have the name {}", path.string(), shown(name));
-  require(tensor.defined(), "{}: tensor {} is not there", path.string(), shown(name));
+  require(tensor.defined(), "{}: tensor {} is missing", path.string(), shown(name));
   require(tensor.is_contiguous(), "{}: tensor {} is not contiguous; copy it first", path.string(), shown(name));
 }
 

@@ -2,7 +2,7 @@
 //
 // `boundaries` is an i32 tensor [count] on the CPU, of strictly increasing positions in the flattened [batch * length]
 // token sequence at which a new document starts. A row always starts one; its position may be listed or not. A tensor
-// that is not there, or an empty one, means one document per row.
+// that is undefined, or an empty one, means one document per row.
 #pragma once
 
 #include <algorithm>

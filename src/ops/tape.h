@@ -27,14 +27,14 @@ struct GradientTarget {
 
 class Variable {
  public:
-  Variable() = default;  // not there: an optional argument that was not given
+  Variable() = default;  // undefined: an optional argument that was not given
   explicit Variable(Tensor value, bool needs_gradient = false);
 
   explicit operator bool() const { return node_ != nullptr; }
-  const Tensor& value() const;  // not there if the variable is not
+  const Tensor& value() const;  // undefined if the variable is
   bool needs_gradient() const { return node_ && node_->needs_gradient; }
 
-  // The gradient gathered so far; not there if none has arrived.
+  // The gradient gathered so far; undefined if none has arrived.
   const Tensor& gradient() const { return node_->gradient; }
   // Memory of the value's shape for one contribution: write all of it, then hand it to add_gradient. That of a part may
   // be strided, with the innermost stride of its value.

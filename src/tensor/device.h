@@ -22,7 +22,7 @@ struct Device {
 
 std::string name_of(Device device);                // "cpu", "cuda:0"
 Device device_from_name(std::string_view name);    // "cpu", "cuda", "cuda:1"
-Device usable_device(std::string_view name);       // also "auto": a GPU if there is one; an Error where it is not there
+Device usable_device(std::string_view name);       // also "auto": a GPU if there is one; an Error where there is none
 std::vector<std::string> describe_cuda_devices();  // one line each; empty without a CUDA build, driver or GPU
 std::string cuda_problem();  // why there is no GPU that can be used, in a few words; empty if there is one
 

@@ -84,7 +84,7 @@ std::string cuda_problem() {
 
 namespace {
 
-struct Way {
+struct Staging {
   int index = 0;
   size_t bytes = 0;
   void* pinned = nullptr;
@@ -92,7 +92,7 @@ struct Way {
   cudaStream_t stream = nullptr;
   cudaEvent_t sent = nullptr, arrived = nullptr;
 
-  ~Way() {
+  ~Staging() {
     (void)cudaSetDevice(index);
     if (stream != nullptr) (void)cudaStreamSynchronize(stream);
     if (sent != nullptr) (void)cudaEventDestroy(sent);
@@ -105,45 +105,46 @@ struct Way {
 
 }  // namespace
 
-void* open_way_cuda(int index, size_t bytes) {
-  auto way = std::make_unique<Way>();
-  way->index = index;
-  way->bytes = bytes;
+void* open_staging_cuda(int index, size_t bytes) {
+  auto staging = std::make_unique<Staging>();
+  staging->index = index;
+  staging->bytes = bytes;
   cuda::check(cudaSetDevice(index), "feed");
-  cuda::check(cudaMallocHost(&way->pinned, bytes), "feed: pinned memory");
-  way->waiting = memory::allocate_cuda(index, bytes);
-  cuda::check(cudaStreamCreateWithFlags(&way->stream, cudaStreamNonBlocking), "feed");
-  for (cudaEvent_t* event : {&way->sent, &way->arrived})
+  cuda::check(cudaMallocHost(&staging->pinned, bytes), "feed: pinned memory");
+  staging->waiting = memory::allocate_cuda(index, bytes);
+  cuda::check(cudaStreamCreateWithFlags(&staging->stream, cudaStreamNonBlocking), "feed");
+  for (cudaEvent_t* event : {&staging->sent, &staging->arrived})
     cuda::check(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "feed");
-  return way.release();
+  return staging.release();
 }
 
-void close_way_cuda(void* way) {
-  delete static_cast<Way*>(way);
+void close_staging_cuda(void* staging) {
+  delete static_cast<Staging*>(staging);
 }
 
-void* way_memory_cuda(void* way) {
-  return static_cast<Way*>(way)->pinned;
+void* staging_memory_cuda(void* staging) {
+  return static_cast<Staging*>(staging)->pinned;
 }
 
-void wait_for_way_cuda(void* way) {
-  cuda::check(cudaEventSynchronize(static_cast<Way*>(way)->sent), "feed");
+void wait_for_staging_cuda(void* staging) {
+  cuda::check(cudaEventSynchronize(static_cast<Staging*>(staging)->sent), "feed");
 }
 
 void send_cuda(void* handle) {
-  const Way& way = *static_cast<Way*>(handle);
-  cuda::check(cudaSetDevice(way.index), "feed");
-  cuda::check(cudaStreamWaitEvent(way.stream, way.arrived), "feed");
-  cuda::check(cudaMemcpyAsync(way.waiting, way.pinned, way.bytes, cudaMemcpyHostToDevice, way.stream), "feed");
-  cuda::check(cudaEventRecord(way.sent, way.stream), "feed");
+  const Staging& staging = *static_cast<Staging*>(handle);
+  cuda::check(cudaSetDevice(staging.index), "feed");
+  cuda::check(cudaStreamWaitEvent(staging.stream, staging.arrived), "feed");
+  cuda::check(cudaMemcpyAsync(staging.waiting, staging.pinned, staging.bytes, cudaMemcpyHostToDevice, staging.stream),
+              "feed");
+  cuda::check(cudaEventRecord(staging.sent, staging.stream), "feed");
 }
 
 void arrive_cuda(void* handle, void* to) {
-  const Way& way = *static_cast<Way*>(handle);
-  const cudaStream_t stream = cuda::stream({DeviceKind::cuda, way.index});
-  cuda::check(cudaStreamWaitEvent(stream, way.sent), "feed");
-  cuda::check(cudaMemcpyAsync(to, way.waiting, way.bytes, cudaMemcpyDeviceToDevice, stream), "feed");
-  cuda::check(cudaEventRecord(way.arrived, stream), "feed");
+  const Staging& staging = *static_cast<Staging*>(handle);
+  const cudaStream_t stream = cuda::stream({DeviceKind::cuda, staging.index});
+  cuda::check(cudaStreamWaitEvent(stream, staging.sent), "feed");
+  cuda::check(cudaMemcpyAsync(to, staging.waiting, staging.bytes, cudaMemcpyDeviceToDevice, stream), "feed");
+  cuda::check(cudaEventRecord(staging.arrived, stream), "feed");
 }
 
 namespace memory {

@@ -19,13 +19,13 @@ class CaptureStream {
   CaptureStream& operator=(const CaptureStream&) = delete;
 };
 
-// The way of a Feed (feed.h).
-void* open_way_cuda(int index, size_t bytes);
-void close_way_cuda(void* way);
-void* way_memory_cuda(void* way);   // pinned
-void wait_for_way_cuda(void* way);  // until what was sent has left that memory
-void send_cuda(void* way);          // behind what arrived last
-void arrive_cuda(void* way, void* to);
+// The staging buffer of a Feed (feed.h).
+void* open_staging_cuda(int index, size_t bytes);
+void close_staging_cuda(void* staging);
+void* staging_memory_cuda(void* staging);   // pinned
+void wait_for_staging_cuda(void* staging);  // until what was sent has left that memory
+void send_cuda(void* staging);              // behind what arrived last
+void arrive_cuda(void* staging, void* to);
 
 namespace memory {
 

@@ -6,11 +6,11 @@ namespace furious {
 
 // Pinned memory, which the copy reads while the CPU goes on, and memory of the device that waits for its turn: the
 // place itself may still be in use.
-struct Feed::Way {
-  Way(int index, size_t bytes) : handle(open_way_cuda(index, bytes)) {}
-  ~Way() { close_way_cuda(handle); }
-  Way(const Way&) = delete;
-  Way& operator=(const Way&) = delete;
+struct Feed::Staging {
+  Staging(int index, size_t bytes) : handle(open_staging_cuda(index, bytes)) {}
+  ~Staging() { close_staging_cuda(handle); }
+  Staging(const Staging&) = delete;
+  Staging& operator=(const Staging&) = delete;
 
   void* handle;
 };
@@ -21,24 +21,24 @@ Feed::Feed(const Tensor& place) : place_(place) {
     here_ = Tensor::empty_like(place);
     return;
   }
-  way_ = std::make_unique<Way>(device.index, place.bytes());
-  here_ = Tensor::wrap(way_memory_cuda(way_->handle), place.shape(), place.dtype());
+  staging_ = std::make_unique<Staging>(device.index, place.bytes());
+  here_ = Tensor::wrap(staging_memory_cuda(staging_->handle), place.shape(), place.dtype());
 }
 
 Feed::~Feed() = default;
 
 const Tensor& Feed::next() const {
-  if (way_) wait_for_way_cuda(way_->handle);
+  if (staging_) wait_for_staging_cuda(staging_->handle);
   return here_;
 }
 
 void Feed::send() {
-  if (way_) send_cuda(way_->handle);
+  if (staging_) send_cuda(staging_->handle);
 }
 
 void Feed::arrive() {
-  if (way_)
-    arrive_cuda(way_->handle, place_.raw());
+  if (staging_)
+    arrive_cuda(staging_->handle, place_.raw());
   else
     copy_between(place_, here_);
 }

@@ -19,9 +19,9 @@ class Feed {
   void arrive();  // into its place, in the order of the device's work
 
  private:
-  struct Way;  // to a GPU
+  struct Staging;  // to a GPU
   Tensor place_, here_;
-  std::unique_ptr<Way> way_;
+  std::unique_ptr<Staging> staging_;
 };
 
 }  // namespace furious

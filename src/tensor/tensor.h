@@ -1,5 +1,5 @@
 // A Tensor is a view: a place in memory with shape, strides (in elements), dtype and device. Copies share memory; the
-// memory returns to its arena with the last view. A default-constructed Tensor is "not there" and stands for an
+// memory returns to its arena with the last view. A default-constructed Tensor is undefined and stands for an
 // optional argument that was not given.
 #pragma once
 

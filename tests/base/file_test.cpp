@@ -159,10 +159,10 @@ TEST(AtomicFile, RefusesWhatIsNoRegularFile) {
   const TemporaryDirectory directory;
   const std::string pipe = (directory / "pipe").string();
   ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
-  expect_error([&] { write_text(pipe, "text"); }, {"pipe: is there and is not a regular file"});
+  expect_error([&] { write_text(pipe, "text"); }, {"pipe: exists and is not a regular file"});
   EXPECT_TRUE(fs::is_fifo(pipe));
   fs::create_symlink("/dev/null", directory / "null");
-  expect_error([&] { write_text(directory / "null", "text"); }, {"/dev/null: is there and is not a regular file"});
+  expect_error([&] { write_text(directory / "null", "text"); }, {"/dev/null: exists and is not a regular file"});
   EXPECT_TRUE(fs::is_character_file("/dev/null"));
 }
 

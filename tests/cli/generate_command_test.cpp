@@ -122,13 +122,25 @@ TEST_F(GenerateCommand, Failures) {
   expect_run(generate("--prompt x --tokens 1 --tokenizer byte"), 0, {});
 }
 
+// A bias so large that the token is always chosen, penalties that change nothing then, and a token that never comes.
+TEST_F(GenerateCommand, SamplingOptions) {
+  const std::string options =
+      "--prompt x --tokens 4 --temperature 1 --min-p 0.1 --frequency-penalty 0.5 "
+      "--presence-penalty 0.5 --logit-bias ";
+  expect_run(generate(options + "65=1000"), 0, {"AAAA"});
+  expect_run(generate(options + "65=1000,66=2000"), 0, {"BBBB"});
+  expect_run(generate(options + "65=1000,65=2000"), 1, {"two logit biases for token 65"});
+  expect_run(generate(options + "99999=1"), 1, {"token 99999", "expected ids of 0 to"});
+}
+
 TEST_F(GenerateCommand, Usage) {
   expect_run("generate --help", 0, {"Example: furious generate", "--load-state", "eos", "--bos"});
   expect_run("generate", 2, {"model"});
   expect_run(generate(""), 2, {"--prompt", "--load-state"});
   expect_run(generate("--prompt x --prompt-file y"), 2, {"--prompt"});
   for (const char* bad : {"--temperature -1", "--top-k -1", "--top-p 0", "--top-p 1.1", "--repetition-penalty 0",
-                          "--sequences 0", "--tokens -1", "--seed x", "--threads -1"})
+                          "--sequences 0", "--tokens -1", "--seed x", "--threads -1", "--min-p 2", "--logit-bias 65",
+                          "--logit-bias x=1", "--frequency-penalty x"})
     expect_run(generate(std::string("--prompt x ") + bad), 2, {std::string(bad).substr(0, std::string(bad).find(' '))});
 }
 

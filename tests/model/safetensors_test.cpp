@@ -339,7 +339,7 @@ TEST_F(Safetensors, DuplicateNames) {
   expect_refused(file_of(R"({"x":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},)"
                          R"("x":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}})",
                          "12345678"),
-                 {"tensor \"x\" is there twice"});
+                 {"tensor \"x\" appears twice"});
 }
 
 TEST_F(Safetensors, NamesInMessagesAreShortAndPlain) {
@@ -467,7 +467,7 @@ TEST_F(SafetensorsIndex, BadIndexes) {
   expect_index_refused(R"({"weight_map":{"a":{}}})", {"\"a\"", "is an object"});
   expect_index_refused(R"({"weight_map":{"a":[]}})", {"\"a\"", "is a list"});
   expect_index_refused(R"({"weight_map":{},"weight_map":{}})", {"twice"});
-  expect_index_refused(R"({"weight_map":{"a":"one.safetensors","a":"two.safetensors"}})", {"\"a\" is there twice"});
+  expect_index_refused(R"({"weight_map":{"a":"one.safetensors","a":"two.safetensors"}})", {"\"a\" appears twice"});
   expect_index_refused("{\"weight_map\":{\"\xC0\":\"one.safetensors\"}}", {"UTF-8"});
   expect_index_refused(R"({"weight_map":{"c":"one.safetensors"}})", {"\"c\" is not in \"one.safetensors\""});
   expect_index_refused(R"({"weight_map":{"a":"three.safetensors"}})", {"\"a\"", "\"three.safetensors\"", "not there"});

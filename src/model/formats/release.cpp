@@ -72,17 +72,17 @@ Preset preset_of(const BlockConfig& block, std::string_view name) {
 //   [u | m | z | x | B | C | dt], with u and m the gated branch beside the state space; its convolution has [x | B |
 //   C].
 // Queries, keys and values of ours are C, B and x.
-std::vector<Piece> mamba_pieces(const ModelConfig& config, const std::string& layer, std::string_view parameter,
-                                const Shape& shape) {
+std::vector<StoredRange> mamba_pieces(const ModelConfig& config, const std::string& layer, std::string_view parameter,
+                                      const Shape& shape) {
   const int64_t inner = config.out_width(), state = config.qk_dim, branch = config.branch;
   const int64_t u = 0, m = u + branch, z = m + branch, x = z + inner, b = x + inner, c = b + state, dt = c + state;
   const auto projected = [&](int64_t row, int64_t rows) {
     const int64_t width = config.hidden;
-    return Piece{layer + "in_proj.weight", {dt + config.heads(), width}, row * width, rows * width};
+    return StoredRange{layer + "in_proj.weight", {dt + config.heads(), width}, row * width, rows * width};
   };
   const auto convolved = [&](int64_t row, int64_t rows) {
     const int64_t window = config.block.conv_window;
-    return Piece{layer + "conv1d.weight", {inner + 2 * state, 1, window}, row * window, rows * window};
+    return StoredRange{layer + "conv1d.weight", {inner + 2 * state, 1, window}, row * window, rows * window};
   };
   if (parameter == "qkv_proj.weight") return {projected(c, state), projected(b, state), projected(x, inner)};
   if (parameter == "branch_gate_proj.weight") return {projected(u, branch)};
@@ -133,7 +133,7 @@ Preset release_architecture(std::string_view attention_type, const std::string& 
   BlockConfig block = preset("linear-outnorm").block;
   for (size_t i = 0; i < tokens.size(); ++i) {
     for (size_t before = 0; before < i; ++before) {
-      require(tokens[before] != tokens[i], "{}: the token {} is there twice; expected each one once", whole,
+      require(tokens[before] != tokens[i], "{}: the token {} appears twice; expected each one once", whole,
               tokens[i]->name);
       require(tokens[before]->part != tokens[i]->part, "{}: the tokens {} and {} contradict each other; expected one",
               whole, tokens[before]->name, tokens[i]->name);
@@ -210,8 +210,8 @@ void follow_tensors(ModelConfig& config, const SafetensorsReader& reader) {
   config.qk_dim = (stored_size(reader, conv, 0) - config.head_dim) / 2;
 }
 
-std::vector<Piece> release_pieces(const SafetensorsReader& reader, const ModelConfig& config, const std::string& name,
-                                  const Shape& shape) {
+std::vector<StoredRange> release_pieces(const SafetensorsReader& reader, const ModelConfig& config,
+                                        const std::string& name, const Shape& shape) {
   const size_t at = name.find(kMixing);
   if (at == std::string::npos) return {};
   const std::string mixing = name.substr(0, at + kMixing.size());

@@ -36,7 +36,7 @@ int64_t told_heads(const SafetensorsReader& reader);
 void follow_tensors(ModelConfig& config, const SafetensorsReader& reader);
 
 // Where a parameter lies in the authors' layout; empty where it lies under its own name.
-std::vector<Piece> release_pieces(const SafetensorsReader& reader, const ModelConfig& config, const std::string& name,
-                                  const Shape& shape);
+std::vector<StoredRange> release_pieces(const SafetensorsReader& reader, const ModelConfig& config,
+                                        const std::string& name, const Shape& shape);
 
 }  // namespace furious

@@ -9,7 +9,7 @@
 namespace furious {
 
 // A run of elements of a stored tensor, of which `shape` is expected. A parameter is made of one or several.
-struct Piece {
+struct StoredRange {
   std::string name;
   Shape shape;
   int64_t first = 0;

@@ -22,8 +22,8 @@ inline constexpr int32_t kIgnoredTarget = -1;
 struct CrossEntropyOptions {
   bool hidden_gradient = false;
   bool weight_gradient = false;
-  Tensor place = {};       // memory for the gradient of the weight; not there: it is made
-  Tensor row_losses = {};  // where to write loss_r, f32 in the shape of targets; not there: not wanted
+  Tensor place = {};       // memory for the gradient of the weight; undefined: it is made
+  Tensor row_losses = {};  // where to write loss_r, f32 in the shape of targets; undefined: not wanted
   MatmulPrecision precision = MatmulPrecision::f32;
 };
 

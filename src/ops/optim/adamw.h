@@ -46,7 +46,7 @@ void adamw_update(const Tensor& parameter, const Tensor& gradient, const Tensor&
                   const Tensor& second_moment, const AdamW& options, int64_t step, double gradient_scale = 1);
 
 // √ Σ g² over all elements of all tensors, summed in double in an order that threads do not change. NaN or infinite if,
-// and only if, an element is not finite. A tensor that is not there counts as zero. Waits for the device.
+// and only if, an element is not finite. An undefined tensor counts as zero. Waits for the device.
 double gradient_norm(std::span<const Tensor> gradients);
 
 // The same two for a step that waits for nothing and can be captured in a graph: what changes from step to step lies

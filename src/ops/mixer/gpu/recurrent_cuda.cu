@@ -29,19 +29,19 @@ __global__ void sum_decay_kernel(Cache cache, const Page* pages, int first, int 
 
 // A tensor [1, tokens, own heads, dim].
 template <class T>
-struct Tokens {
+struct TokenRows {
   T* data;
   int64_t token_stride, head_stride;
 };
 
 template <class T>
-auto tokens(const Tensor& x) {
-  return Tokens<typename OnDevice<T>::Type>{pointer<T>(x), x.stride(1), x.stride(2)};
+auto token_rows(const Tensor& x) {
+  return TokenRows<typename OnDevice<T>::Type>{pointer<T>(x), x.stride(1), x.stride(2)};
 }
 
 // One block for one token: into its page, or from there.
 template <class T, bool kToPage>
-__global__ void move_kernel(Cache cache, const Page* pages, Tokens<T> k, Tokens<T> v, Tokens<float> log_decay,
+__global__ void move_kernel(Cache cache, const Page* pages, TokenRows<T> k, TokenRows<T> v, TokenRows<float> log_decay,
                             int first) {
   const int64_t t = blockIdx.x;
   const int token = first + static_cast<int>(t), thread = static_cast<int>(threadIdx.x);
@@ -52,7 +52,7 @@ __global__ void move_kernel(Cache cache, const Page* pages, Tokens<T> k, Tokens<
     else
       outside = in_page;
   };
-  const auto move_heads = [&](char* part, const Tokens<T>& x, int heads, int dim) {
+  const auto move_heads = [&](char* part, const TokenRows<T>& x, int heads, int dim) {
     for (int i = thread; i < heads * dim; i += kThreads) {
       const int head = i / dim, c = i % dim;
       move(reinterpret_cast<T*>(part)[(head * kPageTokens + token % kPageTokens) * dim + c],
@@ -280,15 +280,15 @@ void cache_slots_changed(const CacheRecords& records, std::vector<CacheSlot>& sl
 
 namespace {
 
-// Tokens [1, tokens, heads, dim] into the pages of a slot, from token `first` on, or from there.
+// TokenRows [1, tokens, heads, dim] into the pages of a slot, from token `first` on, or from there.
 template <bool kToPage>
 void move_tokens(const Cache& cache, const CacheSlot& slot, const Tensor& k, const Tensor& v, const Tensor& log_decay,
                  int64_t first) {
   with_activation_type(k.dtype(), [&](auto zero) {
     using T = decltype(zero);
     move_kernel<typename OnDevice<T>::Type, kToPage><<<blocks_for(k.size(1), 1), kThreads, 0, stream(k.device())>>>(
-        cache, table_of(slot), tokens<T>(k), tokens<T>(v), log_decay ? tokens<float>(log_decay) : Tokens<float>{},
-        static_cast<int>(first));
+        cache, table_of(slot), token_rows<T>(k), token_rows<T>(v),
+        log_decay ? token_rows<float>(log_decay) : TokenRows<float>{}, static_cast<int>(first));
   });
   check_launch("mixer_cache.prefill");
 }

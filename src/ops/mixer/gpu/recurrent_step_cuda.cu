@@ -21,7 +21,7 @@ static_assert(kLargestStateRows / kFewestRows + 1 + kMostWindowBlocks <= kMostRo
 
 // Neighbours of a row as they are loaded.
 template <int kVector, class T>
-struct Piece {
+struct RowVector {
   alignas(kVector * sizeof(T)) T values[kVector];
 
   __device__ void load(const T* from) {
@@ -198,7 +198,7 @@ __device__ void read_window(const Step<T>& step, const RowHead& own, int block, 
   const int first_page = first / kPageTokens, last_page = pending / kPageTokens;
   const Page first_pages[2] = {pages[first_page], pages[min(first_page + 1, last_page)]};
   const bool whole = cache.qk_dim == 8 * kVector && cache.v_dim == 8 * kVector;
-  Piece<kVector, T> k_ahead[2] = {}, v_ahead[2] = {};
+  RowVector<kVector, T> k_ahead[2] = {}, v_ahead[2] = {};
   double totals_ahead[2] = {};
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -233,7 +233,7 @@ __device__ void read_window(const Step<T>& step, const RowHead& own, int block, 
         const bool is_new = chunk + j == pending;
         const T* k = cache.template k_row<T>(half == 0 ? page0 : page1, head, j);
         for (int c = lane * kVector; c < cache.qk_dim; c += 8 * kVector) {
-          Piece<kVector, T> x = k_ahead[half];
+          RowVector<kVector, T> x = k_ahead[half];
           if (!ahead && !is_new) x.load(k + c);
 #pragma unroll
           for (int i = 0; i < kVector; ++i)
@@ -272,7 +272,7 @@ __device__ void read_window(const Step<T>& step, const RowHead& own, int block, 
       for (int i = 0; i < kVector; ++i) sums[i] *= rescale;
       for (int j = group; j < count; j += groups) {
         const bool is_new = chunk + j == pending;
-        Piece<kVector, T> x = j < kPageTokens ? v_ahead[0] : v_ahead[1];
+        RowVector<kVector, T> x = j < kPageTokens ? v_ahead[0] : v_ahead[1];
         if (!ahead && !is_new) x.load(cache.template v_row<T>(j < kPageTokens ? page0 : page1, head, j) + column);
 #pragma unroll
         for (int i = 0; i < kVector; ++i)
