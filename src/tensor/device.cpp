@@ -64,14 +64,14 @@ int64_t available_cuda(int) {
 }
 }  // namespace memory
 void synchronize_cuda(int) {}
-void* open_way_cuda(int, size_t) {
+void* open_staging_cuda(int, size_t) {
   fail("this furious was built without CUDA; there is no way to a GPU");
 }
-void close_way_cuda(void*) {}
-void* way_memory_cuda(void*) {
+void close_staging_cuda(void*) {}
+void* staging_memory_cuda(void*) {
   return nullptr;
 }
-void wait_for_way_cuda(void*) {}
+void wait_for_staging_cuda(void*) {}
 void send_cuda(void*) {}
 void arrive_cuda(void*, void*) {}
 #endif
