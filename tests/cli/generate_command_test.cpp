@@ -111,7 +111,7 @@ TEST_F(GenerateCommand, Failures) {
   expect_run("generate " + folder.path("none") + " --prompt x", 1, {"furious: ", "none"});
   expect_run(generate("--prompt-file " + folder.path("none.txt")), 1, {"none.txt"});
   expect_run(generate("--prompt x --device cuda"), 1, {"cuda", "\"cpu\""});
-  expect_run(generate("--prompt x --device gpu"), 1, {"gpu"});
+  expect_run(generate("--prompt x --device gpu"), 2, {"gpu"});
   expect_run(generate("--prompt x --tokenizer bite"), 1, {"did you mean \"byte\""});
   expect_run(generate("--prompt x --arch softmax"), 1, {"2mamba", "softmax"});
   expect_run(generate("--prompt x --stop ''"), 1, {"stop string is empty"});

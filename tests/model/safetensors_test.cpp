@@ -470,7 +470,7 @@ TEST_F(SafetensorsIndex, BadIndexes) {
   expect_index_refused(R"({"weight_map":{"a":"one.safetensors","a":"two.safetensors"}})", {"\"a\" appears twice"});
   expect_index_refused("{\"weight_map\":{\"\xC0\":\"one.safetensors\"}}", {"UTF-8"});
   expect_index_refused(R"({"weight_map":{"c":"one.safetensors"}})", {"\"c\" is not in \"one.safetensors\""});
-  expect_index_refused(R"({"weight_map":{"a":"three.safetensors"}})", {"\"a\"", "\"three.safetensors\"", "not there"});
+  expect_index_refused(R"({"weight_map":{"a":"three.safetensors"}})", {"\"a\"", "\"three.safetensors\"", "is missing"});
 }
 
 TEST_F(SafetensorsIndex, FilesLieBesideTheIndex) {
