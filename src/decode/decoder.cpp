@@ -218,6 +218,10 @@ int64_t Decoder::bytes() const {
 
 void Decoder::read(int32_t slot, std::span<const int32_t> tokens) {
   (void)used(slot);
+  // All before the first chunk: a slot that has read half of a prompt would be of no use.
+  for (const int32_t id : tokens)
+    require(id >= 0 && id < model_->config().vocabulary, "decoder.read: token {}, expected 0 to {}", id,
+            model_->config().vocabulary - 1);
   for (size_t begin = 0; begin < tokens.size(); begin += kPrefillChunk) {
     const std::span<const int32_t> chunk =
         tokens.subspan(begin, std::min<size_t>(kPrefillChunk, tokens.size() - begin));
@@ -255,10 +259,12 @@ ChosenTokens Decoder::step(std::span<const int32_t> slots) {
 const SlotRows& Decoder::rows_of(std::span<const int32_t> slots) {
   for (const int32_t slot : slots) (void)used(slot);
   SlotRows& rows = rows_[static_cast<int64_t>(slots.size())];
-  if (std::ranges::equal(rows.slots, slots)) return rows;
-  rows.slots.assign(slots.begin(), slots.end());
-  if (!rows.table) rows.table = Tensor::empty({rows.size()}, DType::i32, model_->device());
-  write_table(rows);
+  if (!std::ranges::equal(rows.slots, slots)) {
+    rows.slots.assign(slots.begin(), slots.end());
+    if (!rows.table) rows.table = Tensor::empty({rows.size()}, DType::i32, model_->device());
+    write_table(rows);
+  }
+  check_slots(ArgumentCheck("decoder"), rows, ArgumentCheck::kAny, this->slots(), model_->device());
   return rows;
 }
 

@@ -4,10 +4,10 @@
 //
 //   Decoder decoder(model, 8);
 //   const int32_t slot = decoder.start();
-//   decoder.read(slot, prompt);                       in chunks: steps of other slots may come between
+//   decoder.read(slot, prompt);                             prefill, in chunks
 //   decoder.set_sampling(slot, sampling);
-//   const ChosenTokens chosen = decoder.step({slot});   chooses a token from the last logits and reads it
-//   chosen.wait()[0];                                 the host learns of it while the device reads
+//   const ChosenTokens chosen = decoder.step({&slot, 1});   chooses a token from the last logits and reads it
+//   chosen.wait()[0];                                       the host receives it while the device reads
 //
 // Choosing, reading and counting happen on the model's device; nothing waits for the host. What a sequence computes
 // depends on its own tokens alone, but for rounding: on a GPU the number of slots in a step decides about kernels.
@@ -75,7 +75,8 @@ class Decoder {
   void read(int32_t slot, std::span<const int32_t> tokens);
   void set_sampling(int32_t slot, const Sampling& sampling);
   ChosenTokens step(std::span<const int32_t> slots);
-  // Reads given tokens, i32 [rows, 1] on any device, instead of choosing them.
+  // Reads given tokens, i32 [rows, 1] on any device, instead of choosing them. Penalties and random numbers count only
+  // those that come from the CPU.
   void read_token(std::span<const int32_t> slots, const Tensor& tokens);
   Tensor logits(int32_t slot) const;  // f32 [vocabulary] after the last token, on the model's device
 

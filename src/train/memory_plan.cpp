@@ -2,9 +2,9 @@
 
 #include "base/error.h"
 #include "dist/sharded_optimizer.h"
+#include "model/plan.h"
 #include "tensor/arena.h"
 #include "train/options.h"
-#include "model/plan.h"
 
 namespace furious {
 

@@ -188,9 +188,13 @@ TEST(Decoder, WhatCannotBeIsAnError) {
   decoder.stop(b);
   expect_error([&] { decoder.read(b, std::vector{1}); }, {"slot 1 holds no sequence"});
   expect_error([&] { decoder.tokens(7); }, {"slot 7", "expected 0..1"});
-  expect_error([&] { decoder.read(a, std::vector{1, 23}); }, {"23"});
+  std::vector<int32_t> late(5000, 1);  // a bad id in the second chunk: nothing is read
+  late.back() = 23;
+  expect_error([&] { decoder.read(a, late); }, {"token 23", "expected 0 to 22"});
+  EXPECT_EQ(decoder.tokens(a), 0);
   decoder.read(a, std::vector{1, 2});
   expect_error([&] { decoder.step(std::vector{a, a}); }, {"twice"});
+  EXPECT_EQ(decoder.contents(a).sampling.position, 2u);  // no token was chosen
 
   const LanguageModel other = lively_model(little(preset("softmax")));
   Decoder of_other(other, 1);
