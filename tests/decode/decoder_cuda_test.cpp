@@ -138,7 +138,7 @@ TEST(DecoderCuda, RecordedStepsGiveTheSameBits) {
   }
 }
 
-// Ids [batch, 1] as argmax() leaves them on the device: each has a neighbour.
+// Ids [batch, 1] as a sampler leaves them on the device: each has a neighbour.
 Tensor as_chosen(const Tensor& ids) {
   const Tensor pairs = Tensor::empty({ids.size(0), 2}, DType::i32);
   copy(pairs.slice(1, 0, 1), ids);
