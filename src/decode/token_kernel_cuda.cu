@@ -65,7 +65,8 @@ struct StepShare {
 // The new token of a step.
 struct NewToken {
   uint4 k[kLargestHead / 8], v[kLargestHead / 8];  // of bf16, as they are kept
-  float q[kLargestHead], raw_v[kLargestHead], log_decay;
+  alignas(16) float q[kLargestHead];
+  float raw_v[kLargestHead], log_decay;
   float left;  // of the state, by the decay since it was folded
   double now;
 };
@@ -490,23 +491,26 @@ __device__ void fetch_window(const TokenPiece& piece, int slot, int place, char*
   const int newest = max(record.pending - 1, 0);
   char* const new_page = load_page(record.pages, record.pending / kPageTokens);
   char* const last_page = load_page(record.pages, newest / kPageTokens);
-  if (has_tokens)
-    fetch_tokens(cache, pages, offsets, first, at_once, WindowArea(cache, step.first_tokens, to.window), fetched, pace);
   double before = 0;
   if (cache.decay && record.pending > 0)
     before = __ldcg(reinterpret_cast<const double*>(last_page + offsets.total) + newest % kPageTokens);
-  if (lane == 0) describe_share(step, own, record, tokens, offsets, new_page, before, share);
-  if (step.d != nullptr && 32 * lane < cache.v_dim) prefetch(step.d + own.head * cache.v_dim + 32 * lane);
-  fetched.arrive();
-  if (!piece.first) return;
+  WindowArea area_of_tokens(cache, step.first_tokens, to.window);
+  Barrier* tokens_fetched = &fetched;
 #pragma unroll 1
-  for (int done = at_once; done < tokens; done += step.chunk_tokens) {
+  for (int done = 0, count = at_once;; done += count, count = min(step.chunk_tokens, tokens - done)) {
+    if (has_tokens) fetch_tokens(cache, pages, offsets, first + done, count, area_of_tokens, *tokens_fetched, pace);
+    if (done == 0) {
+      if (lane == 0) describe_share(step, own, record, tokens, offsets, new_page, before, share);
+      if (step.d != nullptr && 32 * lane < cache.v_dim) prefetch(step.d + own.head * cache.v_dim + 32 * lane);
+      fetched.arrive();
+    } else {
+      if (lane == 0) tokens_fetched->arrive();
+      cursor.advance(step.stages);
+    }
+    if (!has_tokens || done + count >= tokens) return;
     if (cursor.round > 0) memory.chunk_used[cursor.stage].wait(cursor.round - 1);
-    Barrier& chunk_fetched = memory.chunk_fetched[cursor.stage];
-    fetch_tokens(cache, pages, offsets, first + done, min(step.chunk_tokens, tokens - done),
-                 WindowArea(cache, step.chunk_tokens, to.stage(step, cursor.stage)), chunk_fetched, pace);
-    if (lane == 0) chunk_fetched.arrive();
-    cursor.advance(step.stages);
+    area_of_tokens = WindowArea(cache, step.chunk_tokens, to.stage(step, cursor.stage));
+    tokens_fetched = &memory.chunk_fetched[cursor.stage];
   }
 }
 
@@ -629,7 +633,7 @@ __device__ int lane_bits(int batch) {
 }
 
 // Waits for a warp's columns of the input and writes them to its shared memory, with the norm's weight multiplied in;
-// zeros up to whole fours. Returns their square sum, in all lanes of a row.
+// zeros up to whole fours. Returns the square sum of those that the lane has loaded.
 __device__ float load_input(const LinearCall& call, const Columns& own, const Tagged& awaited,
                             const Tagged& gate_awaited, uint4* activations, int stride) {
   const int bits = lane_bits(call.batch), lanes = 1 << bits, sequence = lane_of_thread() >> bits;
@@ -658,12 +662,18 @@ __device__ float load_input(const LinearCall& call, const Columns& own, const Ta
     }
   }
   __syncwarp();
+  return squares;
+}
+
+// The sum over the lanes of a row of the batch, in all of them.
+__device__ float sum_of_row(float x, int batch) {
+  const int lanes = 1 << lane_bits(batch);
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) {
-    const float other = __shfl_xor_sync(0xFFFFFFFFu, squares, offset);
-    squares += offset < lanes ? other : 0.0f;
+    const float other = __shfl_xor_sync(0xFFFFFFFFu, x, offset);
+    x += offset < lanes ? other : 0.0f;
   }
-  return squares;
+  return x;
 }
 
 __device__ float sum_of(const float* warps) {
@@ -765,7 +775,10 @@ __device__ void multiply(const TokenPiece& piece, Barrier& used, const uint4* we
         to[i * kSequence + 3 * kEight] = products[1][2 + i];
       }
     }
-  if (squares_of < batch) sums[squares_of].squares[warp_of_thread()] = state.squares;
+  if (call.norm != nullptr) {
+    if (piece.first) state.squares = sum_of_row(state.squares, batch);
+    if (squares_of < batch) sums[squares_of].squares[warp_of_thread()] = state.squares;
+  }
   memory.multiplied[product % 2].arrive();
 }
 
@@ -797,12 +810,12 @@ __device__ void finish_product(const TokenPiece& piece, Barrier& used, const War
     if (part.kind == TokenPart::Kind::add)
       next_residual = residual.wait_activation(piece.residual + sequence * part.rows + row);
   };
-  load_next(warp);
 #pragma unroll 1
-  for (int sequence = warp; sequence < call.batch; sequence += kFinishers) {
+  for (int sequence = warp - kFinishers; sequence < call.batch; sequence += kFinishers) {
     const Before before = next;
     const float old = next_residual;
     load_next(sequence + kFinishers);
+    if (sequence < 0) continue;
     const WarpSums& all = *in_register(&sums[product % 2 * call.batch + sequence]);
     memory.multiplied[product % 2].wait(static_cast<int>(product / 2));
     if (!valid) continue;
@@ -827,140 +840,160 @@ struct TokenChunk {
 
 constexpr int kTokensAtOnce = 4 * kWarps;  // eight lanes for each
 static_assert(kLargestHead == 2 * 8 * 8);
+// Where the largest exponent of no tokens would be minus infinity, from which no difference can be taken.
+constexpr float kNoExponent = -1e30f;
 
-// Adds up tokens of a window. The eight lanes of a token have eight neighbouring columns each, and of larger heads
-// eight more; every eight lanes of a warp have sums of their own.
+__device__ float fast_exp(float x) {
+  return fast_exp2(x * 1.44269504f);
+}
+
+// Adds up tokens of a window. The eight lanes of a token have eight neighbouring columns each, and in heads of more
+// than 64 (kHalves 2) eight more; every eight lanes of a warp have sums of their own. There are no branches: a lane
+// without columns computes with a zero of q, a token that is not there has the weight zero.
+template <bool kSoftmax, int kHalves>
 struct TokenSums {
-  int k_units, v_units;
-  bool softmax, decay;
-  float q[2][8];
-  float y[2][8], n;
+  int k_units, v_units, lane_k[kHalves], lane_v[kHalves];
+  bool decay;
+  float q[kHalves][8];
+  float y[kHalves][8], n;
   float largest;  // exponent under softmax, by which y and n are scaled
 
   __device__ TokenSums(const StepCall& step, const NewToken& token)
       : k_units(step.cache.qk_dim / 8),
         v_units(step.cache.v_dim / 8),
-        softmax(step.softmax),
         decay(step.cache.decay),
         n(0),
-        largest(-INFINITY) {
+        largest(kNoExponent) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int half = 0; half < kHalves; ++half) {
       const int unit = lane_of_thread() % 8 + 8 * half;
+      lane_k[half] = unit < k_units ? unit : 0;
+      lane_v[half] = unit < v_units ? unit : 0;
+      const float4* const from = reinterpret_cast<const float4*>(token.q) + 2 * lane_k[half];
+      const float4 low = from[0], high = from[1];
+      const float eight[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        q[half][i] = unit < k_units ? token.q[unit * 8 + i] : 0.0f;
+        q[half][i] = unit < k_units ? eight[i] : 0.0f;
         y[half][i] = 0;
       }
     }
-  }
-
-  __device__ float product(const uint4* k) const {
-    float sums[2] = {0, 0};
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int unit = lane_of_thread() % 8 + 8 * half;
-      if (unit >= k_units) continue;
-      float x[8];
-      unpack(k[unit], x);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) sums[i % 2] = fmaf(x[i], q[half][i], sums[i % 2]);
-    }
-    return sums[0] + sums[1];
-  }
-  __device__ void add(const uint4* v, float weight) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int unit = lane_of_thread() % 8 + 8 * half;
-      if (unit >= v_units) continue;
-      float x[8];
-      unpack(v[unit], x);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) y[half][i] = fmaf(weight, x[i], y[half][i]);
-    }
-    n += weight;
-  }
-  __device__ void scale_to(float most) {
-    const float factor = largest == -INFINITY ? 0.0f : __expf(largest - most);
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-#pragma unroll
-      for (int i = 0; i < 8; ++i) y[half][i] *= factor;
-    n *= factor;
-    largest = most;
   }
 
   // The last warps come first, since the first ones have more rows of the state.
   static __device__ int first_of_warp() {
     return (kWarps - 1 - warp_of_thread()) * 4;
   }
+
   __device__ void add(const TokenChunk& chunk, const NewToken& token, const Polynomial& polynomial) {
+    constexpr int kAtOnce = 2;
     const int tokens = chunk.count + (chunk.has_new ? 1 : 0);
 #pragma unroll 1
-    for (int first = first_of_warp(); first < tokens; first += 2 * kTokensAtOnce) {
-      float weights[2] = {0, 0};
-      int j[2];
-      const uint4* v[2];
+    for (int first = first_of_warp(); first < tokens; first += kAtOnce * kTokensAtOnce) {
+      uint4 k[kAtOnce][kHalves], v[kAtOnce][kHalves];
+      float log_decay[kAtOnce], weights[kAtOnce];
+      bool valid[kAtOnce];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        j[i] = first + i * kTokensAtOnce + lane_of_thread() / 8;
-        const bool kept = j[i] < chunk.count;
-        v[i] = kept ? reinterpret_cast<const uint4*>(chunk.area.v) + j[i] * v_units : token.v;
-        if (j[i] < tokens)
-          weights[i] = product(kept ? reinterpret_cast<const uint4*>(chunk.area.k) + j[i] * k_units : token.k);
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int j = first + i * kTokensAtOnce + lane_of_thread() / 8;
+        const bool kept = j < chunk.count;
+        valid[i] = j < tokens;
+        const uint4* const k_from = kept ? reinterpret_cast<const uint4*>(chunk.area.k) + j * k_units : token.k;
+        const uint4* const v_from = kept ? reinterpret_cast<const uint4*>(chunk.area.v) + j * v_units : token.v;
+#pragma unroll
+        for (int half = 0; half < kHalves; ++half) {
+          k[i][half] = k_from[lane_k[half]];
+          v[i][half] = v_from[lane_v[half]];
+        }
+        log_decay[i] = decay && kept ? static_cast<float>(token.now - chunk.area.totals[j]) : 0.0f;
       }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) weights[i] = product(k[i]);
 #pragma unroll
       for (int offset = 4; offset > 0; offset /= 2)
 #pragma unroll
-        for (int i = 0; i < 2; ++i) weights[i] += __shfl_xor_sync(0xFFFFFFFFu, weights[i], offset);
+        for (int i = 0; i < kAtOnce; ++i) weights[i] += __shfl_xor_sync(0xFFFFFFFFu, weights[i], offset);
+      if constexpr (kSoftmax) {
+        float most = largest;
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const double log_decay = decay && j[i] < chunk.count ? token.now - chunk.area.totals[j[i]] : 0;
-        if (softmax)
-          weights[i] = j[i] < tokens ? weights[i] + static_cast<float>(log_decay) : -INFINITY;
-        else
-          weights[i] = polynomial(weights[i]) * (decay ? decay_factor(log_decay) : 1.0f);
+        for (int i = 0; i < kAtOnce; ++i) {
+          weights[i] = valid[i] ? weights[i] + log_decay[i] : -INFINITY;
+          most = fmaxf(most, weights[i]);
+        }
+        scale_to(most);
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) weights[i] = fast_exp(weights[i] - most);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i)
+          weights[i] = valid[i] ? polynomial(weights[i]) * fast_exp(log_decay[i]) : 0.0f;
       }
-      if (softmax) {
-        const float most = fmaxf(largest, fmaxf(weights[0], weights[1]));
-        if (most > largest) scale_to(most);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) weights[i] = __expf(weights[i] - most);
+      for (int i = 0; i < kAtOnce; ++i) {
+        n += weights[i];
+#pragma unroll
+        for (int half = 0; half < kHalves; ++half) {
+          float x[8];
+          unpack(v[i][half], x);
+#pragma unroll
+          for (int c = 0; c < 8; ++c) y[half][c] = fmaf(weights[i], x[c], y[half][c]);
+        }
       }
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-        if (j[i] < tokens) add(v[i], weights[i]);
     }
   }
 
-  // All lanes get the sums of the warp.
-  __device__ void add_up() {
+  // The sums of the warp, on top of what is in a row of v_dim numbers. All lanes get n. The four lanes that have the
+  // same columns exchange half of them with each other, and then half of what is left.
+  __device__ void add_to(float* row) {
+    const bool second = lane_of_thread() & 8, last = lane_of_thread() & 16;
+    if constexpr (kSoftmax) {
+      float most = largest;
 #pragma unroll
-    for (int offset = 8; offset < 32; offset *= 2) {
-      if (softmax) {
-        const float most = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, offset));
-        if (most > largest) scale_to(most);
+      for (int offset = 8; offset < 32; offset *= 2) most = fmaxf(most, __shfl_xor_sync(0xFFFFFFFFu, most, offset));
+      scale_to(most);
+    }
+    n += __shfl_xor_sync(0xFFFFFFFFu, n, 8);
+    n += __shfl_xor_sync(0xFFFFFFFFu, n, 16);
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) {
+      float four[4], two[2];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float other = __shfl_xor_sync(0xFFFFFFFFu, second ? y[half][i] : y[half][i + 4], 8);
+        four[i] = (second ? y[half][i + 4] : y[half][i]) + other;
       }
-      n += __shfl_xor_sync(0xFFFFFFFFu, n, offset);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        if (8 * half >= v_units) continue;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) y[half][i] += __shfl_xor_sync(0xFFFFFFFFu, y[half][i], offset);
+      for (int i = 0; i < 2; ++i) {
+        const float other = __shfl_xor_sync(0xFFFFFFFFu, last ? four[i] : four[i + 2], 16);
+        two[i] = (last ? four[i + 2] : four[i]) + other;
       }
+      const int unit = lane_of_thread() % 8 + 8 * half;
+      if (unit >= v_units) continue;
+      float2* const to = reinterpret_cast<float2*>(row) + 4 * unit + (second ? 2 : 0) + (last ? 1 : 0);
+      *to = {to->x + two[0], to->y + two[1]};
     }
   }
-  // On top of what is in a row of v_dim numbers, by a warp.
-  __device__ void add_to(float* row) const {
+
+ private:
+  __device__ float product(const uint4 (&k)[kHalves]) const {
+    float sums[2] = {0, 0};
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int unit = lane_of_thread() + 8 * half;
-      if (lane_of_thread() >= 8 || unit >= v_units) continue;
-      float4* const to = reinterpret_cast<float4*>(row) + 2 * unit;
-      const float* const own = y[half];
-      to[0] = {to[0].x + own[0], to[0].y + own[1], to[0].z + own[2], to[0].w + own[3]};
-      to[1] = {to[1].x + own[4], to[1].y + own[5], to[1].z + own[6], to[1].w + own[7]};
+    for (int half = 0; half < kHalves; ++half) {
+      float x[8];
+      unpack(k[half], x);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) sums[i % 2] = fmaf(x[i], q[half][i], sums[i % 2]);
     }
+    return sums[0] + sums[1];
+  }
+  __device__ void scale_to(float most) {
+    const float factor = fast_exp(largest - most);
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half)
+#pragma unroll
+      for (int i = 0; i < 8; ++i) y[half][i] *= factor;
+    n *= factor;
+    largest = most;
   }
 };
 
@@ -1030,17 +1063,23 @@ __device__ void combine(const StepCall& step, const StepShare& own, const NewTok
   const int thread = static_cast<int>(threadIdx.x), warp = warp_of_thread(), lane = lane_of_thread();
   const int v_dim = step.cache.v_dim, ld = step.partial_width;
   if (thread < ld) {
-    float factors[kWarps], most = -INFINITY;
+    float y = 0, n = 0, most = kNoExponent;
+    if (step.softmax) {
+      float largest[kWarps];
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) most = fmaxf(most, step.softmax ? memory.largest[w] : 0.0f);
+      for (int w = 0; w < kWarps; ++w) most = fmaxf(most, largest[w] = memory.largest[w]);
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w)
-      factors[w] = !step.softmax ? 1.0f : most == -INFINITY ? 0.0f : __expf(memory.largest[w] - most);
-    float y = 0, n = 0;
+      for (int w = 0; w < kWarps; ++w) {
+        const float factor = fast_exp(largest[w] - most);
+        if (thread < v_dim) y = fmaf(factor, memory.values[w][thread], y);
+        n = fmaf(factor, memory.normalizers[w], n);
+      }
+    } else {
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-      if (thread < v_dim) y = fmaf(factors[w], memory.values[w][thread], y);
-      n = fmaf(factors[w], memory.normalizers[w], n);
+      for (int w = 0; w < kWarps; ++w) {
+        if (thread < v_dim) y += memory.values[w][thread];
+        n += memory.normalizers[w];
+      }
     }
     if (step.blocks > 1)
       written.partial(own.partials + own.block * ld + thread, thread < v_dim ? y : thread == v_dim ? n : most);
@@ -1051,11 +1090,10 @@ __device__ void combine(const StepCall& step, const StepShare& own, const NewTok
     // The blocks of a head share out its columns. A warp adds up one: half of it y, the others n.
 #pragma unroll 1
   for (int c = own.column + warp; c < own.columns_end; c += kWarps) {
-    float sum = 0, most = -INFINITY;
+    float sum = 0, most = kNoExponent;
     const auto add = [&](float x, float exponent) {
       const float larger = fmaxf(most, exponent);
-      if (larger == -INFINITY) return;
-      sum = sum * __expf(most - larger) + x * __expf(exponent - larger);
+      sum = sum * fast_exp(most - larger) + x * fast_exp(exponent - larger);
       most = larger;
     };
 #pragma unroll 1
@@ -1085,54 +1123,137 @@ __device__ void combine(const StepCall& step, const StepShare& own, const NewTok
 }
 
 // Adds the tokens of a window to the warp's sums in shared memory.
+template <bool kSoftmax, int kHalves>
 __device__ void add_window(const StepCall& step, const StepShare& own, const StepArea& from, const NewToken& token,
                            StageCursor& cursor, Memory& memory) {
+  using Sums = TokenSums<kSoftmax, kHalves>;
   const int warp = warp_of_thread(), lane = lane_of_thread();
   const int all = own.tokens, at_once = min(all, step.first_tokens), each = step.chunk_tokens, stages = step.stages;
-  if (lane == 0) memory.largest[warp] = -INFINITY;
-  if (all <= at_once && TokenSums::first_of_warp() >= at_once + (own.has_new ? 1 : 0)) return;
+  if (kSoftmax && lane == 0) memory.largest[warp] = kNoExponent;
+  if (all <= at_once && Sums::first_of_warp() >= at_once + (own.has_new ? 1 : 0)) return;
   const Polynomial polynomial = step.polynomial;
-  TokenSums sums(step, token);
-  sums.add({WindowArea(step.cache, step.first_tokens, from.window), at_once, own.has_new}, token, polynomial);
+  Sums sums(step, token);
+  TokenChunk chunk{WindowArea(step.cache, step.first_tokens, from.window), at_once, own.has_new};
 #pragma unroll 1
-  for (int done = at_once; done < all; done += each) {
+  for (int done = at_once;; done += each) {
+    sums.add(chunk, token, polynomial);
+    if (done > at_once) {
+      __syncwarp();
+      if (lane == 0) memory.chunk_used[cursor.stage].arrive();
+      cursor.advance(stages);
+    }
+    if (done >= all) break;
     memory.chunk_fetched[cursor.stage].wait(cursor.round);
-    sums.add({WindowArea(step.cache, each, from.stage(step, cursor.stage)), min(each, all - done), false}, token,
-             polynomial);
-    __syncwarp();
-    if (lane == 0) memory.chunk_used[cursor.stage].arrive();
-    cursor.advance(stages);
+    chunk = {WindowArea(step.cache, each, from.stage(step, cursor.stage)), min(each, all - done), false};
   }
-  sums.add_up();
   __syncwarp();
   sums.add_to(memory.values[warp]);
   if (lane == 0) {
     memory.normalizers[warp] += sums.n;
-    memory.largest[warp] = sums.largest;
+    if (kSoftmax) memory.largest[warp] = sums.largest;
   }
+}
+
+__device__ void add_window(const StepCall& step, const StepShare& own, const StepArea& from, const NewToken& token,
+                           StageCursor& cursor, Memory& memory) {
+  const bool wide = max(step.cache.qk_dim, step.cache.v_dim) > 64;
+  if (step.softmax)
+    wide ? add_window<true, 2>(step, own, from, token, cursor, memory)
+         : add_window<true, 1>(step, own, from, token, cursor, memory);
+  else
+    wide ? add_window<false, 2>(step, own, from, token, cursor, memory)
+         : add_window<false, 1>(step, own, from, token, cursor, memory);
+}
+
+// Which rows of a state a thread has: a warp reads whole rows, a thread four columns of them.
+struct RowGroup {
+  int vectors, each, column, first, step;  // rows first, first + step, ...
+
+  __device__ explicit RowGroup(const StepCall& call) : vectors(call.cache.v_dim / 4), each(call.rows_at_once) {
+    const int of_warp = lane_of_thread() * call.part_of_row >> 16;
+    column = lane_of_thread() - of_warp * vectors;
+    step = each * kWarps;
+    first = of_warp < each ? warp_of_thread() * each + of_warp : 1 << 16;  // of no row
+  }
+};
+
+constexpr int kRowsAtOnce = 128 / kWarps;  // that a thread loads before the input is waited for
+
+__device__ void load_rows(float4 (&x)[kRowsAtOnce], const StepCall& call, const StepArea& from, int rows) {
+  const RowGroup own(call);
+  const float4* const values = reinterpret_cast<const float4*>(from.values) + own.column;
+#pragma unroll
+  for (int i = 0; i < kRowsAtOnce; ++i) {
+    const int r = own.first + i * own.step;
+    x[i] = r < rows ? values[r * own.vectors] : float4{0, 0, 0, 0};
+  }
+}
+
+// The sum φᵀ S of the warp for every column, in the lanes of the first row.
+__device__ float4 sum_rows(const float4 (&x)[kRowsAtOnce], const StepCall& call, const StepArea& from, int rows,
+                           const float* phi) {
+  const RowGroup own(call);
+  float4 y = {0, 0, 0, 0};
+#pragma unroll
+  for (int i = 0; i < kRowsAtOnce; ++i) {
+    const int r = own.first + i * own.step;
+    add_row(y, r < rows ? phi[r] : 0, x[i]);
+  }
+#pragma unroll 1
+  for (int r = own.first + kRowsAtOnce * own.step; r < rows; r += own.step)
+    add_row(y, phi[r], reinterpret_cast<const float4*>(from.values)[r * own.vectors + own.column]);
+  float4 all = y;
+#pragma unroll 1
+  for (int i = 1; i < own.each; ++i) {
+    const int other = own.column + i * own.vectors;
+    all.x += __shfl_sync(0xFFFFFFFFu, y.x, other);
+    all.y += __shfl_sync(0xFFFFFFFFu, y.y, other);
+    all.z += __shfl_sync(0xFFFFFFFFu, y.z, other);
+    all.w += __shfl_sync(0xFFFFFFFFu, y.w, other);
+  }
+  return all;
+}
+
+// What the rows of a state add: sums of the warps in shared memory, which stay there from piece to piece.
+__device__ void add_state(const TokenPiece& piece, const StepArea& from, const float4 (&x)[kRowsAtOnce], int rows,
+                          const NewToken& token, const ThreadState& state, Memory& memory) {
+  const int thread = static_cast<int>(threadIdx.x), warp = warp_of_thread(), lane = lane_of_thread();
+  const Cache& cache = piece.step.cache;
+  float4 y = {0, 0, 0, 0};
+  float n = 0;
+  if (rows > 0) {
+#pragma unroll
+    for (int i = 0; i < kMostStateRows / kThreads; ++i)
+      if (thread + i * kThreads < rows)
+        memory.phi[thread + i * kThreads] = token.left * state.features[i].of<2>(token.q);
+    sync_compute_warps();
+    y = sum_rows(x, piece.step, from, rows, memory.phi);
+    if (cache.sum) {
+#pragma unroll 1
+      for (int r = thread; r < rows; r += kThreads)
+        n = fmaf(memory.phi[r], reinterpret_cast<const float*>(from.normalizers)[r], n);
+      n = warp_sum(n);
+    }
+  }
+  if (lane < cache.v_dim / 4) {
+    float4& sum = reinterpret_cast<float4*>(memory.values[warp])[lane];
+    if (!piece.first) add_row(y, 1, sum);
+    sum = y;
+  }
+  if (lane == 0) memory.normalizers[warp] = piece.first ? n : memory.normalizers[warp] + n;
 }
 
 __device__ void run_step(const TokenPiece& piece, Barrier& used, char* area, const StepShare& own, unsigned first_tag,
                          ThreadState& state, Memory& memory) {
-  constexpr int kAtOnce = 128 / kWarps;  // rows of the state that a thread loads before the input is waited for
   if (!own.active) return used.arrive();
   const StepCall& step = piece.step;
   const Cache& cache = step.cache;
-  const int thread = static_cast<int>(threadIdx.x), warp = warp_of_thread(), lane = lane_of_thread();
+  const int thread = static_cast<int>(threadIdx.x), warp = warp_of_thread();
   const Tagged written(first_tag + piece.operation);
   const StepArea from(piece, area);
   if (own.rows > 0 && own.first != state.first_row) make_features(state, cache, own.first);
-  // A warp reads whole rows, a thread four columns of them.
-  const int vectors = cache.v_dim / 4, each = step.rows_at_once, of_warp = lane * step.part_of_row >> 16;
-  const int column = lane - of_warp * vectors, groups = each * kWarps;
-  const int group = of_warp < each ? warp * each + of_warp : 1 << 16;  // of no row
-  const float4* const values = reinterpret_cast<const float4*>(from.values) + column;
-  float4 x[kAtOnce];
-#pragma unroll
-  for (int i = 0; i < kAtOnce; ++i) {
-    const int r = group + i * groups;
-    x[i] = r < own.rows ? values[r * vectors] : float4{0, 0, 0, 0};
-  }
+  float4 x[kRowsAtOnce];
+  load_rows(x, step, from, own.rows);
   float d = 0;
   if (step.d != nullptr && piece.last) {
     const int c = step.blocks == 1 ? thread : own.column + warp;
@@ -1141,41 +1262,7 @@ __device__ void run_step(const TokenPiece& piece, Barrier& used, char* area, con
   if (piece.first) load_token(step, own, Tagged(first_tag + step.inputs_from), memory.tokens[state.steps++ % 2]);
   const NewToken& token = memory.tokens[(state.steps - 1) % 2];
   sync_compute_warps();
-#pragma unroll
-  for (int i = 0; i < kMostStateRows / kThreads; ++i)
-    if (thread + i * kThreads < own.rows)
-      memory.phi[thread + i * kThreads] = token.left * state.features[i].of<2>(token.q);
-  sync_compute_warps();
-  float4 y = {0, 0, 0, 0};
-#pragma unroll
-  for (int i = 0; i < kAtOnce; ++i) {
-    const int r = group + i * groups;
-    add_row(y, r < own.rows ? memory.phi[r] : 0, x[i]);
-  }
-#pragma unroll 1
-  for (int r = group + kAtOnce * groups; r < own.rows; r += groups) add_row(y, memory.phi[r], values[r * vectors]);
-  float n = 0;
-  if (cache.sum && own.rows > 0) {
-    for (int r = thread; r < own.rows; r += kThreads)
-      n = fmaf(memory.phi[r], reinterpret_cast<const float*>(from.normalizers)[r], n);
-    n = warp_sum(n);
-  }
-  // The sums of a warp lie in shared memory, from piece to piece.
-  float4 all = y;
-#pragma unroll 1
-  for (int i = 1; i < each; ++i) {
-    const int other = column + i * vectors;
-    all.x += __shfl_sync(0xFFFFFFFFu, y.x, other);
-    all.y += __shfl_sync(0xFFFFFFFFu, y.y, other);
-    all.z += __shfl_sync(0xFFFFFFFFu, y.z, other);
-    all.w += __shfl_sync(0xFFFFFFFFu, y.w, other);
-  }
-  if (lane < vectors) {
-    float4& sum = reinterpret_cast<float4*>(memory.values[warp])[lane];
-    if (!piece.first) add_row(all, 1, sum);
-    sum = all;
-  }
-  if (lane == 0) memory.normalizers[warp] = piece.first ? n : memory.normalizers[warp] + n;
+  add_state(piece, from, x, own.rows, token, state, memory);
   if (piece.first) add_window(step, own, from, token, state.cursor, memory);
   used.arrive();
   if (piece.last) {

@@ -64,10 +64,6 @@ uint64_t fill_weights(Row& row, float largest, float scale) {
   return sum;
 }
 
-uint64_t rank_in(const Row& row, size_t i) {
-  return rank_of(row.logits[i], static_cast<uint32_t>(i));
-}
-
 // The first token whose weights, with those before it, are more than `wanted`.
 size_t find(const Row& row, uint64_t wanted) {
   size_t i = 0;
@@ -80,42 +76,58 @@ struct Above {
 };
 Above tokens_above(const Row& row, uint64_t rank) {
   const float logit = logit_of_rank(rank);
+  const size_t id = id_of_rank(rank);
   Above above;
   for (size_t i = 0; i < row.logits.size(); ++i) {
-    const bool is_above = row.logits[i] > logit || (row.logits[i] == logit && i < id_of_rank(rank));
+    const bool is_above = row.logits[i] > logit || (row.logits[i] == logit && i < id);
     above.count += is_above ? 1 : 0;
     above.mass += is_above ? row.weights[i] : 0;
   }
   return above;
 }
 
+// A token that top-k and top-p keep. `all`: the sum of all weights, also of those that min-p has made zero; `mass`
+// without them.
+uint32_t select(Row& row, uint64_t all, uint64_t mass, float largest, const SlotOptions::Head& options,
+                uint64_t position) {
+  const uint64_t enough = enough_of(all, options.top_p);
+  float most = largest;
+  for (int round = 0;; ++round) {
+    const RandomBits bits = round_bits(options.seed, position, round);
+    uint64_t thresholds[kThresholds];
+    for (int t = 0; t < kTrials; ++t) {
+      const size_t drawn = find(row, drawn_from(mass, bits, t));
+      thresholds[t] = rank_of(row.logits[drawn], static_cast<uint32_t>(drawn));
+    }
+    add_pivot(thresholds, most);
+    uint64_t floor = 0;
+    for (int t = 0; t < kThresholds; ++t) {
+      const Above above = tokens_above(row, thresholds[t]);
+      const bool kept = above.count < options.top_k && above.mass < enough;
+      if (kept && t < kTrials) return id_of_rank(thresholds[t]);
+      if (kept) most = logit_of_rank(thresholds[t]);
+      if (kept || thresholds[t] < floor) continue;
+      floor = thresholds[t];
+      mass = above.mass;
+    }
+    for (size_t i = 0; i < row.weights.size(); ++i)
+      if (rank_of(row.logits[i], static_cast<uint32_t>(i)) <= floor) row.weights[i] = 0;
+  }
+}
+
 // From row.logits, which are adjusted.
 uint32_t draw(Row& row, const SlotOptions::Head& options, uint64_t position) {
   const uint64_t best = largest_rank(row.logits);
   if (options.greedy != 0) return id_of_rank(best);
-  const uint64_t all = fill_weights(row, logit_of_rank(best), options.scale);
+  const float largest = logit_of_rank(best);
+  const uint64_t all = fill_weights(row, largest, options.scale);
   uint64_t mass = all;
   if (options.min_weight > 0) {
     mass = 0;
     for (uint32_t& weight : row.weights) mass += weight = weight < options.min_weight ? 0 : weight;
   }
-  const bool selects = options.top_k != UINT32_MAX || options.top_p != 0;
-  const uint64_t enough = enough_of(all, options.top_p);
-  for (int round = 0;; ++round) {
-    uint64_t floor = 0;
-    size_t drawn[kTrials];
-    for (int t = 0; t < kTrials; ++t) drawn[t] = find(row, drawn_from(mass, options.seed, position, round, t));
-    if (!selects) return static_cast<uint32_t>(drawn[0]);
-    for (const size_t i : drawn) {
-      const Above above = tokens_above(row, rank_in(row, i));
-      if (above.count < options.top_k && above.mass < enough) return static_cast<uint32_t>(i);
-      if (rank_in(row, i) < floor) continue;
-      floor = rank_in(row, i);
-      mass = above.mass;
-    }
-    for (size_t i = 0; i < row.weights.size(); ++i)
-      if (rank_in(row, i) <= floor) row.weights[i] = 0;
-  }
+  if (options.top_k != UINT32_MAX || options.top_p != 0) return select(row, all, mass, largest, options, position);
+  return static_cast<uint32_t>(find(row, drawn_from(mass, round_bits(options.seed, position, 0), 0)));
 }
 
 // The most probable tokens into columns 1 to k. Returns what is to be subtracted from a logit.

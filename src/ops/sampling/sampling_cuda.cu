@@ -4,6 +4,9 @@
 //
 // Top-k and top-p reject what was drawn and is not kept, instead of finding the last token that is (sampling.h). A
 // round needs one pass over the slice and two barriers of the cluster, and mostly there is one.
+//
+// All of this runs once for a token, so instructions are mostly fetched for the first time: loops are not unrolled
+// beyond what hides the latency of shared memory.
 #include <cooperative_groups.h>
 
 #include "gpu/launch.cuh"
@@ -27,12 +30,21 @@ using Options = SlotOptions::Head;
 constexpr int kOptionWords = sizeof(Options) / sizeof(uint32_t);
 
 // What the blocks of a row tell each other.
-enum Message { kRawBest, kRawMass, kBest, kFinite, kAllMass, kKeptMass, kAbove, kMessages = kAbove + 2 * kTrials };
+enum Message {
+  kRawBest,
+  kRawMass,
+  kBest,
+  kNotFinite,
+  kAllMass,
+  kKeptMass,
+  kAbove,
+  kMessages = kAbove + 2 * kThresholds
+};
 
 struct Shared {
   alignas(Options) uint32_t option_words[kOptionWords];
   alignas(16) uint64_t message[kMessages][kMostBlocks];  // of every block
-  uint64_t of_warp[2 * kTrials][kWarps];
+  uint64_t of_warp[2 * kThresholds][kWarps];
   uint64_t drawn[kTrials];  // ranks
   int32_t recent[kRepetitionWindow];
   uint64_t best[kMostBlocks][kMostLogProbabilities];
@@ -91,7 +103,7 @@ struct Slice {
   __device__ void each(F&& f) const {
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
     const int end = min(count, (warp + 1) * per_warp);
-#pragma unroll 4
+#pragma unroll 2
     for (int i = warp * per_warp + lane; i < end; i += 32) f(logits[i], static_cast<uint32_t>(first + i));
   }
 };
@@ -101,7 +113,6 @@ __device__ uint32_t high_word(uint64_t x) {
 }
 
 struct Larger {
-  __device__ uint64_t operator()(uint64_t a, uint64_t b) const { return a > b ? a : b; }
   __device__ uint64_t of_warp(uint64_t x) const {
     const uint32_t high = __reduce_max_sync(kAllLanes, high_word(x));
     const uint32_t low = high_word(x) == high ? static_cast<uint32_t>(x) : 0;
@@ -109,17 +120,12 @@ struct Larger {
   }
 };
 struct Sum {
-  __device__ uint64_t operator()(uint64_t a, uint64_t b) const { return a + b; }
   // Of numbers below 2^51.
   __device__ uint64_t of_warp(uint64_t x) const {
     const uint32_t low = __reduce_add_sync(kAllLanes, static_cast<uint32_t>(x) & 0xFFFFFFu);
     return (static_cast<uint64_t>(__reduce_add_sync(kAllLanes, static_cast<uint32_t>(x >> 24))) << 24) + low;
   }
 };
-struct And {
-  __device__ uint64_t operator()(uint64_t a, uint64_t b) const { return a & b; }
-};
-
 // Combines a value of every warp, for all lanes of the warp that calls it. 0 must be neutral.
 template <class Combine>
 __device__ uint64_t of_all_warps(const uint64_t* of_warp, Combine combine) {
@@ -145,11 +151,11 @@ __device__ void tell_by_warp(const Group& group, Shared& shared, int message, ui
 __device__ void tell(const Group& group, Shared& shared, Message message, uint64_t value) {
   if (threadIdx.x < 32) tell_by_warp(group, shared, message, value);
 }
+// By all lanes of a warp. 0 must be neutral.
 template <class Combine>
 __device__ uint64_t told(const Group& group, const Shared& shared, int message, Combine combine) {
-  uint64_t x = shared.message[message][0];
-  for (int i = 1; i < group.size; ++i) x = combine(x, shared.message[message][i]);
-  return x;
+  const auto lane = static_cast<int>(threadIdx.x % 32);
+  return combine.of_warp(lane < group.size ? shared.message[message][lane] : 0);
 }
 
 __device__ void load_options(Shared& shared, const SlotOptions& from) {
@@ -172,24 +178,44 @@ struct Loaded {
   }
 };
 
-// Returns what this thread has loaded.
-__device__ Loaded load(const Slice& slice, const float* row) {
-  const int thread = static_cast<int>(threadIdx.x);
-  const float* const from = row + slice.first;
-  Loaded loaded;
-  const int packs = reinterpret_cast<uintptr_t>(from) % sizeof(float4) == 0 ? slice.count / 4 : 0;
-#pragma unroll 4
-  for (int i = thread; i < packs; i += kThreads) {
-    const float4 x = __ldcg(reinterpret_cast<const float4*>(from) + i);
-    const int id = slice.first + 4 * i;
-    reinterpret_cast<float4*>(slice.logits)[i] =
-        make_float4(loaded.add(x.x, id), loaded.add(x.y, id + 1), loaded.add(x.z, id + 2), loaded.add(x.w, id + 3));
+// Loads the slice. The first loads are issued when this is made, so that others can be issued before their results are
+// waited for.
+struct SliceLoad {
+  static constexpr int kFirst = 2;
+  const Slice& slice;
+  const float* from;
+  int packs;
+  float4 first[kFirst];
+
+  __device__ SliceLoad(const Slice& to, const float* row) : slice(to), from(row + to.first) {
+    packs = reinterpret_cast<uintptr_t>(from) % sizeof(float4) == 0 ? slice.count / 4 : 0;
+#pragma unroll
+    for (int i = 0; i < kFirst; ++i)
+      if (static_cast<int>(threadIdx.x) + i * kThreads < packs) first[i] = pack(threadIdx.x + i * kThreads);
   }
-#pragma unroll 8
-  for (int i = packs * 4 + thread; i < slice.count; i += kThreads)
-    slice.logits[i] = loaded.add(__ldcg(from + i), slice.first + i);
-  return loaded;
-}
+  __device__ float4 pack(unsigned i) const {
+    return __ldcg(reinterpret_cast<const float4*>(from) + i);
+  }
+  // Returns what this thread has loaded.
+  __device__ Loaded finish() const {
+    const int thread = static_cast<int>(threadIdx.x);
+    Loaded loaded;
+    const auto keep = [&](int i, const float4& x) {
+      const int id = slice.first + 4 * i;
+      reinterpret_cast<float4*>(slice.logits)[i] =
+          make_float4(loaded.add(x.x, id), loaded.add(x.y, id + 1), loaded.add(x.z, id + 2), loaded.add(x.w, id + 3));
+    };
+#pragma unroll
+    for (int i = 0; i < kFirst; ++i)
+      if (thread + i * kThreads < packs) keep(thread + i * kThreads, first[i]);
+#pragma unroll 1
+    for (int i = thread + kFirst * kThreads; i < packs; i += kThreads) keep(i, pack(static_cast<unsigned>(i)));
+#pragma unroll 4
+    for (int i = packs * 4 + thread; i < slice.count; i += kThreads)
+      slice.logits[i] = loaded.add(__ldcg(from + i), slice.first + i);
+    return loaded;
+  }
+};
 
 // Bias and penalties of the tokens of this slice. Ids of biases are all different; of equal tokens of the history the
 // first one does it for all.
@@ -321,64 +347,81 @@ struct Draw {
     group.sync();
   }
 
-  // Finds the tokens of a round, where its trials draw from `mass`: calls found(trial, rank) in one thread of all
-  // blocks for each. The masses of the blocks and of the warps of this one have been told.
-  template <class Found>
-  __device__ void find(int trials, int round, const uint64_t* of_block, const uint64_t* of_warp, uint64_t mass,
+  // Finds the tokens that the trials of a round draw: calls found(trial, rank) in one thread of all blocks for each.
+  // `of_block`, `of_warp`: masses of all blocks and of the warps of this one, which have been told.
+  template <int trials, class Found>
+  __device__ void find(const uint64_t (&wanted)[trials], const uint64_t* of_block, const uint64_t* of_warp,
                        Found&& found) const {
+    constexpr int kRows = 4;  // of 32 neighbours
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+    static_assert(kWarps + kMostBlocks <= 32);
     uint64_t before = 0;
-    for (int i = 0; i < group.rank; ++i) before += of_block[i];
-    for (int i = 0; i < warp; ++i) before += of_warp[i];
-    uint64_t wanted[kTrials];
-    bool here = false;
+    if (lane < warp) before = of_warp[lane];
+    if (lane >= kWarps && lane - kWarps < group.rank) before = of_block[lane - kWarps];
+    before = Sum().of_warp(before);
+    bool here[trials], any = false;
 #pragma unroll
-    for (int t = 0; t < kTrials; ++t) {
-      wanted[t] = t < trials ? drawn_from(mass, options.seed, position, round, t) : UINT64_MAX;
-      here = here || (wanted[t] >= before && wanted[t] - before < of_warp[warp]);
+    for (int t = 0; t < trials; ++t) {
+      here[t] = wanted[t] >= before && wanted[t] - before < of_warp[warp];
+      any = any || here[t];
     }
-    if (!here) return;
-    const int end = min(slice.count, (warp + 1) * slice.per_warp);
+    if (!any) return;
+    const int begin = warp * slice.per_warp + lane, end = min(slice.count, (warp + 1) * slice.per_warp);
+    const auto weight_at = [&](int at) {
+      return at < end ? weight(slice.logits[at], static_cast<uint32_t>(slice.first + at)) : 0;
+    };
+    int at[trials];  // in the 32 tokens that have the wanted one
+    uint64_t left[trials];
 #pragma unroll 1
-    for (int row = warp * slice.per_warp; row < end; row += 32) {
-      const auto id = static_cast<uint32_t>(slice.first + row + lane);
-      const float logit = row + lane < end ? slice.logits[row + lane] : minus_infinity();
-      const uint32_t own = weight(logit, id);
-      const uint64_t all = Sum().of_warp(own);
+    for (int first = begin; first - lane < end; first += 32 * kRows) {
+      uint64_t all[kRows];
 #pragma unroll
-      for (int t = 0; t < kTrials; ++t) {
-        if (wanted[t] < before || wanted[t] - before >= all) continue;
-        uint64_t up_to = own;
-        for (int offset = 1; offset < 32; offset *= 2) {
-          const uint64_t other = __shfl_up_sync(kAllLanes, up_to, offset);
-          if (lane >= offset) up_to += other;
-        }
-        const uint64_t of_row = wanted[t] - before;
-        if (of_row < up_to && of_row >= up_to - own) found(t, rank_of(logit, id));
+      for (int i = 0; i < kRows; ++i) all[i] = Sum().of_warp(weight_at(first + 32 * i));
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+        for (int t = 0; t < trials; ++t)
+          if (wanted[t] >= before && wanted[t] - before < all[i]) {
+            at[t] = first + 32 * i;
+            left[t] = wanted[t] - before;
+          }
+        before += all[i];
       }
-      before += all;
+    }
+#pragma unroll
+    for (int t = 0; t < trials; ++t) {
+      if (!here[t]) continue;
+      const uint32_t own = weight_at(at[t]);
+      uint64_t up_to = own;
+#pragma unroll 1
+      for (int offset = 1; offset < 32; offset *= 2) {
+        const uint64_t other = __shfl_up_sync(kAllLanes, up_to, offset);
+        if (lane >= offset) up_to += other;
+      }
+      if (left[t] < up_to && left[t] >= up_to - own)
+        found(t, rank_of(slice.logits[at[t]], static_cast<uint32_t>(slice.first + at[t])));
     }
   }
 
-  // Number and weights of the tokens above each drawn one, to all blocks.
-  __device__ void count_above(const uint64_t (&drawn)[kTrials]) const {
-    uint32_t count[kTrials] = {};
-    uint64_t mass[kTrials] = {};
-    uint64_t lowest = drawn[0];
-    for (int t = 1; t < kTrials; ++t) lowest = min(lowest, drawn[t]);
+  // Number and weights of the tokens above each threshold, to all blocks.
+  __device__ void count_above(const uint64_t (&thresholds)[kThresholds]) const {
+    uint32_t count[kThresholds] = {};
+    uint64_t mass[kThresholds] = {};
+    uint64_t lowest = thresholds[0];
+    for (int t = 1; t < kThresholds; ++t) lowest = min(lowest, thresholds[t]);
     slice.each([&](float logit, uint32_t id) {
       const uint64_t rank = rank_of(logit, id);
       if (rank <= lowest) return;
       const uint32_t w = weight(logit, id);
 #pragma unroll
-      for (int t = 0; t < kTrials; ++t) {
-        count[t] += rank > drawn[t] ? 1 : 0;
-        mass[t] += rank > drawn[t] ? w : 0;
+      for (int t = 0; t < kThresholds; ++t) {
+        count[t] += rank > thresholds[t] ? 1 : 0;
+        mass[t] += rank > thresholds[t] ? w : 0;
       }
     });
     const unsigned warp = threadIdx.x / 32;
 #pragma unroll
-    for (int t = 0; t < kTrials; ++t) {
+    for (int t = 0; t < kThresholds; ++t) {
       const uint32_t sum = __reduce_add_sync(kAllLanes, count[t]);
       mass[t] = Sum().of_warp(mass[t]);
       if (threadIdx.x % 32 == 0) {
@@ -387,32 +430,41 @@ struct Draw {
       }
     }
     __syncthreads();
-    if (warp < 2 * kTrials)
+    if (warp < 2 * kThresholds)
       tell_by_warp(group, shared, kAbove + static_cast<int>(warp), of_all_warps(shared.of_warp[warp], Sum()));
     group.sync();
   }
 
-  // Returns the rank of a token that top-k and top-p keep, in all threads of all blocks.
-  __device__ uint64_t select() {
+  // Returns the rank of a token that top-k and top-p keep, in all threads of all blocks. `bits`: of the first round.
+  __device__ uint64_t select(RandomBits bits) {
     const uint64_t enough = enough_of(told(group, shared, kAllMass, Sum()), options.top_p);
     uint64_t mass = told(group, shared, kKeptMass, Sum());
     int of_block = kKeptMass, of_warp = 0;
+    float most = largest;
 #pragma unroll 1
-    for (int round = 0;; ++round) {
-      find(kTrials, round, shared.message[of_block], shared.of_warp[of_warp], mass, [&](int trial, uint64_t rank) {
+    for (int round = 0;; bits = round_bits(options.seed, position, ++round)) {
+      uint64_t wanted[kTrials];
+#pragma unroll
+      for (int t = 0; t < kTrials; ++t) wanted[t] = drawn_from(mass, bits, t);
+      find(wanted, shared.message[of_block], shared.of_warp[of_warp], [&](int trial, uint64_t rank) {
+#pragma unroll 1
         for (int i = 0; i < group.size; ++i) *group.in_block(&shared.drawn[trial], i) = rank;
       });
       group.sync();
-      uint64_t drawn[kTrials];
+      uint64_t thresholds[kThresholds];
 #pragma unroll
-      for (int t = 0; t < kTrials; ++t) drawn[t] = shared.drawn[t];
-      count_above(drawn);
+      for (int t = 0; t < kTrials; ++t) thresholds[t] = shared.drawn[t];
+      add_pivot(thresholds, most);
+      count_above(thresholds);
+      floor = 0;
 #pragma unroll
-      for (int t = 0; t < kTrials; ++t) {
+      for (int t = 0; t < kThresholds; ++t) {
         const uint64_t above = told(group, shared, kAbove + 2 * t + 1, Sum());
-        if (told(group, shared, kAbove + 2 * t, Sum()) < options.top_k && above < enough) return drawn[t];
-        if (drawn[t] < floor) continue;
-        floor = drawn[t];
+        const bool kept = told(group, shared, kAbove + 2 * t, Sum()) < options.top_k && above < enough;
+        if (kept && t < kTrials) return thresholds[t];
+        if (kept) most = logit_of_rank(thresholds[t]);
+        if (kept || thresholds[t] < floor) continue;
+        floor = thresholds[t];
         mass = above;
         of_block = kAbove + 2 * t + 1;
         of_warp = 2 * t + 1;
@@ -435,11 +487,12 @@ __global__ void __launch_bounds__(kThreads) choose_kernel(const Arguments argume
   const float* const logits = arguments.logits + row * arguments.stride;
   wait_for_previous();
   const int slot = __ldcg(arguments.slots + row);
+  const SliceLoad loading(slice, logits);
   SlotHistory& history = arguments.histories[slot];
   // Read here: the block that has found the token may have written it while others are still at it.
   const uint64_t position = __ldcg(&history.position);
   load_options(shared, arguments.options[slot]);
-  Loaded loaded = load(slice, logits);
+  Loaded loaded = loading.finish();
   const bool finite_here = __syncthreads_and(loaded.finite);
   group.wait();
   const Options& options = options_of(shared);
@@ -458,10 +511,10 @@ __global__ void __launch_bounds__(kThreads) choose_kernel(const Arguments argume
     loaded.best = largest_of_slice(slice);
   }
   tell(group, shared, kBest, reduce_block(shared, loaded.best, Larger()));
-  tell(group, shared, kFinite, finite_here ? 1 : 0);
+  tell(group, shared, kNotFinite, finite_here ? 0 : 1);
   group.sync();
   const uint64_t best = told(group, shared, kBest, Larger());
-  const bool finite = told(group, shared, kFinite, And()) != 0;
+  const bool finite = told(group, shared, kNotFinite, Sum()) == 0;
   const auto found = [&](uint64_t rank) {
     const uint32_t id = id_of_rank(rank);
     arguments.ids[2 * row] = static_cast<int32_t>(id);
@@ -479,13 +532,14 @@ __global__ void __launch_bounds__(kThreads) choose_kernel(const Arguments argume
     return;
   }
   Draw draw{group, shared, slice, options, logit_of_rank(best), position};
+  const RandomBits bits = round_bits(options.seed, position, 0);  // while the blocks wait for each other
   draw.add_up();
   if (options.top_k != UINT32_MAX || options.top_p != 0) {
-    const uint64_t chosen = draw.select();
+    const uint64_t chosen = draw.select(bits);
     if (leads) found(chosen);
   } else {
-    draw.find(1, 0, shared.message[kKeptMass], shared.of_warp[0], told(group, shared, kKeptMass, Sum()),
-              [&](int, uint64_t rank) { found(rank); });
+    const uint64_t wanted[1] = {drawn_from(told(group, shared, kKeptMass, Sum()), bits, 0)};
+    draw.find(wanted, shared.message[kKeptMass], shared.of_warp[0], [&](int, uint64_t rank) { found(rank); });
   }
 }
 

@@ -140,11 +140,23 @@ FURIOUS_HOST_DEVICE inline uint64_t enough_of(uint64_t all, uint64_t top_p) {
   return multiply_high(all, top_p) + (all * top_p != 0 ? 1 : 0);
 }
 
-// ⌊u · mass⌋ with a u of 64 bits.
-inline constexpr int kTrials = 2;  // of a round
-FURIOUS_HOST_DEVICE inline uint64_t drawn_from(uint64_t mass, uint64_t seed, uint64_t position, int round, int trial) {
-  const RandomBits bits = random_bits(seed, kStream + static_cast<uint64_t>(round), position);
+// A round of rejections: the random numbers, and what each trial draws: ⌊u · mass⌋ with a u of 64 bits.
+inline constexpr int kTrials = 2;
+FURIOUS_HOST_DEVICE inline RandomBits round_bits(uint64_t seed, uint64_t position, int round) {
+  return random_bits(seed, kStream + static_cast<uint64_t>(round), position);
+}
+FURIOUS_HOST_DEVICE inline uint64_t drawn_from(uint64_t mass, const RandomBits& bits, int trial) {
   return multiply_high(mass, static_cast<uint64_t>(bits.word[2 * trial + 1]) << 32 | bits.word[2 * trial]);
 }
+// The ranks that a round compares all tokens with: those of the drawn tokens, and a pivot halfway from the larger of
+// them to `most`, a logit that was kept. Whatever is not kept can be left out of the next round, so the pivot makes
+// rounds few where few tokens of many are kept.
+inline constexpr int kThresholds = kTrials + 1;
+FURIOUS_HOST_DEVICE inline void add_pivot(uint64_t (&thresholds)[kThresholds], float most) {
+  const float low = logit_of_rank(thresholds[0] > thresholds[1] ? thresholds[0] : thresholds[1]);
+  const float pivot = usable(add(multiply(0.5f, low), multiply(0.5f, most)));
+  thresholds[kTrials] = static_cast<uint64_t>(ordered(pivot)) << 32;  // below all tokens of that logit
+}
+static_assert(kTrials == 2);
 
 }  // namespace furious::sampling
