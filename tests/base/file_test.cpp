@@ -152,7 +152,7 @@ TEST(AtomicFile, ALinkStaysALink) {
     EXPECT_EQ(read_text(directory / "below/target"), text);
   }
   fs::create_symlink("circle", directory / "circle");
-  expect_error([&] { write_text(directory / "circle", ""); }, {"circle", "leads back to itself"});
+  expect_error([&] { write_text(directory / "circle", ""); }, {"circle", "cycle of symbolic links"});
 }
 
 TEST(AtomicFile, RefusesWhatIsNoRegularFile) {
@@ -202,7 +202,7 @@ TEST(AtomicFile, AppearsWhole) {
   file.commit();
   EXPECT_EQ(read_text(directory / "a"), "new text");
   EXPECT_EQ(names_in(directory.path()), (Names{"a"}));
-  expect_error([&] { file.write("more"); }, {"after it was finished"});
+  expect_error([&] { file.write("more"); }, {"write after commit"});
   expect_error([&] { file.commit(); }, {"twice"});
 }
 
@@ -252,7 +252,7 @@ TEST(AtomicFile, FullDiskKeepsThePreviousFile) {
     expect_error([&] { write_text(directory / "a", text); },
                  {(directory / "a").string() + ": cannot be written: File too large", "3000 bytes are needed",
                   "bytes are free", "the previous file is untouched", "ulimit -f"});
-    expect_error([&] { write_text(directory / "b", text); }, {"no file of that name was made"});
+    expect_error([&] { write_text(directory / "b", text); }, {"no file of that name was created"});
     expect_error(
         [&] {
           AtomicFile file(directory / "a", 123456);
@@ -299,7 +299,7 @@ TEST(AtomicFile, RefusesWhatIsNoPlaceForAFile) {
   expect_error([&] { AtomicFile file(directory.path()); }, {"is a directory"});
   expect_error([&] { AtomicFile file(""); }, {"is a directory"});
   expect_error([&] { AtomicFile file(directory / "missing/a"); },
-               {"missing/a: cannot be written: No such file or directory in", "choose a place"});
+               {"missing/a: cannot be written: No such file or directory in", "choose a writable directory"});
 }
 
 TEST(AtomicFile, RemovesWhatAKilledWriterLeft) {
@@ -358,7 +358,7 @@ TEST(ReplaceDirectory, AnErrorLeavesTheOldOne) {
     write_text(temporary / "weights", std::string(3000, 'x'));
   };
   expect_error([&] { replace_directory(path, failing); },
-               {"3000 bytes are needed", path.string() + ": no directory of that name was made"});
+               {"3000 bytes are needed", path.string() + ": no directory of that name was created"});
   EXPECT_EQ(names_in(directory.path()), Names{});
   replace_directory(path, [](const fs::path& temporary) { build_checkpoint(temporary, "old"); });
   expect_error([&] { replace_directory(path, failing); },

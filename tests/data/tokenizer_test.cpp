@@ -161,7 +161,7 @@ TEST(LoadTokenizer, SaysWhatIsWrong) {
   const TemporaryFolder folder;
   expect_error([&] { load_tokenizer(folder.path("")); }, {"tokenizer.model", "does not exist", "\"byte\""});
   folder.write("odd/tokenizer_config.json", R"({"tokenizer_class": 3})");
-  expect_error([&] { load_tokenizer(folder.path("odd")); }, {"tokenizer_config.json", "tokenizer_class", "a text"});
+  expect_error([&] { load_tokenizer(folder.path("odd")); }, {"tokenizer_config.json", "tokenizer_class", "a string"});
   folder.write("odd/tokenizer_config.json", "{");
   expect_error([&] { load_tokenizer(folder.path("odd")); }, {"tokenizer_config.json", "not JSON"});
   expect_error([&] { load_tokenizer(folder.path("none.model")); }, {"none.model", "does not exist", "\"byte\""});

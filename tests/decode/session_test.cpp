@@ -271,7 +271,7 @@ TEST(Session, RefusesWhatIsNotItsState) {
 
   Session other_weights(random_model("2mamba", 2)), other_arch(random_model("softmax"));
   expect_error([&] { other_weights.load(folder / "good"); }, {"another model", "other weights"});
-  expect_error([&] { other_arch.load(folder / "good"); }, {"another model: 2mamba", "width 24", "this one is softmax"});
+  expect_error([&] { other_arch.load(folder / "good"); }, {"another model, 2mamba", "width 24", "this model is softmax"});
 }
 
 TEST(Session, Checks) {

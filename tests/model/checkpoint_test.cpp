@@ -445,7 +445,7 @@ TEST_F(LlamaCheckpoint, RefusesWhatWouldBeComputedWrongly) {
   refused("hidden_act", "gelu", {"gelu", "silu"});
   refused("model_type", "mistral", {"mistral", "\"furious\" or \"llama\""});
   refused("num_attention_heads", 5, {"divisor"});
-  refused("hidden_size", nullptr, {"null", "a whole number"});
+  refused("hidden_size", nullptr, {"null", "an integer"});
   write(llama_);
   expect_refused({"softmax, not 2mamba", "--arch"}, "2mamba");
   Tensors all = tensors();
@@ -559,12 +559,12 @@ TEST_F(Checkpoint, NamesTheKeyThatIsWrong) {
   for (const char* key : {"vocab_size", "hidden_size", "num_hidden_layers", "q_heads", "head_dim", "conv_window"})
     for (const Json& value :
          {Json(-1), Json(1.5), Json("3"), Json(nullptr), Json(1e300), Json(UINT64_MAX), Json(INT64_MAX)})
-      refused(key, value, {"expected a whole number"});
+      refused(key, value, {"expected an integer"});
   refused("tie_word_embeddings", 1, {"true or false"});
   refused("rms_norm_eps", 0, {"is 0, expected a number from"});
   refused("rope_theta", "10000", {"expected a number from"});
   refused("score", "sqared", {"sqared", "did you mean \"squared\""});
-  refused("decay", 3, {"is 3, expected a text"});
+  refused("decay", 3, {"is 3, expected a string"});
   refused("num_attention_heads", 7, {"is 7, expected 3"});
   refused("model_type", "fast", {"expected \"furious\""});
   for (const auto& item : valid.items()) {

@@ -279,7 +279,7 @@ TEST_F(ReleaseTest, AttentionTypeIsRead) {
     Json json = valid;
     json["attention_type"] = value;
     write(json);
-    refused({"config.json", "\"attention_type\" is " + value.dump(), "expected a text"});
+    refused({"config.json", "\"attention_type\" is " + value.dump(), "expected a string"});
   }
   // Of another block, the tensors say so.
   Json json = valid;

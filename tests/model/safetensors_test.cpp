@@ -270,11 +270,11 @@ TEST_F(Safetensors, BadEntries) {
   expect_entry_refused(R"({"dtype":"F32","data_offsets":[0,8]})", {"\"x\" has no \"shape\""});
   expect_entry_refused(R"({"dtype":"F32","shape":[2]})", {"\"x\" has no \"data_offsets\""});
   expect_entry_refused(R"({"dtype":3,"shape":[2],"data_offsets":[0,8]})", {"\"x\": \"dtype\" holds a number"});
-  expect_entry_refused(R"({"dtype":"F32","shape":"2","data_offsets":[0,8]})", {"\"x\": \"shape\" holds a text"});
+  expect_entry_refused(R"({"dtype":"F32","shape":"2","data_offsets":[0,8]})", {"\"x\": \"shape\" holds a string"});
   expect_entry_refused(R"({"dtype":"F32","shape":2,"data_offsets":[0,8]})", {"\"x\": \"shape\" holds a number"});
   expect_entry_refused(R"({"dtype":"F32","shape":[[2]],"data_offsets":[0,8]})", {"\"x\": \"shape\" holds a list"});
   expect_entry_refused(R"({"dtype":"F32","shape":[2.0],"data_offsets":[0,8]})", {"\"x\": \"shape\" holds a fraction"});
-  expect_entry_refused(R"({"dtype":"F32","shape":["2"],"data_offsets":[0,8]})", {"\"x\": \"shape\" holds a text"});
+  expect_entry_refused(R"({"dtype":"F32","shape":["2"],"data_offsets":[0,8]})", {"\"x\": \"shape\" holds a string"});
   expect_entry_refused(R"({"dtype":"F32","shape":[-2],"data_offsets":[0,8]})", {"\"x\": \"shape\" holds a negative"});
   expect_entry_refused(R"({"dtype":"F32","shape":[2],"data_offsets":[-8,0]})", {"\"data_offsets\" holds a negative"});
   expect_entry_refused(R"({"dtype":"F32","shape":[2],"data_offsets":[0]})", {"\"x\": \"data_offsets\" has one end"});

@@ -103,7 +103,7 @@ TEST_F(TrainerCuda, OutOfMemoryInAStepSaysWhatWouldFit) {
   arena.trim();
   arena.set_limit(arena.usage().reserved + (size_t{8} << 20));
   expect_error([&] { trainer.step(); },
-               {"step 1", "out of memory on cuda:0", "more were needed", "are free", "--recompute"});
+               {"step 1", "out of memory on cuda:0", "MiB requested", "are free", "--recompute"});
   arena.set_limit(0);
   EXPECT_EQ(trainer.step().step, 1);  // and goes on when there is more
 }

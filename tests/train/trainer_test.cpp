@@ -54,7 +54,7 @@ TEST_F(TrainerTest, OutOfMemoryInAStepSaysWhatWouldFit) {
   arena.trim();
   arena.set_limit(arena.usage().reserved + (size_t{8} << 20));
   expect_error([&] { trainer.step(); },
-               {"step 1", "out of memory on cpu", "more were needed", "are free", "--recompute would need"});
+               {"step 1", "out of memory on cpu", "MiB requested", "are free", "--recompute would need"});
   arena.set_limit(0);
   for (int i = 0; i < 2; ++i) EXPECT_EQ(trainer.step().loss, whole.step().loss);  // nothing was lost
   EXPECT_EQ(weights_of(trainer), weights_of(whole));
