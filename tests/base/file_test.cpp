@@ -80,7 +80,7 @@ TEST(MappedFile, HoldsTheBytes) {
   EXPECT_EQ(file.bytes()[2], std::byte{'y'});
 }
 
-TEST(MappedFile, OutlivesTheNameOfItsFile) {
+TEST(MappedFile, StaysValidAfterTheFileIsRemoved) {
   const TemporaryDirectory directory;
   put(directory / "a", "old");
   const MappedFile file(directory / "a");
@@ -89,7 +89,7 @@ TEST(MappedFile, OutlivesTheNameOfItsFile) {
   EXPECT_EQ(MappedFile(directory / "a").size(), 5u);
 }
 
-TEST(MappedFile, SaysWhatIsWrongWithTheFile) {
+TEST(MappedFile, ErrorsNameTheProblem) {
   const TemporaryDirectory directory;
   expect_error([&] { MappedFile(directory / "missing"); }, {"missing", "no such file"});
   expect_error([&] { MappedFile(directory.path()); }, {directory.path().string(), "is a directory"});
@@ -120,7 +120,7 @@ TEST(ReadText, ReadsAll) {
   EXPECT_NE(read_text("/proc/self/status"), "") << "a file whose size is not known beforehand";
 }
 
-TEST(ReadText, SaysWhatIsWrongWithTheFile) {
+TEST(ReadText, ErrorsNameTheProblem) {
   const TemporaryDirectory directory;
   expect_error([&] { read_text(directory / "missing"); }, {"missing", "no such file"});
   expect_error([&] { read_text(directory.path()); }, {"is a directory"});
@@ -142,7 +142,7 @@ TEST(ReadText, RefusesAPipeAtOnceAndReadInputReadsIt) {
   ::waitpid(child, nullptr, 0);
 }
 
-TEST(AtomicFile, ALinkStaysALink) {
+TEST(AtomicFile, FollowsASymbolicLink) {
   const TemporaryDirectory directory;
   fs::create_directory(directory / "below");
   fs::create_symlink("below/target", directory / "link");  // dangling at first
@@ -155,7 +155,7 @@ TEST(AtomicFile, ALinkStaysALink) {
   expect_error([&] { write_text(directory / "circle", ""); }, {"circle", "cycle of symbolic links"});
 }
 
-TEST(AtomicFile, RefusesWhatIsNoRegularFile) {
+TEST(AtomicFile, RefusesAnythingButARegularFile) {
   const TemporaryDirectory directory;
   const std::string pipe = (directory / "pipe").string();
   ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
@@ -167,7 +167,7 @@ TEST(AtomicFile, RefusesWhatIsNoRegularFile) {
 }
 
 // Writers of one name clean up after killed ones: none may take another's temporary for such.
-TEST(AtomicFile, WritersOfOneNameDoNotDisturbEachOther) {
+TEST(AtomicFile, ConcurrentWritersOfOneFileDoNotInterfere) {
   const TemporaryDirectory directory;
   std::vector<pid_t> writers;
   for (int i = 0; i < 8; ++i) {
@@ -192,7 +192,7 @@ TEST(AtomicFile, WritersOfOneNameDoNotDisturbEachOther) {
   EXPECT_EQ(names_in(directory.path()), Names{"file"});
 }
 
-TEST(AtomicFile, AppearsWhole) {
+TEST(AtomicFile, AppearsOnlyWhenComplete) {
   const TemporaryDirectory directory;
   put(directory / "a", "old");
   AtomicFile file(directory / "a");
@@ -294,7 +294,7 @@ TEST(AtomicFile, FullFileSystem) {
   EXPECT_EQ(names_in(directory.path()), (Names{"a"}));
 }
 
-TEST(AtomicFile, RefusesWhatIsNoPlaceForAFile) {
+TEST(AtomicFile, RefusesAnInvalidPath) {
   const TemporaryDirectory directory;
   expect_error([&] { AtomicFile file(directory.path()); }, {"is a directory"});
   expect_error([&] { AtomicFile file(""); }, {"is a directory"});
@@ -302,7 +302,7 @@ TEST(AtomicFile, RefusesWhatIsNoPlaceForAFile) {
                {"missing/a: cannot be written: No such file or directory in", "choose a writable directory"});
 }
 
-TEST(AtomicFile, RemovesWhatAKilledWriterLeft) {
+TEST(AtomicFile, RemovesTemporariesOfKilledWriters) {
   const TemporaryDirectory directory;
   run_and_kill([&] {
     AtomicFile file(directory / "a");
@@ -315,7 +315,7 @@ TEST(AtomicFile, RemovesWhatAKilledWriterLeft) {
   EXPECT_EQ(names_in(directory.path()), (Names{"a", "a.tmp-mine"}));
 }
 
-TEST(AtomicFile, LeavesAnotherWriterAlone) {
+TEST(AtomicFile, KeepsTheTemporaryOfAnActiveWriter) {
   const TemporaryDirectory directory;
   AtomicFile slow(directory / "a");
   slow.write("slow");
@@ -331,7 +331,7 @@ void build_checkpoint(const fs::path& directory, std::string_view text) {
   put(directory / "more" / "config", text);
 }
 
-TEST(ReplaceDirectory, MakesAndReplaces) {
+TEST(ReplaceDirectory, CreatesAndReplaces) {
   const TemporaryDirectory directory;
   for (const std::string text : {"first", "second"}) {
     replace_directory(directory / "checkpoint", [&](const fs::path& path) {
@@ -350,7 +350,7 @@ TEST(ReplaceDirectory, TrailingSlash) {
   EXPECT_EQ(names_in(directory.path()), (Names{"checkpoint"}));
 }
 
-TEST(ReplaceDirectory, AnErrorLeavesTheOldOne) {
+TEST(ReplaceDirectory, AnErrorKeepsTheOldDirectory) {
   const TemporaryDirectory directory;
   const fs::path path = directory / "checkpoint";
   const auto failing = [](const fs::path& temporary) {
@@ -375,7 +375,7 @@ TEST(ReplaceDirectory, RefusesAFile) {
   EXPECT_EQ(read_text(directory / "a"), "text");
 }
 
-TEST(ReplaceDirectory, AKilledWriterCostsNothing) {
+TEST(ReplaceDirectory, AKilledWriterKeepsTheOldDirectory) {
   const TemporaryDirectory directory;
   const fs::path path = directory / "checkpoint";
   replace_directory(path, [](const fs::path& temporary) { build_checkpoint(temporary, "old"); });
@@ -392,7 +392,7 @@ TEST(ReplaceDirectory, AKilledWriterCostsNothing) {
   EXPECT_EQ(names_in(directory.path()), (Names{"checkpoint"}));
 }
 
-TEST(ReplaceDirectory, LeavesAnotherWriterAlone) {
+TEST(ReplaceDirectory, KeepsTheTemporaryOfAnActiveWriter) {
   const TemporaryDirectory directory;
   const fs::path path = directory / "checkpoint";
   replace_directory(path, [&](const fs::path& slow) {
@@ -421,7 +421,7 @@ TEST(ReplaceDirectory, TwoStepsExchange) {
   EXPECT_EQ(read_text(directory / "checkpoint/weights"), "new");
 }
 
-TEST(DirectoryLock, OneAtATime) {
+TEST(DirectoryLock, ExcludesASecondHolder) {
   const TemporaryDirectory directory;
   {
     const DirectoryLock lock(directory.path());
@@ -431,7 +431,7 @@ TEST(DirectoryLock, OneAtATime) {
   expect_error([&] { DirectoryLock{directory / "none"}; }, {"none", "cannot be opened"});
 }
 
-TEST(RecoverDirectory, PutsBackWhatWasSetAside) {
+TEST(RecoverDirectory, RestoresTheOldDirectory) {
   const TemporaryDirectory directory;
   const fs::path path = directory / "checkpoint";
   const fs::path aside = file_detail::set_aside_name(path);
@@ -444,7 +444,7 @@ TEST(RecoverDirectory, PutsBackWhatWasSetAside) {
   EXPECT_EQ(names_in(directory.path()), (Names{"checkpoint"}));
 }
 
-TEST(RecoverDirectory, LeavesANewerOneAndAWorkingWriterAlone) {
+TEST(RecoverDirectory, KeepsANewerDirectoryAndAnActiveWriter) {
   const TemporaryDirectory directory;
   const fs::path path = directory / "checkpoint";
   const fs::path aside = file_detail::set_aside_name(path);

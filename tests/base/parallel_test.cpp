@@ -25,7 +25,7 @@ namespace {
 
 using testing::with_threads;
 
-TEST(Parallel, EveryIndexOnce) {
+TEST(Parallel, RunsEveryIndexOnce) {
   for (int count : {1, 2, 5})
     for (int64_t size : {0, 1, 2, 7, 1000}) {
       std::vector<std::atomic<int>> visits(size);
@@ -74,7 +74,7 @@ TEST(Parallel, AnExceptionReachesTheCaller) {
     });
 }
 
-TEST(Parallel, ALoopInsideALoopIsSerial) {
+TEST(Parallel, NestedLoopsAreSerial) {
   with_threads(4, [] {
     EXPECT_EQ(threads(), 4);
     std::atomic<int> most = 0;
@@ -106,7 +106,7 @@ class Meeting {
   std::atomic<int> arrived_ = 0;
 };
 
-TEST(Parallel, AsManyThreadsAsAskedForTakePart) {
+TEST(Parallel, UsesTheRequestedNumberOfThreads) {
   for (const int count : {2, 5}) {
     const ThreadLimit limit(count);
     Meeting meeting(count);
@@ -121,7 +121,7 @@ TEST(Parallel, AsManyThreadsAsAskedForTakePart) {
   }
 }
 
-TEST(Parallel, TooLittleWorkStaysOnItsThread) {
+TEST(Parallel, SmallLoopsAreSerial) {
   const ThreadLimit limit(4);
   const auto here = std::this_thread::get_id();
   parallel_ranges(kElementsPerThread, kElementsPerThread,
@@ -129,7 +129,7 @@ TEST(Parallel, TooLittleWorkStaysOnItsThread) {
   parallel_for_if(false, 8, [&](int64_t) { EXPECT_EQ(std::this_thread::get_id(), here); });
 }
 
-TEST(Parallel, TheNumberOfThreadsBelongsToTheThreadThatSetsIt) {
+TEST(Parallel, NumberOfThreadsIsPerThread) {
   set_threads(0);
   const int all = threads();
   EXPECT_EQ(all, available_cores());
@@ -150,14 +150,14 @@ TEST(Parallel, TheNumberOfThreadsBelongsToTheThreadThatSetsIt) {
 }
 
 // Of several that fail, that of a serial loop.
-TEST(Parallel, TheFirstExceptionIsTheOneOfTheLowestIndex) {
+TEST(Parallel, RethrowsTheExceptionOfTheLowestIndex) {
   const ThreadLimit limit(4);
   for (int i = 0; i < 50; ++i)
     testing::expect_error([] { parallel_for(64, [](int64_t at) { require(at < 7, "index {} is bad", at); }); },
                           {"index 7 is bad"});
 }
 
-TEST(Parallel, LoopsOfManyThreadsAtOnce) {
+TEST(Parallel, ConcurrentLoopsOfManyThreads) {
   std::vector<std::thread> callers;
   std::atomic<int64_t> total = 0;
   for (int caller = 0; caller < 8; ++caller)
@@ -214,7 +214,7 @@ TEST(Parallel, WorkersComputeInTheCallersFloatingPointMode) {
   }
 }
 
-TEST(Parallel, ThreadsThatWaitSleep) {
+TEST(Parallel, IdleThreadsSleep) {
   {
     const ThreadLimit limit(4);
     Meeting meeting(4);
@@ -255,7 +255,7 @@ bool sums_right() {
   return sum == 999 * 500;
 }
 
-TEST(Parallel, GoesOnAfterFork) {
+TEST(Parallel, WorksAfterFork) {
   const ThreadLimit limit(4);
   EXPECT_TRUE(sums_right());
   EXPECT_EQ(in_child([] {
@@ -267,7 +267,7 @@ TEST(Parallel, GoesOnAfterFork) {
   EXPECT_TRUE(sums_right());
 }
 
-TEST(Parallel, WorksWithoutThreadsWhereThereAreNone) {
+TEST(Parallel, RunsSeriallyIfThreadsCannotBeCreated) {
   EXPECT_EQ(in_child([] {
               const rlimit little{1 << 20, 1 << 20};  // no room for the stack of a thread
               if (::setrlimit(RLIMIT_AS, &little) != 0) return false;

@@ -59,7 +59,7 @@ TEST_F(AblateCommandTest, TableReportAndJson) {
     EXPECT_EQ(read_file(folder.path("again/") + name), read_file(folder.path("out/") + name)) << name;
 }
 
-TEST_F(AblateCommandTest, KilledOrStoppedItGoesOn) {
+TEST_F(AblateCommandTest, ResumesAfterKillOrStop) {
   const std::string more = "--steps 30 --save-every 5";
   ASSERT_EQ(run(command("base", "whole", more)).code, 0);
   for (const int signal : {SIGKILL, SIGINT}) {
@@ -79,7 +79,7 @@ TEST_F(AblateCommandTest, KilledOrStoppedItGoesOn) {
   }
 }
 
-TEST_F(AblateCommandTest, ThePapersRecipeWithFlagsOverIt) {
+TEST_F(AblateCommandTest, FlagsOverrideThePapersRecipe) {
   // All but what makes it small is the paper's.
   expect_run(command("linear", "out", "--paper --warmup 1 --schedule-steps 40"), 0, {"4 steps each", "done in"});
   const Json options = results("out")["rows"][0]["options"];

@@ -11,7 +11,7 @@ using testing::run;
 using testing::RunResult;
 using testing::TemporaryFolder;
 
-TEST(CommandErrors, AreOneLineWithoutNamesOfTheLanguage) {
+TEST(CommandErrors, AreOneLineWithoutCppNames) {
   const TemporaryFolder folder;
   const std::string name(300, 'n');
   const std::string text = folder.write("a.txt", "some text"), empty = folder.write("b.txt.gz", "");

@@ -43,7 +43,7 @@ class GenerateCommand : public ::testing::Test {
   std::string model = folder.path("model");
 };
 
-TEST_F(GenerateCommand, WritesOnFromAPrompt) {
+TEST_F(GenerateCommand, ContinuesAPrompt) {
   expect_run(generate("--prompt 'Once upon' --tokens 12 --top-k 40"), 0,
              {"prompt: 10 tokens", "new: 12 tokens", "tokens/s", "cache: ", "at 22 tokens"});
   const std::string text = text_of("--prompt 'Once upon' --tokens 12 --seed 4");
@@ -81,7 +81,7 @@ TEST_F(GenerateCommand, SeveralSequencesAndJson) {
             written.at("sequences")[1].at("text").get<std::string>() + "\n");
 }
 
-TEST_F(GenerateCommand, StopsBeforeAText) {
+TEST_F(GenerateCommand, StopsBeforeAStopString) {
   const std::string options = "--prompt abc --tokens 40 --temperature 0 ";
   const std::string text = text_of(options);
   const std::string stop = text.substr(6, 3);

@@ -43,7 +43,7 @@ std::map<std::string, std::string> contents(const std::string& run) {
   return files;
 }
 
-TEST(KillTest, TrainingGoesOnBitForBit) {
+TEST(KillTest, TrainingResumesBitForBit) {
   Random random(20);
   const TemporaryFolder folder;
   const std::string data = small_data(folder);
@@ -69,7 +69,7 @@ TEST(KillTest, TrainingGoesOnBitForBit) {
   EXPECT_TRUE(contents(out) == contents(folder.path("whole")));
 }
 
-TEST(KillTest, TokenizingGoesOnByteForByte) {
+TEST(KillTest, TokenizingResumesByteForByte) {
   Random random(21);
   const TemporaryFolder folder;
   std::string text;

@@ -181,7 +181,7 @@ TEST_F(TrainMpirun, ASignalToAllSavesOnceAndEndsAll) {
   expect_resumes("run");
 }
 
-TEST_F(TrainMpirun, NoticesAtStartWhatDiffers) {
+TEST_F(TrainMpirun, DetectsDifferencesAtStart) {
   const auto two = [&](const std::string& first, const std::string& second) {
     return shell(mpirun(fmt::format("-n 1 {} {} : -n 1 {} {}", FURIOUS_BINARY, first, FURIOUS_BINARY, second)));
   };
@@ -216,7 +216,7 @@ TEST_F(TrainMpirun, NoticesAtStartWhatDiffers) {
   EXPECT_FALSE(fs::exists(folder.path("run")));
 }
 
-TEST_F(TrainMpirun, WhatOneRankFailsWithEndsAll) {
+TEST_F(TrainMpirun, AnErrorOfOneRankEndsAll) {
   RunResult result = run_ranks(2, train("run", "--data /nowhere"));
   EXPECT_EQ(result.code, 1);
   EXPECT_EQ(times_said(result.output, "/nowhere"), 1u) << result.output;
@@ -228,7 +228,7 @@ TEST_F(TrainMpirun, WhatOneRankFailsWithEndsAll) {
   expect_resumes("elsewhere");
 }
 
-TEST_F(TrainMpirun, BenchStepTellsHowItScales) {
+TEST_F(TrainMpirun, BenchStepReportsScaling) {
   const std::string json = folder.path("step.json");
   const RunResult result = run_ranks(
       2, fmt::format("bench step --hidden 32 --intermediate 32 --heads 2 --layers 2 --batch 4 --length 24 --threads 1 "
@@ -243,7 +243,7 @@ TEST_F(TrainMpirun, BenchStepTellsHowItScales) {
   EXPECT_GT(scaling.at("waiting_seconds"), 0);
 }
 
-TEST_F(TrainMpirun, OtherCommandsAskToBeStartedAlone) {
+TEST_F(TrainMpirun, OtherCommandsRefuseSeveralRanks) {
   const RunResult result = run_ranks(2, "presets");
   EXPECT_EQ(result.code, 1);
   expect_parts(result, {"`presets` runs in one process"});

@@ -35,7 +35,7 @@ class TrainCommandTest : public ::testing::Test {
   }
 };
 
-TEST_F(TrainCommandTest, TrainsAndSaysSo) {
+TEST_F(TrainCommandTest, TrainsAndReports) {
   expect_run(command("run", "--steps 6 --eval-every 3 --sample-every 3 --warmup 0"), 0,
              {"2mamba: 0.0", "steps 1 to 6", "test loss", "sample:", "done after 6 steps", "step-00000006"});
   expect_run("train --help", 0, {"--schedule-steps", "=0.0001", "Example: furious train"});
@@ -70,7 +70,7 @@ TEST_F(TrainCommandTest, ConfigFileAndFlags) {
   EXPECT_NE(read_file(folder.path("unset") + "/run.toml").find("recompute = false\n"), std::string::npos);
 }
 
-TEST_F(TrainCommandTest, ThePapersRecipeWithFlagsOverIt) {
+TEST_F(TrainCommandTest, FlagsOverrideThePapersRecipe) {
   expect_run(command("run", "--paper --steps 3 --eval-every 3"), 0, {"test loss", "done after 3 steps"});
   const std::string toml = read_file(folder.path("run") + "/run.toml");
   for (const char* line : {"size = \"small\"\n", "hidden = 32\n", "batch = 4\n", "length = 24\n", "steps = 3\n",
@@ -112,7 +112,7 @@ TEST_F(TrainCommandTest, Usage) {
   expect_run(command("run", "--batch 100000 --length 2000"), 1, {"GiB", "are free"});
 }
 
-TEST_F(TrainCommandTest, KilledOrStoppedItGoesOnBitForBit) {
+TEST_F(TrainCommandTest, ResumesBitForBitAfterKillOrStop) {
   const std::string options = "--steps 60 --save-every 7 --eval-every 20";
   ASSERT_EQ(run(command("whole", options)).code, 0);
   const std::string expected = read_file(folder.path("whole") + "/latest/model.safetensors");
@@ -142,7 +142,7 @@ TEST_F(TrainCommandTest, ASignalEndsTheBuildingOfAModel) {
   }
 }
 
-TEST_F(TrainCommandTest, SizesThatNobodyHasAreRefusedAtOnce) {
+TEST_F(TrainCommandTest, RefusesImpossibleSizesImmediately) {
   expect_run(command("run", "--size medium --hidden 0 --heads 0 --layers 65536"), 1,
              {"needs about", "GiB", "are free"});
   expect_run(command("run", "--hidden 1048576 --intermediate 1048576 --heads 65536 --layers 65536"), 1,
@@ -173,7 +173,7 @@ TEST_F(TrainCommandTest, PathsOfAnyBytes) {
              {"documents"});
 }
 
-TEST_F(TrainCommandTest, GoesOnWhenNobodyReadsAlong) {
+TEST_F(TrainCommandTest, ContinuesWhenItsOutputIsClosed) {
   for (const char* reader : {"| head -1", "2>&1 | head -1", ">/dev/full", ">/dev/full 2>/dev/full"}) {
     const std::string out = fmt::format("unread-{}", std::string(reader).size());
     run(command(out, fmt::format("--steps 40 --eval-every 2 {}", reader)));

@@ -43,7 +43,7 @@ class VerifyCommandTest : public ::testing::Test {
   void train() { ASSERT_EQ(run(command(run_folder, "--steps 6 --save-every 2 --keep 3")).code, 0); }
 };
 
-TEST_F(VerifyCommandTest, WholeFilesAreOk) {
+TEST_F(VerifyCommandTest, IntactFilesAreOk) {
   train();
   const std::string state = folder.path("text.state");
   ASSERT_EQ(run(fmt::format("generate {} --prompt abc --tokens 2 --save-state {}", run_folder, state)).code, 0);

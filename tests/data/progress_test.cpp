@@ -57,7 +57,7 @@ class ProgressTest : public ::testing::Test {
   TokenizeOptions options;
 };
 
-TEST_F(ProgressTest, EveryChangeOfOneByteIsNoticed) {
+TEST_F(ProgressTest, DetectsEveryChangeOfOneByte) {
   const std::string text = progress();
   int changes = 0;
   for (size_t at = 0; at < text.size(); ++at) {
@@ -110,7 +110,7 @@ TEST_F(ProgressTest, EveryFieldIsChecked) {
   EXPECT_EQ(read_folder(options.out), read_folder(folder.path("whole")));
 }
 
-TEST_F(ProgressTest, PlacesThatTheInputDoesNotHave) {
+TEST_F(ProgressTest, RefusesPositionsOutsideTheInput) {
   Json json = Json::parse(progress());
   for (const int64_t file : {int64_t{3}, int64_t{100}, INT64_MAX, int64_t{-1}}) {
     json["position"]["file"] = file;
@@ -122,7 +122,7 @@ TEST_F(ProgressTest, PlacesThatTheInputDoesNotHave) {
   expect_error([&] { tokenize_corpus(options); }, {"position.offset"});
 }
 
-TEST_F(ProgressTest, ShardsThatDoNotFitAreNoticed) {
+TEST_F(ProgressTest, DetectsMismatchedShards) {
   const auto refused = [&](const std::string& name, const auto& change, const std::vector<std::string>& parts) {
     std::string content = read_file(folder.path("out/" + name));
     change(content);
@@ -152,7 +152,7 @@ TEST_F(ProgressTest, DeepOrDamagedPlan) {
   expect_error([&] { tokenize_corpus(options); }, {"plan.json", "not JSON"});
 }
 
-TEST_F(ProgressTest, ManifestsThatMakeNoSense) {
+TEST_F(ProgressTest, RefusesInconsistentManifests) {
   const std::string path = folder.path("whole/manifest.json");
   const Json good = Json::parse(read_file(path));
   const auto refused = [&](const std::string& place, const Json& value, const std::vector<std::string>& parts) {

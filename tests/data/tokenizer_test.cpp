@@ -91,7 +91,7 @@ TEST_F(AgreementTest, StreamedPiecesAreTheText) {
   }
 }
 
-TEST_F(AgreementTest, TheFirstPieceHasNoSpaceOfItsOwn) {
+TEST_F(AgreementTest, FirstPieceHasNoAddedSpace) {
   for (const std::string text : {"the snake", " the", "\xC3\xA9t\xC3\xA9", "\xF0\x9F\x90\x8D"}) {
     const std::vector<int32_t> ids = ours->encode(text);
     std::string pieces = ours->first_piece(ids[0]);
@@ -101,7 +101,7 @@ TEST_F(AgreementTest, TheFirstPieceHasNoSpaceOfItsOwn) {
   EXPECT_EQ(load_tokenizer("byte")->first_piece(' '), " ");
 }
 
-TEST(ByteTokenizer, EveryByteComesBack) {
+TEST(ByteTokenizer, EveryByteRoundTrips) {
   const auto tokenizer = load_tokenizer("byte");
   std::string text;
   for (int byte = 0; byte < 256; ++byte) text += static_cast<char>(byte);
@@ -157,7 +157,7 @@ TEST(LoadTokenizer, ReadsAFolderOfHuggingFace) {
   EXPECT_EQ(load_tokenizer(folder.path(""))->model(), small_model());
 }
 
-TEST(LoadTokenizer, SaysWhatIsWrong) {
+TEST(LoadTokenizer, ErrorsNameTheProblem) {
   const TemporaryFolder folder;
   expect_error([&] { load_tokenizer(folder.path("")); }, {"tokenizer.model", "does not exist", "\"byte\""});
   folder.write("odd/tokenizer_config.json", R"({"tokenizer_class": 3})");
@@ -188,7 +188,7 @@ class FewLines final : public LineSource {
   int left_ = 3;
 };
 
-TEST(TrainTokenizer, SaysWhatIsWrong) {
+TEST(TrainTokenizer, ErrorsNameTheProblem) {
   NoLines none;
   expect_error([&] { train_sentencepiece(none, {400, 1000, 1}); }, {"no text"});
   FewLines few;

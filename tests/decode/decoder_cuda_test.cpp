@@ -28,7 +28,7 @@ std::vector<ModelConfig> presets_and_random_switches(Random& random) {
   return configs;
 }
 
-TEST(DecoderCuda, ReadsAsTheCpuAndTakesOverItsMemory) {
+TEST(DecoderCuda, MatchesTheCpuAndRestoresItsSlots) {
   SKIP_WITHOUT_GPU();
   Random random(1);
   for (const ModelConfig& config : presets_and_random_switches(random)) {
@@ -81,7 +81,7 @@ TEST(DecoderCuda, RoundedWeightsAndActivations) {
 
 // A token is the persistent kernel exactly where that kernel runs every operation of the plan, before the first fold
 // and after it.
-TEST(DecoderCuda, WhatRunsAsThePersistentKernel) {
+TEST(DecoderCuda, SelectsThePersistentKernel) {
   SKIP_WITHOUT_GPU();
   if (TokenProgram::resident_blocks(kGpu, 0) == 0) GTEST_SKIP() << "this device has no code for the kernel";
   Random random(6);
@@ -115,7 +115,7 @@ TEST(DecoderCuda, WhatRunsAsThePersistentKernel) {
 }
 
 // A step that was recorded long ago, and one that runs for the first time.
-TEST(DecoderCuda, RecordedStepsGiveTheSameBits) {
+TEST(DecoderCuda, CapturedStepsGiveTheSameBits) {
   SKIP_WITHOUT_GPU();
   Random random(3);
   for (const char* name :
@@ -146,7 +146,7 @@ Tensor as_chosen(const Tensor& ids) {
   return to_device(pairs, kGpu).slice(1, 0, 1);
 }
 
-TEST(DecoderCuda, MoreSequencesThanThePersistentKernelHasRunAsAGraph) {
+TEST(DecoderCuda, ManySequencesRunAsAGraph) {
   SKIP_WITHOUT_GPU();
   if (TokenProgram::resident_blocks(kGpu, 0) == 0) GTEST_SKIP() << "this device has no code for the kernel";
   Random random(7);
@@ -164,7 +164,7 @@ TEST(DecoderCuda, MoreSequencesThanThePersistentKernelHasRunAsAGraph) {
 
 // Models of many shapes, whose caches have folded where they have a state: a token as one kernel, as a graph of
 // kernels, and on the CPU.
-TEST(DecoderCuda, OneKernelReadsAsManyDo) {
+TEST(DecoderCuda, PersistentKernelMatchesSeparateKernels) {
   SKIP_WITHOUT_GPU();
   if (TokenProgram::resident_blocks(kGpu, 0) == 0) GTEST_SKIP() << "this device has no code for the kernel";
   Random random(4);
@@ -220,7 +220,7 @@ TEST(DecoderCuda, OneKernelReadsAsManyDo) {
 }
 
 // Kernels of several caches that follow each other, without the host waiting between them.
-TEST(DecoderCuda, SeveralCachesByTurns) {
+TEST(DecoderCuda, AlternatesBetweenDecoders) {
   SKIP_WITHOUT_GPU();
   Random random(5);
   ModelConfig config = little(preset("2mamba"));

@@ -45,7 +45,7 @@ std::vector<int32_t> alone(const LanguageModel& model, const std::vector<int32_t
 class DecoderOf : public ::testing::TestWithParam<const char*> {};
 
 // Slots with prompts, lengths and sampling of their own that start and stop at different times, in changing orders.
-TEST_P(DecoderOf, SlotsWriteWhatEachWritesAlone) {
+TEST_P(DecoderOf, SlotsAreIndependent) {
   Random random(2);
   const LanguageModel model = lively_model(little(preset(GetParam())));
   struct Sequence {
@@ -92,7 +92,7 @@ TEST_P(DecoderOf, SlotsWriteWhatEachWritesAlone) {
   }
 }
 
-TEST_P(DecoderOf, LogitsAreThoseOfTheFullPass) {
+TEST_P(DecoderOf, LogitsMatchTheFullPass) {
   Random random(3);
   const LanguageModel model = lively_model(little(preset(GetParam())));
   const std::vector<int32_t> text = random_text(random, 150, model.config().vocabulary);
@@ -109,7 +109,7 @@ TEST_P(DecoderOf, LogitsAreThoseOfTheFullPass) {
   EXPECT_EQ(decoder.tokens(slot), 150);
 }
 
-TEST_P(DecoderOf, ForksGoOnToTheBit) {
+TEST_P(DecoderOf, ForksContinueBitForBit) {
   Random random(4);
   const LanguageModel model = lively_model(little(preset(GetParam())));
   const std::vector<int32_t> prompt = random_text(random, 210, model.config().vocabulary);
@@ -135,7 +135,7 @@ TEST_P(DecoderOf, ForksGoOnToTheBit) {
 }
 
 // In memory and in a file.
-TEST_P(DecoderOf, SnapshotsGoOnToTheBit) {
+TEST_P(DecoderOf, SnapshotsContinueBitForBit) {
   Random random(5);
   const TemporaryDirectory folder;
   const LanguageModel model = lively_model(little(preset(GetParam())));
@@ -176,7 +176,7 @@ INSTANTIATE_TEST_SUITE_P(Presets, DecoderOf,
                            return name;
                          });
 
-TEST(Decoder, WhatCannotBeIsAnError) {
+TEST(Decoder, RefusesInvalidArguments) {
   const LanguageModel model = lively_model(little(preset("2mamba")));
   expect_error([&] { Decoder(model, 0); }, {"0 slots", "expected 1 or more"});
   Decoder decoder(model, 2);

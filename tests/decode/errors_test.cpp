@@ -48,7 +48,7 @@ class PublicErrors : public ::testing::Test {
 
 const std::string kLongName = std::string(300, 'n');  // longer than a file system takes
 
-TEST_F(PublicErrors, OfLoading) {
+TEST_F(PublicErrors, Loading) {
   const auto refused = [](const std::string& path, const std::vector<std::string>& parts, LoadOptions options = {}) {
     SCOPED_TRACE(path);
     expect_error([&] { Model::load(path, options); }, parts);
@@ -81,7 +81,7 @@ TEST_F(PublicErrors, OfLoading) {
   refused(good, {"heads"}, with_option(&LoadOptions::heads, -1));
 }
 
-TEST_F(PublicErrors, OfSessions) {
+TEST_F(PublicErrors, Sessions) {
   const Model model = Model::load(folder.path("model"));
   expect_error([&] { Session(model, 0); }, {"0 sequences"});
   expect_error([&] { model.decode({1 << 20}); }, {"id 1048576"});
@@ -106,7 +106,7 @@ TEST_F(PublicErrors, OfSessions) {
   EXPECT_THROW(session.write(WriteOptions(), show), Own);  // what the caller throws is the caller's
 }
 
-TEST_F(PublicErrors, OfTraining) {
+TEST_F(PublicErrors, Training) {
   TrainOptions options;
   options.data = folder.path("none");
   options.out = folder.path("run");

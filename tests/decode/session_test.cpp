@@ -46,7 +46,7 @@ std::string read_state(const std::filesystem::path& path) {
   return read_file(path.string());
 }
 
-TEST(Session, OneThatWasMovedFromSaysSo) {
+TEST(Session, UseAfterMoveIsAnError) {
   Session session(random_model("2mamba"));
   session.read("text");
   const Session other = std::move(session);
@@ -64,7 +64,7 @@ TEST(Session, OneThatWasMovedFromSaysSo) {
 class SessionOfEveryPreset : public ::testing::TestWithParam<Preset> {};
 
 // The next texts and the state after them, from a session that went on and from one that was loaded.
-TEST_P(SessionOfEveryPreset, SavedAndLoadedItGoesOnToTheBit) {
+TEST_P(SessionOfEveryPreset, ContinuesBitForBitAfterSaveAndLoad) {
   const TemporaryDirectory folder;
   const Model model = random_model(GetParam().name);
   const std::string text = "a prompt of some length, long enough for a fold or two: the window has 64 tokens at most.";
@@ -113,7 +113,7 @@ INSTANTIATE_TEST_SUITE_P(Session, SessionOfEveryPreset, ::testing::ValuesIn(pres
   return name;
 });
 
-TEST(Session, SeveralSequencesAreEachAlone) {
+TEST(Session, SequencesAreIndependent) {
   for (const char* arch : {"2mamba", "softmax", "mamba2"}) {
     const Model model = random_model(arch);
     Session several(model, 3);
@@ -130,7 +130,7 @@ TEST(Session, SeveralSequencesAreEachAlone) {
 }
 
 // The device chooses the most probable tokens and reads ahead, or the host does, among one candidate.
-TEST(SessionCuda, ChoosesAsTheHostWould) {
+TEST(SessionCuda, SamplesTheSameTokensAsTheHost) {
   SKIP_WITHOUT_GPU();
   for (const char* arch : {"2mamba", "softmax"}) {
     const Model model = random_model(arch, 1, "byte", kGpu);
@@ -149,7 +149,7 @@ TEST(SessionCuda, ChoosesAsTheHostWould) {
   }
 }
 
-TEST(Session, ShowsWhatItReturns) {
+TEST(Session, ShowsTheReturnedText) {
   const Model model = random_model("2mamba");
   Session session(model, 2);
   session.read("x");
@@ -274,7 +274,7 @@ TEST(Session, RefusesWhatIsNotItsState) {
   expect_error([&] { other_arch.load(folder / "good"); }, {"another model, 2mamba", "width 24", "this model is softmax"});
 }
 
-TEST(Session, Checks) {
+TEST(Session, ChecksArguments) {
   const Model model = random_model("2mamba");
   expect_error([&] { Session(model, 0); }, {"0 sequences"});
   Session session(model);
@@ -296,7 +296,7 @@ TEST(Model, TextsBeginWithBosWhereTheModelWasTrainedSo) {
   EXPECT_EQ(Model::Parts(LanguageModel(config, 1), byte, false).start, byte->bos());
 }
 
-TEST(StateFile, FingerprintsSeeEveryWeight) {
+TEST(StateFile, FingerprintsDependOnEveryWeight) {
   const ModelConfig config = config_of("mamba2");
   const LanguageModel model(config, 1);
   const std::string before = fingerprint(model, "t");

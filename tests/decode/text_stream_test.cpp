@@ -13,7 +13,7 @@ std::string all_of(TextStream stream, const std::vector<std::string>& pieces) {
   return text + stream.finish();
 }
 
-TEST(TextStream, ShowsWholeCharacters) {
+TEST(TextStream, EmitsCompleteCharacters) {
   TextStream stream({});
   EXPECT_EQ(stream.push("a\xC3"), "a");
   EXPECT_EQ(stream.push("\xA9z"), "\xC3\xA9z");
@@ -22,7 +22,7 @@ TEST(TextStream, ShowsWholeCharacters) {
   EXPECT_FALSE(stream.stopped());
 }
 
-TEST(TextStream, HoldsBackWhatMayBecomeAStopString) {
+TEST(TextStream, HoldsBackPossibleStopStrings) {
   TextStream stream({"END", "\n\n"});
   EXPECT_EQ(stream.push("some E"), "some ");
   EXPECT_EQ(stream.push("N"), "");
@@ -34,7 +34,7 @@ TEST(TextStream, HoldsBackWhatMayBecomeAStopString) {
   EXPECT_EQ(stream.finish(), "");
 }
 
-TEST(TextStream, TheStopStringThatIsCompleteFirstCounts) {
+TEST(TextStream, TheStopStringThatEndsFirstCounts) {
   EXPECT_EQ(all_of(TextStream({"bc", "ab"}), {"xabc"}), "x");
   EXPECT_EQ(all_of(TextStream({"abcd", "bc"}), {"xa", "b", "c", "d"}), "xa");
   EXPECT_EQ(all_of(TextStream({"abcd", "bc"}), {"xabcd"}), "xa");
@@ -42,12 +42,12 @@ TEST(TextStream, TheStopStringThatIsCompleteFirstCounts) {
   EXPECT_EQ(all_of(TextStream({"\xC3\xA9"}), {"caf\xC3", "\xA9!"}), "caf");
 }
 
-TEST(TextStream, WhatWaitedComesAtTheEnd) {
+TEST(TextStream, FinishReturnsHeldBackText) {
   EXPECT_EQ(all_of(TextStream({"stop"}), {"do not sto"}), "do not sto");
 }
 
 // However a text is cut into pieces, the same comes out.
-TEST(TextStream, PiecesDoNotMatter) {
+TEST(TextStream, ResultDoesNotDependOnTheSplitIntoTokens) {
   Random random(1);
   for (int round = 0; round < 300; ++round) {
     std::string text;
@@ -66,7 +66,7 @@ TEST(TextStream, PiecesDoNotMatter) {
   }
 }
 
-TEST(TextStream, RefusesStopStringsThatAreNoText) {
+TEST(TextStream, RefusesEmptyAndInvalidStopStrings) {
   expect_error([] { TextStream({"x", ""}); }, {"stop string is empty"});
   expect_error([] { TextStream({"x\xC3"}); }, {"not valid UTF-8"});
 }

@@ -169,7 +169,7 @@ TEST(TokenLinearCuda, PartsOfOneCall) {
   }
 }
 
-TEST(TokenLinearCuda, SaysWhereThereIsNoKernel) {
+TEST(TokenLinearCuda, ReturnsFalseForUnsupportedCalls) {
   SKIP_WITHOUT_GPU();
   Random random(3);
   const auto runs = [&](int64_t rows, int64_t in, DType dtype) {

@@ -55,7 +55,7 @@ TEST(TokenPlan, OfMambaTwo) {
   EXPECT_NE(out.norm, kNo);
 }
 
-TEST(TokenPlan, RotaryPositionsBelongToTheMixer) {
+TEST(TokenPlan, FusesRotaryPositionsWithTheMixer) {
   const TokenPlan plan = plan_tokens(plan_layer(little(preset("softmax"))));
   const FusedMixer mixer = all_of<FusedMixer>(plan).at(0);
   ASSERT_TRUE(mixer.rope.has_value());
@@ -63,7 +63,7 @@ TEST(TokenPlan, RotaryPositionsBelongToTheMixer) {
   EXPECT_EQ(plan.plan.values[mixer.k].name, "k");
 }
 
-TEST(TokenPlan, ActivationsOfQueriesAndKeysBelongToTheirProduct) {
+TEST(TokenPlan, FusesActivationsOfQueriesAndKeysWithTheirProduct) {
   const TokenPlan plan = plan_tokens(plan_layer(little(preset("linear"))));
   const FusedLinear first = all_of<FusedLinear>(plan).at(0);
   EXPECT_EQ(first.parts[0].qk_activation, Activation::relu);
@@ -76,7 +76,7 @@ TEST(TokenPlan, ActivationsOfQueriesAndKeysBelongToTheirProduct) {
 }
 
 // Functions that no joined kernel computes stay operations of their own.
-TEST(TokenPlan, OtherFunctionsStayAsTheyAre) {
+TEST(TokenPlan, KeepsOtherFunctionsUnfused) {
   ModelConfig config = little(preset("2mamba"));
   config.block.decay = DecayKind::log_sigmoid;
   const TokenPlan plan = plan_tokens(plan_layer(config));

@@ -28,7 +28,7 @@ TEST(WorldCommunicator, GathersInTheOrderOfRanks) {
   EXPECT_LT(world().local_rank(), world().local_size());
 }
 
-TEST(WorldCommunicator, AllFailWithWhatOneFailsWith) {
+TEST(WorldCommunicator, AnErrorOfOneRankIsThrownOnAll) {
   const int last = world().size() - 1;
   world().agree([] {});
   expect_error([&] { world().agree([&] { require(world().rank() != last, "the disk of {} is full", last); }); },
@@ -172,7 +172,7 @@ TEST(ShardedOptimizer, CountsAnUnusedParameterAsZero) {
   }
 }
 
-TEST(Communicator, KnowsWhatStartedIt) {
+TEST(Communicator, DetectsItsLauncher) {
   EXPECT_GE(launched_processes(), 1);
   EXPECT_EQ(Communicator::alone().size(), 1);
   EXPECT_TRUE(Communicator::alone().leads());

@@ -73,7 +73,7 @@ class Checkpoint : public ::testing::Test {
   fs::path weights_ = directory_ / "model.safetensors";
 };
 
-TEST_F(Checkpoint, EveryPresetComesBack) {
+TEST_F(Checkpoint, EveryPresetRoundTrips) {
   for (const Preset& preset : presets()) {
     SCOPED_TRACE(preset.name);
     const LanguageModel model = saved(testing::little(preset));
@@ -84,7 +84,7 @@ TEST_F(Checkpoint, EveryPresetComesBack) {
   }
 }
 
-TEST_F(Checkpoint, EverySwitchComesBack) {
+TEST_F(Checkpoint, EverySwitchRoundTrips) {
   ModelConfig config = little("softmax");
   config.norm_eps = 3.3e-6f;
   config.block.rope_base = 1e6 / 3;
@@ -97,7 +97,7 @@ TEST_F(Checkpoint, EverySwitchComesBack) {
 
 // State files know a model by this text, and earlier readers know these keys only: what is new is written only where it
 // says something.
-TEST(Switches, TheTextOfAModelStaysTheSame) {
+TEST(Switches, ConfigJsonHasAFixedText) {
   EXPECT_EQ(config_to_json(model_config("2mamba-dt", "tiny", 258)), R"({
   "architectures": [
     "FuriousForCausalLM"
@@ -215,7 +215,7 @@ TEST_F(Checkpoint, ReadsShards) {
   expect_same_logits(model, load_model(directory_.path()));
 }
 
-TEST_F(Checkpoint, StoresWhatOthersExpect) {
+TEST_F(Checkpoint, StoresHuggingFaceShapesAndFields) {
   saved(little("mamba2"));
   EXPECT_EQ(tensors()["model.layers.0.self_attn.conv1d.weight"].shape(), (Shape{72, 1, 4}));
   EXPECT_EQ(SafetensorsReader(weights_).metadata().at("format"), "pt");
@@ -382,7 +382,7 @@ class LlamaCheckpoint : public Checkpoint {
                  {"torch_dtype", "float32"}};
 };
 
-TEST_F(LlamaCheckpoint, ComputesWhatALlamaComputes) {
+TEST_F(LlamaCheckpoint, MatchesTheLlamaOracle) {
   const LanguageModel model = load_model(directory_.path());
   EXPECT_EQ(model.config().arch, "softmax");
   EXPECT_EQ(model.config().k_heads, 2);
@@ -393,7 +393,7 @@ TEST_F(LlamaCheckpoint, ComputesWhatALlamaComputes) {
   expect_same_logits(model, load_model(directory_.path()));
 }
 
-TEST_F(LlamaCheckpoint, ReadsEveryWayToSayIt) {
+TEST_F(LlamaCheckpoint, ReadsEveryEquivalentConfiguration) {
   const ModelConfig config = load_config(directory_.path());
   EXPECT_EQ(config.norm_eps, 2e-5f);
   EXPECT_EQ(config.head_dim, 8);
@@ -419,7 +419,7 @@ TEST_F(LlamaCheckpoint, ReadsEveryWayToSayIt) {
 }
 
 // Python's json module writes words that JSON does not have.
-TEST_F(LlamaCheckpoint, ReadsInfinityAndNaNAsNothing) {
+TEST_F(LlamaCheckpoint, ReadsInfinityAndNaNAsNull) {
   const std::string before = llama_.dump();
   const auto with = [&](const std::string& more) {
     write_text(directory_ / "config.json", before.substr(0, before.size() - 1) + more + "}");
@@ -489,7 +489,7 @@ TEST_F(ReleaseCheckpoint, DimensionsFollowFromShapes) {
   }
 }
 
-TEST_F(ReleaseCheckpoint, AsksForTheArchitecture) {
+TEST_F(ReleaseCheckpoint, RequiresTheArchitecture) {
   released(little("2mamba"));
   expect_refused({"--arch", "its tensors are those of 2mamba, 2mamba-e"});
   expect_refused({"no tensor", "dt_proj", "another architecture"}, "2mamba-dt");
@@ -502,7 +502,7 @@ TEST_F(ReleaseCheckpoint, AsksForTheArchitecture) {
   expect_refused({"no tensor \"model.embed_tokens.weight\""}, "2mamba");
 }
 
-TEST_F(ReleaseCheckpoint, AsksForHeadsThatNothingTells) {
+TEST_F(ReleaseCheckpoint, RequiresHeadsThatTensorsDoNotDetermine) {
   released(little("softmax"));
   expect_refused({"no tensor tells", "24 dimensions", "--heads"}, "softmax");
   released(little("2mamba"));
@@ -588,7 +588,7 @@ TEST_F(Checkpoint, NamesTheKeyThatIsWrong) {
 }
 
 // Sizes that no machine has room for, with which a file of a few kilobytes cannot agree.
-TEST_F(Checkpoint, AllocatesNothingThatTheFileDoesNotHold) {
+TEST_F(Checkpoint, AllocatesNoMoreThanTheFileContains) {
   saved(little("2mamba"));
   const Json valid = config();
   for (const auto& [key, value] : std::map<std::string, int64_t>{{"vocab_size", 1 << 22},

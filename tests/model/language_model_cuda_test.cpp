@@ -105,7 +105,7 @@ TEST(LanguageModelCuda, NewWeightsHaveTheBitsOfTheCpu) {
     }
 }
 
-TEST(LanguageModelCuda, CheckpointsKnowNoDevice) {
+TEST(LanguageModelCuda, CheckpointsAreIndependentOfTheDevice) {
   SKIP_WITHOUT_GPU();
   const TemporaryDirectory folder;
   const LanguageModel there(little(preset("mamba2")), 5, kGpu);
@@ -118,7 +118,7 @@ TEST(LanguageModelCuda, CheckpointsKnowNoDevice) {
   }
 }
 
-TEST(LanguageModelCuda, FindsWhatIsNotFinite) {
+TEST(LanguageModelCuda, FindsTheFirstModuleThatIsNotFinite) {
   SKIP_WITHOUT_GPU();
   Random random(2);
   LanguageModel model(little(preset("2mamba")), 5, kGpu);

@@ -113,15 +113,15 @@ void expect_decoding_to_give_the_full_pass(const ModelConfig& config) {
 
 class EveryPreset : public ::testing::TestWithParam<Preset> {};
 
-TEST_P(EveryPreset, LogitsAreTheOracles) {
+TEST_P(EveryPreset, LogitsMatchTheOracle) {
   expect_logits_of_the_oracle(little(GetParam()));
 }
 
-TEST_P(EveryPreset, GradientsAreFiniteDifferences) {
+TEST_P(EveryPreset, GradientsMatchFiniteDifferences) {
   expect_gradients_of_finite_differences(little(GetParam()));
 }
 
-TEST_P(EveryPreset, CacheGivesTheLogitsOfTheFullPass) {
+TEST_P(EveryPreset, DecodingMatchesTheFullPass) {
   expect_decoding_to_give_the_full_pass(little(GetParam()));
 }
 
@@ -414,7 +414,7 @@ TEST(Initialization, EveryParameterHasItsOwnStream) {
 }
 
 // The precision of the mixer's products reaches it, in training and prefill; a CPU has one only.
-TEST(LanguageModel, MixerPrecisionIsTheMixers) {
+TEST(LanguageModel, MixerPrecisionReachesTheMixer) {
   LanguageModel model(little(preset("2mamba")), 5);
   const Tensor tokens = int_tensor_of({1, 2, 3, 4}, {1, 4});
   for (const MixerPrecision precision : {MixerPrecision::automatic, MixerPrecision::f32}) {
@@ -427,7 +427,7 @@ TEST(LanguageModel, MixerPrecisionIsTheMixers) {
   expect_error([&] { cache.read(tokens); }, {"precision", "bf16", "CPU"});
 }
 
-TEST(LanguageModel, TakesWeightsFromElsewhere) {
+TEST(LanguageModel, LoadsWeightsFromACallback) {
   const LanguageModel a(little(preset("mamba2")), 5);
   size_t next = 0;
   const LanguageModel b(a.config(), [&](const std::string& name, const Tensor& out) {
@@ -439,7 +439,7 @@ TEST(LanguageModel, TakesWeightsFromElsewhere) {
   EXPECT_TRUE(same_bits(a.logits(tokens), b.logits(tokens)));
 }
 
-TEST(LanguageModel, FindsTheFirstPlaceThatIsNotFinite) {
+TEST(LanguageModel, FindsTheFirstModuleThatIsNotFinite) {
   Random random(6);
   const Tensor tokens = random_tokens(random, {1, 7}, 23);
   const auto broken_at = [&](const std::string& parameter) {

@@ -150,7 +150,7 @@ TEST(Release, LogitsOfEveryAttentionType) {
   }
 }
 
-TEST_F(ReleaseTest, SavedAsOursItIsTheSameModel) {
+TEST_F(ReleaseTest, SavedInOurFormatItIsTheSameModel) {
   for (const auto& [type, arch] : kTypes) {
     SCOPED_TRACE(type);
     const LanguageModel model = load_model(kFolders / type);
@@ -188,7 +188,7 @@ TEST_F(ReleaseTest, WithoutItsConfiguration) {
 }
 
 // A preset leaves the window to the tensors, an attention_type names it.
-TEST_F(ReleaseTest, TheWindowOfBareWeights) {
+TEST_F(ReleaseTest, ConvolutionWindowOfWeightsWithoutConfiguration) {
   use("squared__sm_norm__A_mask_type_neg_softplus__in_conv_k_2");
   fs::remove(directory_ / "config.json");
   EXPECT_EQ(load_config(directory_.path(), "2mamba").block.conv_window, 2);
@@ -202,7 +202,7 @@ TEST_F(ReleaseTest, TheWindowOfBareWeights) {
   }
 }
 
-TEST_F(ReleaseTest, HeadsAreToldByTensorsOrByFlag) {
+TEST_F(ReleaseTest, HeadsComeFromTensorsOrTheFlag) {
   use("softmax");
   fs::remove(directory_ / "config.json");
   const Tensors with_frequencies = tensors();
@@ -312,7 +312,7 @@ TEST(ReleaseTokens, EveryOneIsASwitch) {
   EXPECT_EQ(release_architecture("squared__in_conv_k_2__A_mask_type_neg_softplus__sm_norm", "test").name, "2mamba");
 }
 
-TEST(ReleaseTokens, WhatIsNotUnderstoodIsRefusedByName) {
+TEST(ReleaseTokens, RefusesUnknownTokensByName) {
   const auto refused = [](const std::string& type, std::vector<std::string> parts) {
     SCOPED_TRACE(type);
     parts.push_back("test");
@@ -376,7 +376,7 @@ TEST_F(ReleaseTest, BiasOfDt) {
   EXPECT_TRUE(same_bits(load_model(directory_.path()).logits(tokens), model.logits(tokens)));
 }
 
-TEST_F(ReleaseTest, MambaOfAnotherState) {
+TEST_F(ReleaseTest, MambaWithAnotherStateSize) {
   use("mamba");
   const Tensors valid = tensors();
   const auto rows = [](const Tensor& x, int64_t first, int64_t count) { return x.slice(0, first, count); };
@@ -432,7 +432,7 @@ TEST_F(ReleaseTest, MambaOfAnotherState) {
   refused({"mamba_layer.A_log", "[2], expected [1]"});
 }
 
-TEST_F(ReleaseTest, PicklesAreNamedAndNotRead) {
+TEST_F(ReleaseTest, RefusesPickles) {
   use("softmax");
   EXPECT_TRUE(load_notes(directory_.path()).empty());
   write_text(directory_ / "config.pt", "not even a pickle");

@@ -362,7 +362,7 @@ TEST_F(Safetensors, EveryTruncationIsRefused) {
 }
 
 // Each bit of the file, but for those of the JSON's blanks: nothing is loaded that was not written.
-TEST_F(Safetensors, EveryFlippedBitIsNoticed) {
+TEST_F(Safetensors, DetectsEveryFlippedBit) {
   const std::map<std::string, Tensor> tensors = some_tensors();
   const std::map<std::string, std::string> metadata = {{"format", "pt"}, {"steps", "1234"}};
   write_safetensors(path_, tensors, metadata);
@@ -448,7 +448,7 @@ TEST_F(SafetensorsIndex, LoadsFromSeveralFiles) {
   EXPECT_EQ(SafetensorsReader(index_).tensors().size(), 3u);
 }
 
-TEST_F(SafetensorsIndex, ADirectoryWithASingleFileNeedsNone) {
+TEST_F(SafetensorsIndex, ADirectoryWithASingleFileNeedsNoIndex) {
   expect_error([&] { SafetensorsReader reader(directory_.path()); },
                {directory_.path().string(), "neither model.safetensors nor model.safetensors.index.json"});
   write_safetensors(path_, {{"single", tensor_of({1}, {1})}});
@@ -473,7 +473,7 @@ TEST_F(SafetensorsIndex, BadIndexes) {
   expect_index_refused(R"({"weight_map":{"a":"three.safetensors"}})", {"\"a\"", "\"three.safetensors\"", "is missing"});
 }
 
-TEST_F(SafetensorsIndex, FilesLieBesideTheIndex) {
+TEST_F(SafetensorsIndex, FilesAreInTheDirectoryOfTheIndex) {
   fs::create_directory(directory_ / "sub");
   fs::copy(directory_ / "one.safetensors", directory_ / "sub/one.safetensors");
   const std::string up = "../" + directory_.path().filename().string() + "/one.safetensors";

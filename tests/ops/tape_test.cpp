@@ -45,7 +45,7 @@ TEST(Tape, GradientTargetOfAConstantIsRefused) {
   testing::expect_error([] { Variable(tensor_of({1.0f}, {1})).gradient_target(); }, {"tape", "needs none"});
 }
 
-TEST(Tape, AnAbsentVariableHasNoValue) {
+TEST(Tape, AnUndefinedVariableHasNoValue) {
   EXPECT_FALSE(Variable().value().defined());
   EXPECT_FALSE(Variable().needs_gradient());
 }
@@ -62,7 +62,7 @@ TEST(Tape, PartsOfALinearLayersInputReachTheWhole) {
   EXPECT_EQ(testing::to_doubles(x.gradient()), (std::vector<double>{0, 0, 10, 20}));
 }
 
-TEST(Tape, TellsWhenTheGradientOfASettledVariableIsComplete) {
+TEST(Tape, ReportsWhenTheGradientOfASettledVariableIsComplete) {
   const Variable w(testing::tensor_of({1, 2}, {1, 2}), true);
   const Tensor value = to_dtype(w.value(), DType::f32), gradient = Tensor::empty_like(value);
   int complete = 0;

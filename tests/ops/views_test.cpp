@@ -24,7 +24,7 @@ TEST(Views, SplitSharesMemoryAndGathersGradients) {
   EXPECT_EQ(to_doubles(x.gradient()), (Values{10, 1, 2, 3, 20, 4, 5, 6}));
 }
 
-TEST(Views, NewGradientOfAPartLiesInTheFusedGradient) {
+TEST(Views, NewGradientOfAPartIsAViewOfTheFusedGradient) {
   Tape tape;
   const Variable x(tensor_of({1, 2, 3, 4, 5, 6}, {2, 3}), true);
   const std::vector<Variable> parts = split(tape, x, {1, 2});

@@ -73,7 +73,7 @@ TEST(AblationReport, Table) {
   expect_golden("ablation.txt", to_text(ablation_table(small_ablation())) + "\n" + ablation_notes(small_ablation()));
 }
 
-TEST(AblationReport, ColumnsThatSayNothingAreLeftOut) {
+TEST(AblationReport, OmitsEmptyColumns) {
   Ablation ablation = small_ablation();
   ablation.rows = {row_of("2mamba", "2mamba", {run_of(1, 3, 3.5)})};
   EXPECT_EQ(to_text(ablation_table(ablation)),
@@ -103,7 +103,7 @@ TEST(AblationReport, CountsPairsInTheOrderOfThePaper) {
 }
 
 // Rows beside losses of several models of the paper: only those of one model have an order, and it is said which.
-TEST(AblationReport, SettingsOfThePaperAreKeptApart) {
+TEST(AblationReport, SeparatesSettingsOfThePaper) {
   Ablation ablation;
   ablation.words = {"lengths"};
   const auto add = [&](const char* length, PaperRow paper, double loss) {
@@ -156,7 +156,7 @@ TEST(AblationReport, Charts) {
   EXPECT_EQ(first.high, (std::vector<double>{5.9, 4.9}));
 }
 
-TEST(AblationReport, LengthsAreDrawnWhereTheyDiffer) {
+TEST(AblationReport, DrawsLengthsIfTheyDiffer) {
   Ablation ablation = small_ablation();
   ablation.rows = {row_of("softmax", "softmax:length=64", {run_of(1, 3, 3.5)}),
                    row_of("softmax", "softmax:length=128", {run_of(1, 3, 3.25)})};
@@ -168,7 +168,7 @@ TEST(AblationReport, LengthsAreDrawnWhereTheyDiffer) {
   EXPECT_EQ(charts.back().chart.series[0].y, (std::vector<double>{3.5, 3.25}));
 }
 
-TEST(AblationReport, JsonComesBack) {
+TEST(AblationReport, JsonRoundTrips) {
   const Ablation ablation = small_ablation();
   const std::string json = ablation_to_json(ablation);
   const Ablation again = ablation_from_json(json, "test");
@@ -182,7 +182,7 @@ TEST(AblationReport, JsonComesBack) {
   expect_error([&] { ablation_from_json(json.substr(0, json.size() / 2), "half"); }, {"half"});
 }
 
-TEST(AblationReport, ThePageNeedsNoNetwork) {
+TEST(AblationReport, HtmlLoadsNoExternalResources) {
   const std::string page = ablation_page(small_ablation());
   for (const char* tag : {"<script", "<link", "<img", "src=", "href=", "url(", "@import"})
     EXPECT_EQ(page.find(tag), std::string::npos) << tag;

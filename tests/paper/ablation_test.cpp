@@ -55,7 +55,7 @@ std::vector<std::string> suite_names() {
   return names;
 }
 
-TEST_P(EverySuite, InterruptedAndResumedItFindsTheSame) {
+TEST_P(EverySuite, ResumedRunGivesTheSameResults) {
   Random random(21);
   const std::string suite = GetParam();
   const Ablation whole = run_ablation(options_for("whole", {suite}));
@@ -117,14 +117,14 @@ TEST_F(AblationTest, SeedsAndASyntheticTask) {
   EXPECT_EQ(steps, 4u);
 }
 
-TEST_F(AblationTest, RowsSeeTheSameBatches) {
+TEST_F(AblationTest, RowsTrainOnTheSameBatches) {
   // Two rows that are the same model: any difference would come from the data, its order or the weights.
   const Ablation ablation = run_ablation(options_for("same", {"2mamba", "2mamba:score=squared"}));
   EXPECT_EQ(ablation.rows[0].runs[0].training.y, ablation.rows[1].runs[0].training.y);
   EXPECT_EQ(ablation.rows[0].runs[0].test.y, ablation.rows[1].runs[0].test.y);
 }
 
-TEST_F(AblationTest, ARowThatDivergesIsAResult) {
+TEST_F(AblationTest, ReportsADivergedRow) {
   AblationOptions options = options_for("diverged", {"2mamba:lr=100", "2mamba"});
   options.base.warmup = 0;
   options.base.steps = 12;
@@ -143,7 +143,7 @@ TEST_F(AblationTest, ARowThatDivergesIsAResult) {
   EXPECT_EQ(steps, 0u);
 }
 
-TEST_F(AblationTest, AFolderWithOtherRunsIsNotGoneOnWith) {
+TEST_F(AblationTest, RefusesToResumeInAFolderOfOtherRuns) {
   AblationOptions options = options_for("mine", {"linear"});
   run_ablation(options);
   const auto refused = [&](const std::function<void(TrainOptions&)>& change, const std::vector<std::string>& parts) {

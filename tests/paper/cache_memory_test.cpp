@@ -74,7 +74,7 @@ TEST(CacheMemory, BreakEvenAndLazyFold) {
   EXPECT_EQ(measure_cache_memory(16, 20).break_even(), 0);
 }
 
-TEST(CacheMemory, RefusesWhatCannotBe) {
+TEST(CacheMemory, RefusesInvalidArguments) {
   expect_error([] { measure_cache_memory(64, 0); }, {"0 tokens"});
   expect_error([] { measure_cache_memory(4, 10); }, {"head dimension 4"});
   expect_error([] { measure_cache_memory(8, 1).curve("mamba"); }, {"mamba"});

@@ -74,7 +74,7 @@ TEST(Suites, RowsOfTheTablesAreWhatTheirLabelsSay) {
 
 // One run of theirs is drawn in several tables and figures. Figure 5b draws for 2Mamba the run that Figure 10 calls
 // 2Mamba-E.
-TEST(Suites, ThePaperSaysTheSameOfARowInEveryTable) {
+TEST(Suites, FiguresOfARowAgreeAcrossTables) {
   std::map<std::string, std::pair<double, double>> seen;
   std::map<std::string, int> rows;
   for (const PaperRow& row : paper_rows()) {
@@ -263,7 +263,7 @@ TEST(Suites, FiguresOfThePaper) {
   EXPECT_TRUE(said("lengths", base_options()).empty()) << "it has other lengths";
 }
 
-TEST(Suites, WhichChangesLeaveARowThePapers) {
+TEST(Suites, ChangesThatKeepThePapersFigures) {
   TrainOptions options = paper_options("medium");
   options.length = 8192;
   const auto has = [&](const std::string& word) { return ablation_rows({word}, options).front().paper.has_value(); };
@@ -282,7 +282,7 @@ TEST(Suites, WhichChangesLeaveARowThePapers) {
   EXPECT_EQ(row_named(ablation_rows({"2mamba"}, options), "2mamba").paper->table, "Figure 6");
 }
 
-TEST(Suites, StabilityTakesThePrecisionsOfTheDevice) {
+TEST(Suites, StabilityUsesThePrecisionsOfTheDevice) {
   const std::vector<AblationRow> rows = ablation_rows({"stability"}, base_options());
   const bool bf16 = matmul_supports(MatmulPrecision::bf16);
   ASSERT_EQ(rows.size(), bf16 ? 3u : 2u);
@@ -303,7 +303,7 @@ TEST(Suites, StabilityOnAGpuIsAboutTheMixer) {
                           "2mamba:mixer-precision=bf16"}));
 }
 
-TEST(Suites, RowsOfOnesOwn) {
+TEST(Suites, CustomRows) {
   const auto rows = ablation_rows(
       {"2mamba:conv_window=4,norm=none,lr=0.5", "softmax", "mamba2:length=32", "exp", "2mamba:batch=4,length=128"},
       base_options());
@@ -342,7 +342,7 @@ TEST(Suites, ASyntheticTaskHasNoFiguresInThePaper) {
   }
 }
 
-TEST(Suites, BadWords) {
+TEST(Suites, RefusesBadWords) {
   const auto refused = [](const Words& words, const Words& parts) {
     expect_error([&] { ablation_rows(words, base_options()); }, parts);
   };

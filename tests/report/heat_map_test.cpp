@@ -44,7 +44,7 @@ TEST(HeatMap, TextInATerminalAndElsewhere) {
             " 100%  99% 299/300     100% 4/4            -\n");
 }
 
-TEST(HeatMap, ProportionsThatSomebodyStates) {
+TEST(HeatMap, ProportionsWithoutCounts) {
   HeatMap map{"t", "tokens", "model", {"8", "16", "32"}, {"ours", "theirs"}, {{1, 4}, {4, 4}, {}}};
   for (const double proportion : {0.027, 1.0, 0.0}) map.cells.push_back({0, 0, proportion});
   EXPECT_EQ(to_text(map, false),

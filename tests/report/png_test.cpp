@@ -35,7 +35,7 @@ TEST_F(PngTest, WithoutAConverterThePackageIsNamed) {
   EXPECT_FALSE(fs::exists(folder.path("x.png")));
 }
 
-TEST_F(PngTest, TakesWhatTheConverterMakes) {
+TEST_F(PngTest, KeepsTheOutputOfTheConverter) {
   for (const char* name : {"inkscape", "rsvg-convert"}) {
     program(name, fmt::format(
                       R"sh(for word; do case "$word" in --output=*|--export-filename=*) out="${{word#*=}}";; esac; done
@@ -57,7 +57,7 @@ TEST_F(PngTest, AConverterThatFailsLeavesTheOldFile) {
   expect_error([&] { write_png(folder.path("nowhere/x.png"), kSvg); }, {"nowhere"});
 }
 
-TEST_F(PngTest, IsAPicture) {
+TEST_F(PngTest, WritesAPng) {
   try {
     check_png();
   } catch (const Error&) {

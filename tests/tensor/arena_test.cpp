@@ -21,7 +21,7 @@ std::vector<void*> step(Arena& arena, const std::vector<size_t>& sizes) {
   return pointers;
 }
 
-TEST(Arena, AStepAfterTheFirstAsksForNothingAndFindsTheSameAddresses) {
+TEST(Arena, LaterStepsAllocateNothingAndReuseTheSameAddresses) {
   Arena arena{Device{}};
   testing::Random random(1);
   std::vector<size_t> sizes;
@@ -79,7 +79,7 @@ TEST(Arena, NeighboursMergeInEveryOrder) {
   }
 }
 
-TEST(Arena, PeakIsTheMostThatWasLive) {
+TEST(Arena, PeakIsTheMaximumOfLive) {
   Arena arena{Device{}};
   void* const a = arena.allocate(kMiB);
   void* const b = arena.allocate(kMiB);
@@ -93,7 +93,7 @@ TEST(Arena, PeakIsTheMostThatWasLive) {
   arena.release(b);
 }
 
-TEST(Arena, TrimGivesBackWhatHoldsNothing) {
+TEST(Arena, TrimReleasesEmptySegments) {
   Arena arena{Device{}};
   void* const large = arena.allocate(16 * kMiB);
   void* const small = arena.allocate(kMiB);
@@ -112,7 +112,7 @@ TEST(Arena, TrimGivesBackWhatHoldsNothing) {
   EXPECT_EQ(arena.usage().segments_made, 3u);
 }
 
-TEST(Arena, AtItsLimitItGivesBackWhatIsNotUsedAndThenSaysWhatIsMissing) {
+TEST(Arena, AtTheLimitReleasesUnusedSegmentsThenThrowsOutOfMemory) {
   Arena arena{Device{}};
   arena.set_limit(20 * kMiB);
   arena.release(arena.allocate(8 * kMiB));
@@ -126,7 +126,7 @@ TEST(Arena, AtItsLimitItGivesBackWhatIsNotUsedAndThenSaysWhatIsMissing) {
 }
 
 // A graph has the addresses of blocks that are free again.
-TEST(Arena, KeptSegmentsAreNeverGivenBack) {
+TEST(Arena, KeptSegmentsAreNeverReleased) {
   Arena arena{Device{}};
   arena.set_limit(20 * kMiB);
   arena.keep_segments();
@@ -140,7 +140,7 @@ TEST(Arena, KeptSegmentsAreNeverGivenBack) {
   arena.release(block);
 }
 
-TEST(Arena, ReservedMemoryIsOneSegmentAndTooMuchIsNoError) {
+TEST(Arena, ReserveAllocatesOneSegmentAndIgnoresOutOfMemory) {
   Arena arena{Device{}};
   arena.set_limit(64 * kMiB);
   arena.reserve(32 * kMiB);
@@ -154,7 +154,7 @@ TEST(Arena, ReservedMemoryIsOneSegmentAndTooMuchIsNoError) {
 }
 
 // A search over all blocks would take a minute here.
-TEST(Arena, FortyThousandBlocksAreUsedAgain) {
+TEST(Arena, ReusesFortyThousandBlocks) {
   Arena arena{Device{}};
   std::vector<void*> blocks;
   for (int i = 0; i < 40000; ++i) blocks.push_back(arena.allocate(256));

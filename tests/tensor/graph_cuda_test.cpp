@@ -12,7 +12,7 @@ namespace {
 
 using namespace furious::testing;
 
-TEST(GraphCuda, RunsAgainInItsOwnMemory) {
+TEST(GraphCuda, ReplaysInItsOwnArena) {
   SKIP_WITHOUT_GPU();
   const Tensor in = to_gpu(tensor_of({1, 2, 3}, {3}));
   Tensor out;
@@ -36,7 +36,7 @@ TEST(GraphCuda, RunsAgainInItsOwnMemory) {
 }
 
 // What another thread does on the device while a graph is captured runs at once, and is no part of the graph.
-TEST(GraphCuda, TakesInNothingOfOtherThreads) {
+TEST(GraphCuda, DoesNotCaptureOtherThreads) {
   SKIP_WITHOUT_GPU();
   const Tensor in = to_gpu(tensor_of({1, 2}, {2})), other = to_gpu(tensor_of({0, 0}, {2}));
   Tensor out;
@@ -95,7 +95,7 @@ TEST(GraphCuda, WorkThatFailsLeavesTheDeviceUsable) {
 }
 
 // The copy holds its tensor, so that the next one of the same size does not come to lie there.
-TEST(HostCopyCuda, IsRightWhenTheTensorIsGone) {
+TEST(HostCopyCuda, KeepsTheTensorAlive) {
   SKIP_WITHOUT_GPU();
   const Tensor expected = Tensor::empty({1000}, DType::f32);
   for (int i = 0; i < 20; ++i) {

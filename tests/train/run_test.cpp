@@ -79,7 +79,7 @@ TEST_F(RunTest, LeavesLogOptionsAndCheckpoints) {
   expect_error([&] { train(options); }, {"already holds a run", "--resume"});
 }
 
-TEST_F(RunTest, StoppedAnywhereItGoesOnBitForBit) {
+TEST_F(RunTest, ResumesAnywhereBitForBit) {
   Random random(1);
   for (int round = 0; round < 6; ++round) {
     TrainOptions options = options_for(fmt::format("whole-{}", round));
@@ -111,7 +111,7 @@ TEST_F(RunTest, StoppedAnywhereItGoesOnBitForBit) {
   }
 }
 
-TEST_F(RunTest, StepsAfterTheCheckpointAreMadeAgain) {
+TEST_F(RunTest, StepsAfterTheCheckpointAreRepeated) {
   TrainOptions options = options_for("whole");
   train(options);
   const auto expected = contents(options.out);
@@ -131,7 +131,7 @@ TEST_F(RunTest, StepsAfterTheCheckpointAreMadeAgain) {
   EXPECT_EQ(log_of(options.out).size(), 12u);
 }
 
-TEST_F(RunTest, ResumedItGoesOnWithItsEps) {
+TEST_F(RunTest, ResumeKeepsEps) {
   TrainOptions options = options_for("whole");
   options.eps = 1e-2;
   train(options);
@@ -172,7 +172,7 @@ TEST_F(RunTest, ResumeRefusesAnotherRun) {
   EXPECT_FALSE(options_of_run(folder.path("nowhere")).has_value());
 }
 
-TEST_F(RunTest, BeginsWithTheWeightsOfAModel) {
+TEST_F(RunTest, StartsFromTheWeightsOfAModel) {
   TrainOptions first = options_for("first");
   first.steps = 60;
   const double learned = *train(first).last.test_loss;
@@ -218,7 +218,7 @@ TEST_F(RunTest, DivergenceNamesTheLastGoodCheckpoint) {
   expect_error([&] { train(at_once); }, {"step 2", "no good checkpoint"});
 }
 
-TEST_F(RunTest, OneProcessAtATime) {
+TEST_F(RunTest, ExcludesASecondProcess) {
   TrainOptions options = options_for("run");
   bool refused = false;
   TrainObserver observer;
@@ -234,7 +234,7 @@ TEST_F(RunTest, OneProcessAtATime) {
   EXPECT_EQ(log_of(options.out).size(), 12u);
 }
 
-TEST_F(RunTest, ResumedItSaysWhatIsDifferent) {
+TEST_F(RunTest, ResumeReportsChangedOptions) {
   TrainOptions options = options_for("run");
   train(options);
   std::string messages;
@@ -249,7 +249,7 @@ TEST_F(RunTest, ResumedItSaysWhatIsDifferent) {
   EXPECT_NE(messages.find("learning rate continues with 0.00333"), std::string::npos) << messages;
 }
 
-TEST_F(RunTest, WhatAKilledRunLeftIsPutInOrder) {
+TEST_F(RunTest, CleansUpAfterAKilledRun) {
   TrainOptions options = options_for("run");
   train(options);
   // The link is made after the checkpoint; lines of the log may be anything.
@@ -321,7 +321,7 @@ TEST_F(RunTest, FilesOfACheckpointBelongTogether) {
 }
 
 // Whatever bit of a checkpoint is flipped: it is refused, or what is loaded is what was saved.
-TEST_F(RunTest, EveryFlippedBitIsNoticed) {
+TEST_F(RunTest, DetectsEveryFlippedBit) {
   Random random(7);
   TrainOptions options = options_for("run");
   train(options);

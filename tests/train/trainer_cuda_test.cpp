@@ -108,7 +108,7 @@ TEST_F(TrainerCuda, OutOfMemoryInAStepSaysWhatWouldFit) {
   EXPECT_EQ(trainer.step().step, 1);  // and goes on when there is more
 }
 
-TEST_F(TrainerCuda, PartsOfABatchAddUp) {
+TEST_F(TrainerCuda, MicroBatchesAddUp) {
   SKIP_WITHOUT_GPU();
   TrainOptions options = options_for("run");
   options.dtype = "f32";
@@ -137,7 +137,7 @@ std::map<std::string, std::string> contents(const std::string& run) {
   return all;
 }
 
-TEST_F(TrainerCuda, StoppedAnywhereItGoesOnBitForBit) {
+TEST_F(TrainerCuda, ResumesAnywhereBitForBit) {
   SKIP_WITHOUT_GPU();
   for (const char* arch : {"2mamba", "mamba2", "softmax"}) {
     TrainOptions options = options_for(std::string("whole-") + arch);
@@ -158,7 +158,7 @@ TEST_F(TrainerCuda, StoppedAnywhereItGoesOnBitForBit) {
   }
 }
 
-TEST_F(TrainerCuda, TheCpuGoesOnWithACheckpoint) {
+TEST_F(TrainerCuda, CpuResumesFromAGpuCheckpoint) {
   SKIP_WITHOUT_GPU();
   TrainOptions options = options_for("run");
   const TrainResult first = train(options);

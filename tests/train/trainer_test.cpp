@@ -60,7 +60,7 @@ TEST_F(TrainerTest, OutOfMemoryInAStepSaysWhatWouldFit) {
   EXPECT_EQ(weights_of(trainer), weights_of(whole));
 }
 
-TEST_F(TrainerTest, PartsOfABatchAddUp) {
+TEST_F(TrainerTest, MicroBatchesAddUp) {
   for (const char* packing : {"packed", "isolated", "rows"}) {
     options.packing = packing;
     options.accumulate = 1;
@@ -119,7 +119,7 @@ TEST_F(TrainerTest, RowsWithBos) {
 }
 
 // Whoever loads the model must begin texts as they began in training, also where the weights came from elsewhere.
-TEST_F(TrainerTest, AModelKnowsWhetherItsTextsBeginWithBos) {
+TEST_F(TrainerTest, ModelRecordsWhetherTextsBeginWithBos) {
   options.packing = "rows";
   const std::string path = folder.path("model");
   for (const bool first : {false, true}) {
@@ -201,7 +201,7 @@ TEST_F(TrainerTest, MemoryEstimateIsCloseToThePeak) {
   }
 }
 
-TEST_F(TrainerTest, StartsAsTheInitializationSays) {
+TEST_F(TrainerTest, AppliesTheInitialization) {
   for (const std::string& name : initialization_names()) {
     options.initialization = name;
     const Trainer trainer(options);
@@ -221,7 +221,7 @@ TEST_F(TrainerTest, TrainsWithADimensionOfQueriesAndKeys) {
   EXPECT_LT(last, first);
 }
 
-TEST_F(TrainerTest, AStepAsksTheSystemForNothing) {
+TEST_F(TrainerTest, StepsAllocateNothingFromTheSystem) {
   Trainer trainer(options);
   for (int i = 0; i < 3; ++i) trainer.step();
   const size_t made = Arena::of({}).usage().segments_made;
@@ -229,14 +229,14 @@ TEST_F(TrainerTest, AStepAsksTheSystemForNothing) {
   EXPECT_EQ(Arena::of({}).usage().segments_made, made);
 }
 
-TEST_F(TrainerTest, TestLossDoesNotDependOnTheParts) {
+TEST_F(TrainerTest, TestLossDoesNotDependOnMicroBatches) {
   Trainer whole(options);
   options.accumulate = 4;
   Trainer parts(options);
   EXPECT_NEAR(*whole.test_loss(), *parts.test_loss(), 1e-6);
 }
 
-TEST_F(TrainerTest, RefusesWhatCannotFit) {
+TEST_F(TrainerTest, RefusesModelsThatDoNotFit) {
   options.data = "synthetic:recall";
   options.batch = 1 << 24;
   options.length = 1 << 26;

@@ -30,7 +30,7 @@ void expect_rows_close(const MixerCase& c, const MixerRun& actual, const MixerRu
     close("da", actual.gradients.log_decay.select(2, h), expected.gradients.log_decay.select(2, h), 1);
 }
 
-TEST(FurtherScores, ValuesByHand) {
+TEST(FurtherScores, MatchHandComputedValues) {
   // One head; q·k/√8 = s for every pair; v_t is 10^t in its first place.
   const auto out = [](const MixerSpec& spec, double s, std::vector<float> decays, Form form) {
     const auto length = static_cast<int64_t>(decays.size());
@@ -116,7 +116,7 @@ TEST(FurtherScores, GrowthPastSaturationAgreesWithOracle) {
   }
 }
 
-TEST(FurtherScores, OracleGradientsAreFiniteDifferencesPastSaturation) {
+TEST(FurtherScores, OracleGradientsMatchFiniteDifferencesPastSaturation) {
   Random random(3);
   for (const MixerSpec& spec : further_specs()) {
     if (!spec.signed_decay) continue;

@@ -115,7 +115,7 @@ TEST(Mixer, LowPrecisionInputsAgreeWithOracle) {
 }
 
 // The oracle's gradients against differences of its own forward pass, all in double.
-TEST(Mixer, OracleGradientsAreFiniteDifferences) {
+TEST(Mixer, OracleGradientsMatchFiniteDifferences) {
   Random random(6);
   for (const MixerSpec& spec : every_spec()) {
     CaseLimits limits;

@@ -192,7 +192,7 @@ TEST(RecurrentCuda, SignedDecayPastSaturation) {
   }
 }
 
-TEST(RecurrentCuda, ContentsPassBetweenDevicesToTheBit) {
+TEST(RecurrentCuda, ContentsMoveBetweenDevicesBitForBit) {
   SKIP_WITHOUT_GPU();
   Random random(4);
   for (const MixerSpec& spec : every_spec()) {
@@ -291,7 +291,7 @@ TEST(RecurrentCuda, SlotsOfDifferentLengthsEqualTheCpu) {
 }
 
 // A step that was recorded for some slots serves others through the same table, while what it depends on is the same.
-TEST(RecurrentCuda, RecordedStepsServeOtherSlots) {
+TEST(RecurrentCuda, CapturedStepsRunOnOtherSlots) {
   SKIP_WITHOUT_GPU();
   Random random(9);
   for (const char* name : {"2mamba", "softmax"}) {
@@ -342,7 +342,7 @@ TEST(RecurrentCuda, RecordedStepsServeOtherSlots) {
   }
 }
 
-TEST(RecurrentCuda, CopiesGoOnLikeTheOriginalToTheBit) {
+TEST(RecurrentCuda, CopiesContinueLikeTheOriginalBitForBit) {
   SKIP_WITHOUT_GPU();
   Random random(10);
   for (const char* name : {"2mamba", "softmax"}) {

@@ -69,7 +69,7 @@ TEST(Recurrent, TokenByTokenEqualsOnePass) {
   }
 }
 
-TEST(Recurrent, GoesOnFromItsContentsToTheBit) {
+TEST(Recurrent, ContinuesFromItsContentsBitForBit) {
   Random random(9);
   for (const MixerSpec& spec : every_spec()) {
     const MixerCase c = random_case(random, spec, plain(300));
@@ -181,7 +181,7 @@ TEST(Recurrent, StateIsTheStateOfTheForwardPass) {
   }
 }
 
-TEST(Recurrent, NeverTakesMoreThanAKeyValueCacheNorThanTheState) {
+TEST(Recurrent, UsesNoMoreMemoryThanAKeyValueCacheOrTheState) {
   Random random(4);
   for (const char* name : {"2mamba", "mamba2", "2mamba-e"}) {
     const MixerSpec spec = mixer_spec(name);
@@ -207,7 +207,7 @@ TEST(Recurrent, NeverTakesMoreThanAKeyValueCacheNorThanTheState) {
   }
 }
 
-TEST(Recurrent, ReadInPiecesStaysAKeyValueCache) {
+TEST(Recurrent, StaysAKeyValueCacheWhenPrefilledInChunks) {
   Random random(6);
   const MixerSpec spec = mixer_spec("2mamba");
   MixerCache cache(spec, {1, 4, 4, 4, 64, 64});
@@ -306,7 +306,7 @@ TEST(Recurrent, SlotsDoNotDependOnEachOther) {
 }
 
 // A slot that is copied goes on like the original, to the bit, and neither sees what the other reads.
-TEST(Recurrent, CopiesGoOnLikeTheOriginal) {
+TEST(Recurrent, CopiesContinueLikeTheOriginal) {
   Random random(12);
   for (const char* name : {"2mamba", "mamba2", "softmax"}) {
     const MixerSpec spec = mixer_spec(name);
@@ -371,7 +371,7 @@ TEST(Recurrent, ClearedSlotsAreEmptyAndFree) {
 
 // What a recorded step depends on: equal for any slots in one table as long as the longest window is in the same chunk
 // and none or some have a state.
-TEST(Recurrent, RecordingNamesWhatAStepDependsOn) {
+TEST(Recurrent, RecordingChangesWithTheAddressesOfAStep) {
   MixerCache cache(mixer_spec("2mamba"), {3, 1, 1, 1, 8, 8});
   const Tensor x = Tensor::zeros({1, 1, 8}, DType::f32), a = Tensor::zeros({1, 1}, DType::f32);
   SlotRows rows = slot_rows({0, 1});

@@ -119,7 +119,7 @@ void check(Random& random, const StatesCase& c) {
   EXPECT_LE(relative_error(to_cpu(gradients.v), dv), 1e-2) << "dv";
 }
 
-TEST(StatesCuda, AgainstPairsOfTokens) {
+TEST(StatesCuda, MatchesSumsOverPairsOfTokens) {
   SKIP_WITHOUT_GPU();
   Random random(1);
   for (const MixerSpec& spec : {MixerSpec{Score::squared, true, Norm::sum}, MixerSpec{Score::squared, true, Norm::none},

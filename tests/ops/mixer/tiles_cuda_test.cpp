@@ -185,7 +185,7 @@ TEST(TilesCuda, ManyTilesAndSharedHeads) {
 }
 
 // Each precision is what its name says, forward and backward.
-TEST(TilesCuda, PrecisionIsTheOneAskedFor) {
+TEST(TilesCuda, UsesTheRequestedPrecision) {
   SKIP_WITHOUT_GPU();
   Random random(4);
   for (const MixerSpec& spec : {mixer_spec("mamba2"), mixer_spec("2mamba"), mixer_spec("softmax")})
@@ -283,7 +283,7 @@ TEST(TilesCuda, FamiliesMix) {
   }
 }
 
-TEST(TilesCuda, ForcedPrecisionTakesTheParallelForm) {
+TEST(TilesCuda, ForcedPrecisionUsesTheParallelForm) {
   SKIP_WITHOUT_GPU();
   Random random(8);
   const MixerCase c = make_case(random, mixer_spec("2mamba"), {.qk_dim = 64, .v_dim = 64, .length = 300}, DType::bf16);

@@ -102,7 +102,7 @@ TEST(Decay, TheLimitStopsTheGradient) {
   EXPECT_EQ(dx.data<float>()[3], 0);
 }
 
-TEST(Decay, SoftplusHoldsAtBothTails) {
+TEST(Decay, SoftplusIsAccurateAtBothTails) {
   const std::vector<float> points = {-3e38f, -1000, -104, -80, -20, -1e-30f, 0, 20, 80, 1000, 3e38f};
   const int64_t n = static_cast<int64_t>(points.size());
   const Tensor x = tensor_of(points, {1, 1, n});
