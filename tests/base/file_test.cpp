@@ -35,7 +35,7 @@ std::set<std::string> names_in(const fs::path& directory) {
 
 using Names = std::set<std::string>;
 
-// Files can grow no further than this while it lives: a disk that is full, as far as write() is concerned.
+// Limits the size of files during its lifetime, which write() reports like a full disk.
 class FileSizeLimit {
  public:
   explicit FileSizeLimit(rlim_t bytes) : handler_(std::signal(SIGXFSZ, SIG_IGN)) {
@@ -166,7 +166,7 @@ TEST(AtomicFile, RefusesAnythingButARegularFile) {
   EXPECT_TRUE(fs::is_character_file("/dev/null"));
 }
 
-// Writers of one name clean up after killed ones: none may take another's temporary for such.
+// Writers remove temporaries of killed ones, and must not remove those of active ones.
 TEST(AtomicFile, ConcurrentWritersOfOneFileDoNotInterfere) {
   const TemporaryDirectory directory;
   std::vector<pid_t> writers;

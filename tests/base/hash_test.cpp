@@ -29,7 +29,7 @@ TEST(Hash, LargeHashDependsOnEveryByteAndTheLength) {
   EXPECT_NE(hash_of_text(""), hash_of_text(std::string(1, '\0')));
 }
 
-// Files hold them: they stay what they are.
+// Files contain these hashes, so they must never change.
 TEST(Hash, LargeHashOfPiecesHasAFixedValue) {
   std::string text(5 * LargeHash::kBlock + 77, ' ');
   for (size_t i = 0; i < text.size(); ++i) text[i] = static_cast<char>(i * 7 + i / 1000);

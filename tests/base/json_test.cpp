@@ -31,7 +31,7 @@ TEST(Json, LimitsOfBytesAndDepth) {
   EXPECT_EQ(parse_json(nested(64), "x").size(), 1u);
   expect_error([] { parse_json(nested(65), "x.json"); }, {"x.json", "more than 64 levels deep", "byte 64"});
   expect_error([] { parse_json(std::string(5'000'000, '['), "x.json"); }, {"x.json", "deep"});
-  EXPECT_EQ(parse_json("[\"[[[[\\\"[[[[\"]", "x", {.depth = 1}).size(), 1u);  // brackets of a text are none
+  EXPECT_EQ(parse_json("[\"[[[[\\\"[[[[\"]", "x", {.depth = 1}).size(), 1u);  // brackets in a string do not count
   const TemporaryFolder folder;
   expect_error([&] { read_json(folder.write("large.json", "[1, 2]"), {.bytes = 5}); }, {"large.json", "5"});
   expect_error([&] { parse_json("[1, 2]", "large.json", {.bytes = 5}); }, {"large.json", "5"});

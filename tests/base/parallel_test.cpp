@@ -93,7 +93,7 @@ TEST(Parallel, NestedLoopsAreSerial) {
   });
 }
 
-// Waits until so many bodies of a loop run at once: each on a thread of its own.
+// Waits until this many bodies of a loop run concurrently, each on another thread.
 class Meeting {
  public:
   explicit Meeting(int expected) : expected_(expected) {}
@@ -149,7 +149,7 @@ TEST(Parallel, NumberOfThreadsIsPerThread) {
   EXPECT_EQ(threads(), all);
 }
 
-// Of several that fail, that of a serial loop.
+// If several fail, the exception of a serial loop.
 TEST(Parallel, RethrowsTheExceptionOfTheLowestIndex) {
   const ThreadLimit limit(4);
   for (int i = 0; i < 50; ++i)
@@ -190,7 +190,7 @@ TEST(Parallel, WorkersHaveAllSignalsBlocked) {
   EXPECT_EQ(workers, 2);
 }
 
-// In the loop that makes the workers and in later ones: what is a zero for the caller is one for them.
+// In the loop that creates the workers and in later ones, workers flush subnormals as the caller does.
 TEST(Parallel, WorkersComputeInTheCallersFloatingPointMode) {
   const ThreadLimit limit(4);
   const auto halves = [] {
@@ -235,9 +235,9 @@ TEST(Parallel, IdleThreadsSleep) {
   EXPECT_EQ(running(), 0);
 }
 
-#if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)  // which do not go with fork or little memory
+#if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)  // which support neither fork nor little memory
 
-// Runs f in a child process, and returns how that ended.
+// Runs f in a child process and returns its exit status.
 template <class F>
 int in_child(F&& f) {
   const pid_t child = ::fork();
@@ -260,7 +260,7 @@ TEST(Parallel, WorksAfterFork) {
   EXPECT_TRUE(sums_right());
   EXPECT_EQ(in_child([] {
               Meeting meeting(4);
-              parallel_for(4, [&](int64_t) { meeting.arrive(); });  // with workers of its own
+              parallel_for(4, [&](int64_t) { meeting.arrive(); });  // with its own workers
               return sums_right();
             }),
             0);
@@ -269,7 +269,7 @@ TEST(Parallel, WorksAfterFork) {
 
 TEST(Parallel, RunsSeriallyIfThreadsCannotBeCreated) {
   EXPECT_EQ(in_child([] {
-              const rlimit little{1 << 20, 1 << 20};  // no room for the stack of a thread
+              const rlimit little{1 << 20, 1 << 20};  // no memory for the stack of a thread
               if (::setrlimit(RLIMIT_AS, &little) != 0) return false;
               const ThreadLimit limit(8);
               const auto here = std::this_thread::get_id();

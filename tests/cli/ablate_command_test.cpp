@@ -80,7 +80,7 @@ TEST_F(AblateCommandTest, ResumesAfterKillOrStop) {
 }
 
 TEST_F(AblateCommandTest, FlagsOverrideThePapersRecipe) {
-  // All but what makes it small is the paper's.
+  // All options but those that make it small are the paper's.
   expect_run(command("linear", "out", "--paper --warmup 1 --schedule-steps 40"), 0, {"4 steps each", "done in"});
   const Json options = results("out")["rows"][0]["options"];
   const std::map<std::string, std::string> expected = {
@@ -130,7 +130,7 @@ TEST_F(AblateCommandTest, Plot) {
   const std::string both = picture(folder.path("out"));
   EXPECT_EQ(count(both, "<polyline"), 4u);
   EXPECT_EQ(count(both, " faint\""), 2u);
-  EXPECT_EQ(count(both, "class=\"name "), 2u);  // named once, by what tells them apart, with the last loss
+  EXPECT_EQ(count(both, "class=\"name "), 2u);  // named once, by distinguishing names, with the last loss
   EXPECT_NE(both.find(">softmax 5."), std::string::npos) << both;
   EXPECT_EQ(picture(fmt::format("{0}/softmax/seed-123/ {0}/2mamba/seed-123/log.jsonl", runs)).size(), both.size());
   EXPECT_EQ(count(picture(runs + " --curves test"), "<polyline"), 2u);

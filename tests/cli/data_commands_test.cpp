@@ -105,7 +105,7 @@ TEST_F(DataCommands, ResumesAfterKillOrStopWithTheSameBytes) {
   }
 }
 
-// A limit on the size of files stands for a full disk: writes fail the same way.
+// A limit on file sizes simulates a full disk: writes fail the same way.
 TEST_F(DataCommands, ReportsAFullDiskAndLosesNothing) {
   Random random(3);
   const std::vector<std::string> documents = random_documents(random, 3000);

@@ -1,4 +1,4 @@
-// What the command line says when something goes wrong: one line, without the names of C++.
+// Error messages of the command line: one line, without C++ names.
 #include <algorithm>
 
 #include "cli/run.h"

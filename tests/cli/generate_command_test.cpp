@@ -62,7 +62,7 @@ TEST_F(GenerateCommand, NumbersOutOfRange) {
     EXPECT_EQ(result.code, 2) << result.output;
     EXPECT_LT(result.output.size(), 200u) << result.output;
   }
-  // Said before anything is written.
+  // Reported before any text is printed.
   const RunResult result = run(generate("--prompt x --tokens 1 --save-state " + folder.path("no/state")));
   EXPECT_EQ(result.code, 1);
   EXPECT_TRUE(result.output.starts_with("furious: ")) << result.output;
@@ -122,7 +122,7 @@ TEST_F(GenerateCommand, Failures) {
   expect_run(generate("--prompt x --tokens 1 --tokenizer byte"), 0, {});
 }
 
-// A bias so large that the token is always chosen, penalties that change nothing then, and a token that never comes.
+// A bias so large that its token is always chosen whatever the penalties, and a banned token.
 TEST_F(GenerateCommand, SamplingOptions) {
   const std::string options =
       "--prompt x --tokens 4 --temperature 1 --min-p 0.1 --frequency-penalty 0.5 "

@@ -144,7 +144,7 @@ TEST_F(NiahCommand, WeightsWithoutAConfig) {
   expect_run(niah("--arch 2mamba --heads 2" + asked), 1, {"4 heads, not 2"});
 }
 
-// A model that says a letter after bos, and something else after eos.
+// A model that answers with a letter after bos, and with something else after eos.
 TEST_F(NiahCommand, TextsBeginWithBosOnRequest) {
   const auto tokenizer = load_tokenizer("byte");
   Needle needle{"The key is", "x", 10, 50};

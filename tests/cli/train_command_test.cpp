@@ -63,7 +63,7 @@ TEST_F(TrainCommandTest, ConfigFileAndFlags) {
   expect_run(bad("[model]\narch = \"2mamba\"\n"), 1, {"bad.toml", "model.arch"});
   expect_run("train --config nowhere.toml", 1, {"nowhere.toml"});
   expect_run("train --config /tmp", 1, {"/tmp", "directory"});
-  // Flags win over the file in both directions.
+  // Flags override the file in both directions.
   expect_run(fmt::format("train --config {} --out {} --recompute=false", folder.path("run") + "/run.toml",
                          folder.path("unset")),
              0, {"done"});
@@ -77,7 +77,7 @@ TEST_F(TrainCommandTest, FlagsOverrideThePapersRecipe) {
                            "packing = \"rows\"\n", "bos = true\n", "eps = 1e-07\n", "warmup = 10000\n",
                            "schedule-steps = 1000000\n", "initialization = \"pytorch\"\n", "eval-batches = 0\n"})
     EXPECT_NE(toml.find(line), std::string::npos) << line << toml;
-  // The run goes on with it, and a recipe given again is the same run.
+  // The run resumes with it, and giving the recipe again is the same run.
   const std::string out = folder.path("run");
   expect_run(fmt::format("train --resume --steps 4 --out {}", out), 0, {"done after 4 steps"});
   expect_run(fmt::format("train --paper --resume --steps 5 --out {} {}", out, small), 0, {"done after 5 steps"});
@@ -150,7 +150,7 @@ TEST_F(TrainCommandTest, RefusesImpossibleSizesImmediately) {
   expect_run(command("run", "--batch 16777216 --length 67108864 --data synthetic:recall"), 1, {"GiB", "are free"});
 }
 
-// Paths are bytes: names that are not UTF-8 are as good as others.
+// Paths are bytes: names that are not UTF-8 work, too.
 TEST_F(TrainCommandTest, PathsOfAnyBytes) {
   const std::string odd = "\xff\x01 %\xc3";
   fs::rename(data, data + odd);
@@ -159,7 +159,7 @@ TEST_F(TrainCommandTest, PathsOfAnyBytes) {
   const auto quoted = [](const std::string& text) { return "'" + text + "'"; };
   expect_run(fmt::format("train --data {} --out {} {} --steps 4 --save-every 2", quoted(data), quoted(out), small), 0,
              {"done after 4 steps"});
-  // What is read back are the same paths: the data is found, and the run goes on.
+  // The same paths are read back: the data is found, and the run resumes.
   expect_run(fmt::format("train --resume --steps 6 --out {}", quoted(out)), 0, {"resumed from", "done after 6 steps"});
   expect_run(fmt::format("train --config {} --out {}", quoted(out + "/run.toml"), folder.path("again")), 0,
              {"done after 6 steps"});

@@ -130,7 +130,7 @@ TEST_F(BatchesTest, IsolatedWhereAWindowEndsWithADocument) {  // a.bb. | ccc.d
   EXPECT_EQ(text(batches.at(1).targets), "cc.-d");
 }
 
-// Every target that is there is the next token of the same document; every other position has none.
+// Every target is the next token of the same document; positions without one have -1.
 TEST_F(BatchesTest, IsolatedTargetsAreRightOnRandomText) {
   testing::Random random(1);
   const Dataset data = tokenized(testing::random_documents(random, 30), 0);
@@ -169,7 +169,7 @@ TEST_F(BatchesTest, RowsThatBeginWithBos) {
   const std::vector<std::string> documents = {"a", "", "bbbb", "ccccc", "dddddd", "eeeeeeeeeeee"};
   const std::string inputs = "^a...|^bbbb|^cccc|^dddd|^eeee";
   const std::string targets = "a.---|bbbb.|ccccc|ddddd|eeeee";
-  for (const bool stored : {false, true}) {  // in the shards; there is no second one then
+  for (const bool stored : {false, true}) {  // in the shards; no second one is added
     const Dataset data = tokenized(documents, 0, stored);
     BatchOptions options = sized(5, 5, Packing::rows, Order::once);
     options.bos = true;

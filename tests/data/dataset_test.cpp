@@ -33,7 +33,7 @@ class DatasetTest : public ::testing::Test {
     content.at(at) ^= 0x01;
     folder.write("data/" + name, content);
   }
-  // Makes checksums of what a shard holds now, as one would who means harm.
+  // Recomputes the checksums of a modified shard, as an attacker would.
   void mend(const std::string& shard) {
     auto manifest = nlohmann::ordered_json::parse(read_file(folder.path("data/manifest.json")));
     manifest.erase("checksum");
@@ -132,7 +132,7 @@ TEST_F(DatasetTest, DetectsEveryFlippedBit) {
       } catch (const Error&) {
         noticed = true;
       }
-      // Blanks between the words of the manifest say nothing.
+      // Whitespace in the manifest is not covered by its checksum.
       EXPECT_TRUE(noticed || (name == "manifest.json" && std::isspace(good[bit / 8]))) << name << " bit " << bit;
     }
     folder.write("data/" + name, good);
@@ -162,7 +162,7 @@ TEST_F(DatasetTest, ReadsOnlyRequestedBlocks) {
             std::string::npos);
 }
 
-// As they were made before there were checksums of blocks and of the manifest.
+// Older shards without checksums of blocks and of the manifest.
 TEST_F(DatasetTest, ChecksOldShardsCompletely) {
   auto manifest = nlohmann::ordered_json::parse(read_file(folder.path("data/manifest.json")));
   manifest.erase("checksum");

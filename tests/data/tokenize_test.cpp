@@ -98,7 +98,7 @@ TEST_F(TokenizeTest, FilesOfTheTestPart) {
   EXPECT_EQ(documents_of(Dataset(options.out), Split::train), train);
   EXPECT_EQ(documents_of(Dataset(options.out), Split::test), test);
 
-  // It is another piece of work without them, or with the file in the other part.
+  // Without them, or with the file in the other part, it is a different job.
   std::swap(options.inputs, options.test_inputs);
   expect_error([&] { tokenize_corpus(options); }, {"both", "of other options"});
   options.inputs = {folder.path("a.jsonl"), folder.path("b.jsonl")};
@@ -149,7 +149,7 @@ TEST_F(TokenizeTest, SeedSelectsTheTestDocuments) {
   }
 }
 
-// Stops after every block, again and again, until the work is done.
+// Stops after every block until all input is processed.
 TEST_F(TokenizeTest, ResumesAnywhereWithTheSameBytes) {
   const std::string text = folder.write("long.txt", random_sentence(random, 4000) + "\xFF");
   TokenizeOptions options = options_for({input, text}, folder.path("whole"));
@@ -170,7 +170,7 @@ TEST_F(TokenizeTest, ResumesAnywhereWithTheSameBytes) {
   EXPECT_EQ(read_folder(folder.path("whole")), read_folder(folder.path("pieces")));
 }
 
-// A process that dies leaves bytes behind its last checkpoint.
+// A killed process leaves bytes after its last checkpoint.
 TEST_F(TokenizeTest, RewritesDataAfterTheCheckpoint) {
   TokenizeOptions options = options_for({input}, folder.path("whole"));
   options.shard_tokens = 1 << 20;
@@ -284,7 +284,7 @@ TEST_F(TokenizeTest, InvalidUtf8IsCountedInTheManifest) {
   EXPECT_EQ(read_manifest(options.out).replaced, 2);
 }
 
-// Compressed nothing has a header: a file of 0 bytes was not written completely.
+// A compressed empty text has a header: a file of 0 bytes was not written completely.
 TEST_F(TokenizeTest, AnEmptyCompressedFileIsAnErrorAndAnEmptyTextIsNot) {
   for (const char* name : {"empty.jsonl.gz", "empty.txt.zst"}) {
     const TokenizeOptions options = options_for({input, folder.write(name, "")}, folder.path("out"));
@@ -300,7 +300,7 @@ TEST_F(TokenizeTest, AnEmptyCompressedFileIsAnErrorAndAnEmptyTextIsNot) {
             documents_of(Dataset(folder.path("alone")), Split::train));
 }
 
-// Threads that the system does not give: their stacks are larger than the address space.
+// Thread creation fails: stacks are larger than the address space limit.
 class NoThreads {
  public:
   NoThreads() {

@@ -128,7 +128,7 @@ TEST(LoadTokenizer, ReadsWhatWasSaved) {
   const TemporaryFolder folder;
   const std::filesystem::path path = folder.path("");
   const auto sentencepiece = make_sentencepiece(small_model(), "test");
-  // Each takes the place of the one before.
+  // Each replaces the previous one.
   for (const auto& tokenizer : {load_tokenizer("byte"), sentencepiece, load_tokenizer("byte")}) {
     save_tokenizer(path, *tokenizer);
     const auto loaded = load_tokenizer(path);
@@ -137,7 +137,7 @@ TEST(LoadTokenizer, ReadsWhatWasSaved) {
   }
 }
 
-// What transformers needs to give the same ids: its defaults put bos first and treat blanks otherwise.
+// Fields that transformers needs to give the same ids: by default it adds bos and treats spaces differently.
 TEST(LoadTokenizer, SavesSentencePieceForLlamaTokenizer) {
   const TemporaryFolder folder;
   for (const bool bos : {false, true}) {

@@ -43,7 +43,7 @@ TEST(DecoderCuda, MatchesTheCpuAndRestoresItsSlots) {
     };
     read_both(0, kFirst);
     for (int64_t t = kFirst; t < kLength; ++t) {
-      if (t % 97 == 0) {  // each goes on from what the other remembers
+      if (t % 97 == 0) {  // each continues from the other's slots
         const std::vector<SlotContents> from_cpu = here.contents(), from_gpu = there.contents();
         here = Batch(cpu, from_gpu);
         there = Batch(gpu, from_cpu);
@@ -114,7 +114,7 @@ TEST(DecoderCuda, SelectsThePersistentKernel) {
   EXPECT_FALSE(with("softmax-qk-norm", unchanged));
 }
 
-// A step that was recorded long ago, and one that runs for the first time.
+// A step captured long ago, and one captured now.
 TEST(DecoderCuda, CapturedStepsGiveTheSameBits) {
   SKIP_WITHOUT_GPU();
   Random random(3);
@@ -126,7 +126,7 @@ TEST(DecoderCuda, CapturedStepsGiveTheSameBits) {
     Batch cache(model, 2);
     for (int64_t t = 0; t < kLength; ++t) {
       const Tensor part = part_of(tokens, t, 1);
-      if (t == 100) model.set_compute(compute_in(DType::bf16, kGpu));  // the record is no longer good
+      if (t == 100) model.set_compute(compute_in(DType::bf16, kGpu));  // needs a new capture
       if (t % 7 != 3) {
         cache.step(part);
         continue;
@@ -138,7 +138,7 @@ TEST(DecoderCuda, CapturedStepsGiveTheSameBits) {
   }
 }
 
-// Ids [batch, 1] as argmax() leaves them on the device: each has a neighbour.
+// Ids [batch, 1] on the device with a row stride of 2, as argmax() returns them.
 Tensor as_chosen(const Tensor& ids) {
   const Tensor pairs = Tensor::empty({ids.size(0), 2}, DType::i32);
   copy(pairs.slice(1, 0, 1), ids);

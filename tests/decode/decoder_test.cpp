@@ -30,7 +30,7 @@ std::vector<int32_t> random_text(Random& random, int64_t length, int64_t vocabul
   return text;
 }
 
-// What one sequence writes in a decoder of its own.
+// The text of one sequence alone in a decoder.
 std::vector<int32_t> alone(const LanguageModel& model, const std::vector<int32_t>& prompt, const Sampling& sampling,
                            int64_t tokens) {
   Decoder decoder(model, 1);
@@ -121,7 +121,7 @@ TEST_P(DecoderOf, ForksContinueBitForBit) {
   const int64_t before = decoder.bytes(a);
   EXPECT_EQ(decoder.bytes(b), before);
   for (int i = 0; i < 80; ++i) {
-    if (i == 40) {  // the fork of a fork, after the original is gone
+    if (i == 40) {  // a fork of a fork, after the original was released
       decoder.stop(a);
       EXPECT_EQ(decoder.free_slots(), 2);
       const int32_t c = decoder.fork(b);
@@ -156,7 +156,7 @@ TEST_P(DecoderOf, SnapshotsContinueBitForBit) {
   std::vector<int32_t> restored;
   for (size_t i = 0; i < 2; ++i) {
     restored.push_back(other.start());
-    other.read(restored.back(), random_text(random, 70, model.config().vocabulary));  // what is there goes
+    other.read(restored.back(), random_text(random, 70, model.config().vocabulary));  // is replaced by restore
     other.restore(restored.back(), i == 0 ? contents[0] : loaded[1]);
     other.set_sampling(restored.back(), sampling);
     EXPECT_EQ(other.tokens(restored[i]), decoder.tokens(slots[i]));

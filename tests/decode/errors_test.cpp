@@ -1,4 +1,4 @@
-// What the public headers promise: whatever goes wrong is a furious::Error with words for the user.
+// The contract of the public headers: every failure is a furious::Error with a message for the user.
 #include <sys/stat.h>
 
 #include <filesystem>
@@ -46,7 +46,7 @@ class PublicErrors : public ::testing::Test {
   int copies = 0;
 };
 
-const std::string kLongName = std::string(300, 'n');  // longer than a file system takes
+const std::string kLongName = std::string(300, 'n');  // longer than file systems allow
 
 TEST_F(PublicErrors, Loading) {
   const auto refused = [](const std::string& path, const std::vector<std::string>& parts, LoadOptions options = {}) {
@@ -103,7 +103,7 @@ TEST_F(PublicErrors, Sessions) {
   expect_error([&] { session.load(folder.write("bad", std::string(64, 'x'))); }, {"bad"});
   struct Own {};
   const auto show = [](std::string_view, int) -> bool { throw Own(); };
-  EXPECT_THROW(session.write(WriteOptions(), show), Own);  // what the caller throws is the caller's
+  EXPECT_THROW(session.write(WriteOptions(), show), Own);  // exceptions of a callback pass unchanged
 }
 
 TEST_F(PublicErrors, Training) {

@@ -63,7 +63,7 @@ TEST(Session, UseAfterMoveIsAnError) {
 
 class SessionOfEveryPreset : public ::testing::TestWithParam<Preset> {};
 
-// The next texts and the state after them, from a session that went on and from one that was loaded.
+// The next texts and the state after them, of an uninterrupted session and of a loaded one.
 TEST_P(SessionOfEveryPreset, ContinuesBitForBitAfterSaveAndLoad) {
   const TemporaryDirectory folder;
   const Model model = random_model(GetParam().name);
@@ -260,7 +260,7 @@ TEST(Session, RefusesWhatIsNotItsState) {
     content.replace(content.find(from), from.size(), to);
     std::ofstream(folder / "bad", std::ios::binary) << content;
     expect_error([&] { session.load(folder / "bad"); }, {"header or metadata differs from its checksum"});
-    content.replace(content.find("furious.checksums"), 7, "another");  // so that the state's own are asked
+    content.replace(content.find("furious.checksums"), 7, "another");  // tests the checksums of the state itself
     return content;
   };
   refused(replaced("furious state", "furious stale"), {"not a state file"});
@@ -271,7 +271,8 @@ TEST(Session, RefusesWhatIsNotItsState) {
 
   Session other_weights(random_model("2mamba", 2)), other_arch(random_model("softmax"));
   expect_error([&] { other_weights.load(folder / "good"); }, {"another model", "other weights"});
-  expect_error([&] { other_arch.load(folder / "good"); }, {"another model, 2mamba", "width 24", "this model is softmax"});
+  expect_error([&] { other_arch.load(folder / "good"); },
+               {"another model, 2mamba", "width 24", "this model is softmax"});
 }
 
 TEST(Session, ChecksArguments) {

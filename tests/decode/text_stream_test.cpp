@@ -46,7 +46,7 @@ TEST(TextStream, FinishReturnsHeldBackText) {
   EXPECT_EQ(all_of(TextStream({"stop"}), {"do not sto"}), "do not sto");
 }
 
-// However a text is cut into pieces, the same comes out.
+// The output does not depend on how a text is split into tokens.
 TEST(TextStream, ResultDoesNotDependOnTheSplitIntoTokens) {
   Random random(1);
   for (int round = 0; round < 300; ++round) {
@@ -55,7 +55,7 @@ TEST(TextStream, ResultDoesNotDependOnTheSplitIntoTokens) {
     std::vector<std::string> stop(random.integer(1, 2));
     for (std::string& s : stop)
       for (int64_t i = random.integer(2, 5); i > 0; --i) s += static_cast<char>('a' + random.integer(0, 1));
-    size_t end = text.size();  // of what is shown
+    size_t end = text.size();  // of the text shown
     for (size_t at = 1; at <= text.size() && end == text.size(); ++at)
       for (const std::string& s : stop)
         if (text.substr(0, at).ends_with(s)) end = std::min(end, at - s.size());

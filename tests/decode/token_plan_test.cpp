@@ -75,7 +75,7 @@ TEST(TokenPlan, FusesActivationsOfQueriesAndKeysWithTheirProduct) {
   EXPECT_EQ(first.parts[0].qk_width, (config.q_heads + config.k_heads) * config.qk_dim);
 }
 
-// Functions that no joined kernel computes stay operations of their own.
+// Functions that no fused kernel computes remain separate operations.
 TEST(TokenPlan, KeepsOtherFunctionsUnfused) {
   ModelConfig config = little(preset("2mamba"));
   config.block.decay = DecayKind::log_sigmoid;
@@ -85,7 +85,7 @@ TEST(TokenPlan, KeepsOtherFunctionsUnfused) {
   EXPECT_EQ(all_of<FusedLinear>(plan).at(0).parts.at(1).kind, Kind::value);
 }
 
-// Every operation of the plan is run, and none is run before what it reads, whether joined ones run as such or not.
+// Every operation runs, and none before its inputs, with fused operations or with those they cover.
 TEST(TokenPlan, CoversThePlanInOrder) {
   Random random(2);
   std::vector<ModelConfig> configs;

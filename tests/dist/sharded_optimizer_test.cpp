@@ -33,7 +33,7 @@ TEST(WorldCommunicator, AnErrorOfOneRankIsThrownOnAll) {
   world().agree([] {});
   expect_error([&] { world().agree([&] { require(world().rank() != last, "the disk of {} is full", last); }); },
                {fmt::format("the disk of {} is full", last), last > 0 ? fmt::format("rank {} (", last) : "the disk"});
-  EXPECT_EQ(world().all_gather(1).size(), static_cast<size_t>(world().size()));  // it goes on
+  EXPECT_EQ(world().all_gather(1).size(), static_cast<size_t>(world().size()));  // it still works
 }
 
 TEST(WorldCommunicator, WaitsForARankThatWorksAlone) {
@@ -96,7 +96,7 @@ TEST(WorldShardedOptimizer, SumsTheGradientsOfAllRanks) {
         Tape tape;
         model.run(tape, world().rank());
         shards.finish();
-        // An update that takes the sums over as parameters: p − lr·m̂/(√v̂ + ε) of nothing is not what is tested here.
+        // An update that copies the sums to the parameters; AdamW itself is not tested here.
         for (const AdamWTensors& own : shards.to_update()) copy(own.parameter, own.gradient);
         shards.gather_parameters();
         shards.end_step();

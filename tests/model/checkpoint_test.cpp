@@ -95,8 +95,8 @@ TEST_F(Checkpoint, EverySwitchRoundTrips) {
   EXPECT_NE(config_to_json(little("2mamba")).find("\"rms_norm_eps\": 1e-05"), std::string::npos);
 }
 
-// State files know a model by this text, and earlier readers know these keys only: what is new is written only where it
-// says something.
+// State files identify a model by this text, and older readers know only these keys: a new key is written only where
+// its value differs from the default.
 TEST(Switches, ConfigJsonHasAFixedText) {
   EXPECT_EQ(config_to_json(model_config("2mamba-dt", "tiny", 258)), R"({
   "architectures": [
@@ -151,7 +151,7 @@ TEST(Switches, AreSetByTheirKeys) {
   expected.rope_base = 5e5;
   EXPECT_EQ(block, expected);
   EXPECT_EQ(switch_names().size(), 22u);
-  for (const std::string& key : switch_names())  // each one has a value that it takes
+  for (const std::string& key : switch_names())  // each key has a valid value
     expect_error([&] { set_switch(block, key, "[]"); }, {key});
   expect_error([&] { set_switch(block, "conv_windw", "2"); }, {"unknown switch", "did you mean \"conv_window\""});
   expect_error([&] { set_switch(block, "conv_window", "5"); }, {"conv_window", "5", "0 to 4"});
@@ -339,7 +339,7 @@ class LlamaCheckpoint : public Checkpoint {
     write(weights());
   }
 
-  // As Hugging Face's library names them; queries, keys and values apart.
+  // Hugging Face's names; queries, keys and values are separate.
   Tensors weights() {
     const auto& [hidden, intermediate, layers, heads, kv_heads, dim, vocabulary, eps, base] = sizes_;
     Tensors all;
@@ -418,7 +418,7 @@ TEST_F(LlamaCheckpoint, ReadsEveryEquivalentConfiguration) {
   EXPECT_EQ(load_config(directory_.path()), newer);
 }
 
-// Python's json module writes words that JSON does not have.
+// Python's json module writes Infinity and NaN, which are not JSON.
 TEST_F(LlamaCheckpoint, ReadsInfinityAndNaNAsNull) {
   const std::string before = llama_.dump();
   const auto with = [&](const std::string& more) {
@@ -480,7 +480,7 @@ TEST_F(ReleaseCheckpoint, DimensionsFollowFromShapes) {
   for (ModelConfig config : {little("2mamba"), mamba2, softmax, wide, little("mamba2"), little("outnorm-d")}) {
     SCOPED_TRACE(config.arch);
     config.bos = true;
-    const int64_t heads = config.arch == "softmax" ? 2 : 0;  // no tensor tells it
+    const int64_t heads = config.arch == "softmax" ? 2 : 0;  // no tensor determines it
     const LanguageModel model = released(config);
     for (const fs::path& path : {directory_.path(), weights_}) {
       EXPECT_EQ(load_config(path, config.arch, heads), config);
@@ -587,7 +587,7 @@ TEST_F(Checkpoint, NamesTheKeyThatIsWrong) {
   expect_error([&] { load_config(directory_.path()); }, {config_.string(), "2 heads"});
 }
 
-// Sizes that no machine has room for, with which a file of a few kilobytes cannot agree.
+// Sizes beyond any memory, which contradict a file of a few kilobytes.
 TEST_F(Checkpoint, AllocatesNoMoreThanTheFileContains) {
   saved(little("2mamba"));
   const Json valid = config();
@@ -600,7 +600,7 @@ TEST_F(Checkpoint, AllocatesNoMoreThanTheFileContains) {
     write(changed);
     expect_refused({"tensor"});
   }
-  // A dtype that nobody knows may claim any shape.
+  // A tensor of an unknown dtype may have any shape.
   const std::string header =
       R"({"model.embed_tokens.weight":{"dtype":"X","shape":[4194304,4194304],"data_offsets":[0,0]}})";
   const uint64_t length = header.size();
@@ -690,7 +690,7 @@ TEST_F(Checkpoint, FuzzedTensorSets) {
           case 0:
             all.erase(at);
             break;
-          case 1:  // as another one's
+          case 1:  // under another name
             all[std::next(all.begin(), random_.integer(0, static_cast<int64_t>(all.size()) - 1))->first] = tensor;
             break;
           case 2:

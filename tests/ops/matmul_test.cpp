@@ -52,7 +52,7 @@ void check_product(testing::Random& random, const Case& size, DType b_dtype, Mat
   const Tensor b = options.transpose_b ? random_matrix(random, size.columns, size.inner, b_dtype)
                                        : random_matrix(random, size.inner, size.columns, b_dtype);
   const Tensor whole = random.normal_tensor({size.rows, size.columns + 2});
-  if (!options.accumulate) fill(whole, NAN);  // what was there before must not matter
+  if (!options.accumulate) fill(whole, NAN);  // previous contents must not matter
   const Tensor out = whole.slice(1, 1, size.columns);
   const std::vector<double> before = to_doubles(whole);
   std::vector<double> start(size.rows * size.columns, 0.0);
@@ -222,7 +222,7 @@ TEST(Matmul, SameBitsForAnyNumberOfThreads) {
   }
 }
 
-// The library has threads of its own, which would be as many for each thread that multiplies.
+// The library could create threads of its own for each thread that calls it.
 TEST(Matmul, CreatesNoThreadsOutsideThePool) {
   const auto tasks = [] {
     return std::distance(std::filesystem::directory_iterator("/proc/self/task"), std::filesystem::directory_iterator());

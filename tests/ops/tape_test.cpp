@@ -50,7 +50,7 @@ TEST(Tape, AnUndefinedVariableHasNoValue) {
   EXPECT_FALSE(Variable().needs_gradient());
 }
 
-// linear adds into gradient_target(), which for a part is no memory of its own.
+// linear accumulates into gradient_target(), which for a part is a view of the whole gradient.
 TEST(Tape, PartsOfALinearLayersInputReachTheWhole) {
   Tape tape;
   const Variable x(tensor_of({1, 2, 3, 4}, {4}), true);
@@ -75,7 +75,7 @@ TEST(Tape, ReportsWhenTheGradientOfASettledVariableIsComplete) {
     };
     complete = 0;
     Tape abandoned;
-    twice(abandoned, x);  // its backward pass never comes
+    twice(abandoned, x);  // its backward pass never runs
     w.clear_gradient();
     Tape tape;
     const Variable y = recompute ? recomputed(tape, x, twice) : twice(tape, x);

@@ -55,14 +55,14 @@ Ablation small_ablation() {
   return ablation;
 }
 
-// The golden files are what `actual` was when somebody looked at it; FURIOUS_UPDATE_GOLDEN=1 writes them anew.
+// The golden files were inspected when they were written; FURIOUS_UPDATE_GOLDEN=1 rewrites them.
 void expect_golden(const std::string& name, const std::string& actual) {
   const std::string path = std::string(FURIOUS_GOLDEN) + "/" + name;
   if (std::getenv("FURIOUS_UPDATE_GOLDEN") != nullptr) std::ofstream(path) << actual;
   EXPECT_EQ(actual, read_file(path)) << path;
 }
 
-// Without style and places: what is drawn, in order.
+// The elements in order, without style and coordinates.
 std::string structure_of(const std::string& svg) {
   std::string lines = std::regex_replace(svg, std::regex("<style>[^]*?</style>\n"), "");
   return std::regex_replace(lines, std::regex(" (x|y|x1|x2|y1|y2|points|width|height|viewBox|transform)=\"[^\"]*\""),
@@ -102,7 +102,7 @@ TEST(AblationReport, CountsPairsInTheOrderOfThePaper) {
       << ablation_notes(ablation);
 }
 
-// Rows beside losses of several models of the paper: only those of one model have an order, and it is said which.
+// Rows with losses of several models of the paper: only rows of one model are ordered, and the note names it.
 TEST(AblationReport, SeparatesSettingsOfThePaper) {
   Ablation ablation;
   ablation.words = {"lengths"};
@@ -190,7 +190,7 @@ TEST(AblationReport, HtmlLoadsNoExternalResources) {
   EXPECT_NE(page.find("<td>a &amp; b</td>"), std::string::npos);
   EXPECT_NE(page.find("<td class=\"number\">3.12</td>"), std::string::npos);
   EXPECT_NE(page.find("the loss is not a number"), std::string::npos);
-  // What opens closes.
+  // Every element that is opened is closed.
   for (const std::string tag : {"html", "body", "table", "tr", "td", "svg", "details", "figure", "p"}) {
     const auto count = [&](const std::string& text) {
       size_t found = 0;

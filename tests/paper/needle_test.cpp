@@ -146,7 +146,7 @@ TEST(Needle, AuthorsProcedureReadsTheLastTenTokens) {
   EXPECT_EQ(last_tokens_text(*tokenizer, "a", {"", 1, Ending::eos}, 10), "a");
 }
 
-// A model that finds needles of the last half only, and one cell not at all.
+// A model that finds only needles in the last half, and none of one cell.
 TEST(Needle, CountsCorrectAnswersOfAFakeModel) {
   const std::vector<Needle> needles = make_needles(small_grid());
   const auto answerer = [](const Needle& needle) {
@@ -320,7 +320,7 @@ TEST(Needle, BadFilesAreNamed) {
                {"cut.jsonl.gz"});
 }
 
-// Knows the letters a to z and loses everything else.
+// Encodes the letters a to z and drops everything else.
 class LettersOnly final : public Tokenizer {
  public:
   std::vector<int32_t> encode(std::string_view text) const override {

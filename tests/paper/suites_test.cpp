@@ -121,7 +121,7 @@ TEST(Suites, Rows) {
       EXPECT_EQ(row.options.batch, 8) << row.name;
       EXPECT_EQ(row.options.steps, base_options().steps);
       EXPECT_EQ(row.options.seed, base_options().seed);
-      model_config(row.options, 300);  // is one that can be
+      model_config(row.options, 300);  // is a valid configuration
     }
   }
 }
@@ -199,7 +199,7 @@ TEST(Suites, LengthsKeepTheBatch) {
   for (const AblationRow& row : ablation_rows({"lengths"}, odd)) EXPECT_EQ(row.options.batch, 7);
 }
 
-// The paper's losses stand beside the rows they are of: test loss, where it has one, and the figure.
+// Each row has its losses in the paper: test loss, if given, and the figure.
 TEST(Suites, FiguresOfThePaper) {
   const auto said = [](const std::string& suite, const TrainOptions& options) {
     std::map<std::string, std::pair<std::string, double>> found;
@@ -252,12 +252,12 @@ TEST(Suites, FiguresOfThePaper) {
   EXPECT_EQ(said("pile", paper_options("medium")).at("2mamba"), std::pair(std::string("the Pile (appendix)"), 2.5));
   EXPECT_EQ(said("slimpajama", paper_options("medium")).at("2mamba"),
             std::pair(std::string("SlimPajama (appendix)"), 2.79));
-  // A row that two suites have is trained once, and has the losses of the first that knows some.
+  // A row of two suites is trained once, with the paper's losses of the first suite that has some.
   const std::vector<AblationRow> both = ablation_rows({"compare", "exp"}, paper_options("mini"));
   EXPECT_EQ(both.size(), 7u);
   EXPECT_EQ(row_named(both, "2mamba").paper->table, "Figure 10");
   EXPECT_EQ(row_named(both, "softmax").paper->table, "Figure 5a");
-  // A size that the paper does not have: the small model's.
+  // For a size that is not in the paper: figures of the small model.
   EXPECT_EQ(said("compare", paper_options("mini")), said("compare", paper_options("small")));
   EXPECT_EQ(said("compare", base_options()), said("compare", paper_options("small")));
   EXPECT_TRUE(said("lengths", base_options()).empty()) << "it has other lengths";

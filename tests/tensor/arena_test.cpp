@@ -9,7 +9,7 @@ namespace {
 
 constexpr size_t kMiB = size_t{1} << 20;
 
-// Allocates all, releases every other one first: the order in which a step frees is not the order in which it takes.
+// Releases in another order than it allocates, as a training step does.
 std::vector<void*> step(Arena& arena, const std::vector<size_t>& sizes) {
   std::vector<void*> pointers;
   for (size_t size : sizes) {
@@ -116,7 +116,7 @@ TEST(Arena, AtTheLimitReleasesUnusedSegmentsThenThrowsOutOfMemory) {
   Arena arena{Device{}};
   arena.set_limit(20 * kMiB);
   arena.release(arena.allocate(8 * kMiB));
-  void* const large = arena.allocate(16 * kMiB);  // fits once the first segment has gone
+  void* const large = arena.allocate(16 * kMiB);  // fits after the first segment is released
   EXPECT_GE(arena.usage().reserved, 16 * kMiB);
   EXPECT_LT(arena.usage().reserved, 17 * kMiB);  // under sanitizers a block is a little larger
   testing::expect_error([&] { arena.allocate(8 * kMiB); },
@@ -125,7 +125,7 @@ TEST(Arena, AtTheLimitReleasesUnusedSegmentsThenThrowsOutOfMemory) {
   arena.release(arena.allocate(19 * kMiB));
 }
 
-// A graph has the addresses of blocks that are free again.
+// A graph contains addresses of blocks that are free by now.
 TEST(Arena, KeptSegmentsAreNeverReleased) {
   Arena arena{Device{}};
   arena.set_limit(20 * kMiB);

@@ -48,7 +48,7 @@ TEST(ArgumentCheck, RowsMayHaveAnyStride) {
   const Tensor x = Tensor::zeros({2, 3}, DType::f32);
   kCheck.rows("x", x.slice(1, 0, 2));
   kCheck.rows("x", x.slice(1, 0, 2), Tensor::zeros({2, 2}, DType::f32));
-  kCheck.rows("x", Tensor::zeros({2, 1, 2}, DType::f32).slice(2, 1, 1));  // the stride of a single element is no matter
+  kCheck.rows("x", Tensor::zeros({2, 1, 2}, DType::f32).slice(2, 1, 1));  // any stride for a single element
   expect_error([&] { kCheck.rows("x", Tensor::zeros({2, 3, 2}, DType::f32).select(2, 0)); }, {"\"x\"", "stride 2"});
   expect_error([&] { kCheck.rows("x", x, Tensor::zeros({2, 2}, DType::f32)); }, {"[2, 3]", "[2, 2]"});
   expect_error([&] { kCheck.rows("x", Tensor::zeros({}, DType::f32)); }, {"\"x\"", "rank 0"});

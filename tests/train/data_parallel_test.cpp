@@ -83,7 +83,7 @@ TEST_F(WorldTrainer, DivergenceOfOneRankIsReportedOnAll) {
     const std::string rank = last > 0 ? fmt::format("rank {}: step 2", last) : "step 2";
     expect_error([&] { trainer.step(); }, {rank, "not finite"});
   }
-  // The loss of all has exploded: no rank is to blame.
+  // All ranks diverged: no single rank is named.
   options.lr = 10;
   options.warmup = 0;
   Trainer trainer(options, {ranks, true, 512});
@@ -94,7 +94,7 @@ TEST_F(WorldTrainer, DivergenceOfOneRankIsReportedOnAll) {
       {"train: step ", "exploded"});
 }
 
-// One rank with shards does what one without does, to the bit, and remembers it the same way.
+// One rank with a sharded optimizer equals a single process bit for bit, including its checkpoint.
 TEST(DataParallel, OneRankEqualsASingleProcess) {
   const TemporaryFolder folder;
   TrainOptions options = small_options(small_data(folder), folder.path("run"));

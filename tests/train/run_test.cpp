@@ -1,4 +1,4 @@
-// Runs: folders, logs, checkpoints, stopping and going on.
+// Runs: folders, logs, checkpoints, stop and resume.
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
@@ -23,7 +23,7 @@ class RunTest : public ::testing::Test {
   TrainOptions options_for(const std::string& out) { return small_options(data, folder.path(out)); }
 };
 
-// Everything of a checkpoint that a run's history could change; the options may differ in where the run is.
+// The contents of a checkpoint without the options that name the folder.
 std::map<std::string, std::string> contents(const std::string& run) {
   std::map<std::string, std::string> files = read_folder(run + "/latest");
   const auto training = files.extract("training.safetensors");
@@ -116,7 +116,7 @@ TEST_F(RunTest, StepsAfterTheCheckpointAreRepeated) {
   train(options);
   const auto expected = contents(options.out);
   options.out = folder.path("lost");
-  options.resume = true;  // with nothing there it begins
+  options.resume = true;  // without a checkpoint it starts a new run
   TrainObserver observer;
   observer.step = [&](const TrainStep& step) {
     if (step.step == 8) throw Error("the power fails");
@@ -168,7 +168,7 @@ TEST_F(RunTest, ResumeRefusesAnotherRun) {
     change(changed);
     expect_error([&] { train(changed); }, {part, "--init"});
   }
-  EXPECT_EQ(train(options).steps, 14);  // more steps are welcome
+  EXPECT_EQ(train(options).steps, 14);  // more steps are allowed
   EXPECT_FALSE(options_of_run(folder.path("nowhere")).has_value());
 }
 
@@ -199,7 +199,7 @@ TEST_F(RunTest, DivergenceNamesTheLastGoodCheckpoint) {
   options.resume = true;
   options.steps = 100;
   options.lr = 50;
-  // Step 4 spoils the weights and saves them, step 5 meets them.
+  // Step 4 makes the weights diverge and saves them; step 5 detects it.
   expect_error([&] { train(options); }, {"step 5", "last good checkpoint: " + options.out + "/step-00000003 (remove " +
                                                        options.out + "/step-00000004"});
   EXPECT_EQ(log_of(options.out).back()["step"], 5);
@@ -310,7 +310,7 @@ TEST_F(RunTest, FilesOfACheckpointBelongTogether) {
   text.replace(text.find("batch = 4"), 9, "batch = 6");
   refused(toml, text, {toml, "batch is 6", "trained with 4", "remove it"});
   refused(toml, "batch\n", {toml, "\"batch\" is not an option"});
-  // For inference an edited configuration is worth a note.
+  // For inference an edited configuration causes a note.
   EXPECT_TRUE(load_notes(newest).empty());
   std::ofstream(config, std::ios::app) << " ";
   ASSERT_EQ(load_notes(newest).size(), 1u);
@@ -320,7 +320,7 @@ TEST_F(RunTest, FilesOfACheckpointBelongTogether) {
   EXPECT_NE(load_notes(newest).back().find("tokenizer_config.json: is missing"), std::string::npos);
 }
 
-// Whatever bit of a checkpoint is flipped: it is refused, or what is loaded is what was saved.
+// A checkpoint with any flipped bit is refused, or loads exactly what was saved.
 TEST_F(RunTest, DetectsEveryFlippedBit) {
   Random random(7);
   TrainOptions options = options_for("run");

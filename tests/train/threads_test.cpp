@@ -1,5 +1,5 @@
-// What several threads of a program may do at the same time, through the public interface: the same as one after
-// another. `make tsan` runs these under the thread sanitizer.
+// Concurrent use of the public interface gives the same results as sequential
+// use. `make tsan` runs these under the thread sanitizer.
 #include <gtest/gtest.h>
 
 #include <thread>

@@ -118,7 +118,7 @@ TEST_F(TrainerTest, RowsWithBos) {
   EXPECT_GT(trainer.step().loss, 0);
 }
 
-// Whoever loads the model must begin texts as they began in training, also where the weights came from elsewhere.
+// The checkpoint records how texts begin in training, also if the initial weights came from another model.
 TEST_F(TrainerTest, ModelRecordsWhetherTextsBeginWithBos) {
   options.packing = "rows";
   const std::string path = folder.path("model");
@@ -141,7 +141,7 @@ TEST_F(TrainerTest, ClippingBoundsTheGradientNotItsReport) {
   options.clip = 1e-3;
   Trainer clipped(options);
   EXPECT_EQ(free.step().gradient_norm, clipped.step().gradient_norm);
-  // Adam forgets the scale of the first gradient, not of the second beside it.
+  // The first step of Adam is independent of the gradient's scale, the second is not.
   free.step();
   clipped.step();
   EXPECT_GT(relative_error(weights_of(clipped), weights_of(free)), 1e-6);
@@ -177,7 +177,7 @@ TEST_F(TrainerTest, Bf16ProductsLearnTheSame) {
   EXPECT_NE(difference, 0);
 }
 
-// The estimate must not be too small, or it promises what cannot be kept; nor so large that it refuses what fits.
+// An estimate too small would run out of memory later; one too large would refuse models that fit.
 TEST_F(TrainerTest, MemoryEstimateIsCloseToThePeak) {
   for (const char* arch : {"2mamba", "mamba2", "softmax", "linear", "mamba2-paper", "2mamba-outnorm-dt", "fox"}) {
     for (const bool recompute : {false, true}) {

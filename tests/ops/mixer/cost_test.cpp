@@ -93,7 +93,7 @@ TEST(MixerCost, AutomaticAgreesWithTheOracle) {
   }
 }
 
-// Where one form is far cheaper it is taken, and what is reported is what ran: the two round differently.
+// The far cheaper form is chosen, and the reported form ran: the two round differently.
 TEST(MixerCost, AutomaticChoosesTheFasterForm) {
   Random random(2);
   const auto check = [&](const MixerSpec& spec, int64_t length, int64_t dim, double decay, Form expected) {

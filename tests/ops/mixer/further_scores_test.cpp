@@ -151,7 +151,7 @@ TEST(FurtherScores, OracleGradientsMatchFiniteDifferencesPastSaturation) {
   }
 }
 
-// Where f(0) is not 0, keys of zero have weights: all the same.
+// Where f(0) is not 0, all keys of zero have the same weight.
 TEST(FurtherScores, ZeroKeys) {
   Random random(4);
   for (const MixerSpec& spec : further_specs()) {
@@ -235,7 +235,7 @@ TEST(FurtherScores, RowsOfTheState) {
     EXPECT_EQ(state_rows(spec, 8) > 0, !spec.signed_decay) << to_string(spec);
 }
 
-// Where kernels place the features of a squared score themselves, they do so in the order of feature_of().
+// Kernels that compute the index of a feature of a squared score use the order of feature_of().
 TEST(FurtherScores, PairsAreInTheOrderOfTheFeatures) {
   for (const int dim : {1, 8, 64}) {
     const FeatureMap map{dim, 2, false};
@@ -250,7 +250,7 @@ TEST(FurtherScores, PairsAreInTheOrderOfTheFeatures) {
   }
 }
 
-// feature_of() and FeatureRuns are two ways through the same features, whose product is the score.
+// feature_of() and FeatureRuns enumerate the same features, whose product is the score.
 TEST(FurtherScores, FeaturesGiveTheScore) {
   Random random(7);
   for (const MixerSpec& spec : every_spec()) {

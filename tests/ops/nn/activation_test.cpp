@@ -60,7 +60,7 @@ TEST_P(ActivationTest, ValueAndGradientMatchTheOracle) {
   }
 }
 
-// Each value by itself: in a norm the large would hide the small.
+// Compares element by element: in a norm, large values would hide small ones.
 TEST_P(ActivationTest, IsAccurateAtTheTails) {
   std::vector<float> tails = {-1e4f, -104, -88, -1e-40f, 0, 1e-40f, 88, 104, 1e4f};
   if (GetParam() != Activation::softplus2) tails.insert(tails.begin(), -3e38f), tails.push_back(3e38f);

@@ -91,7 +91,7 @@ TEST(Linear, FusedLayersEqualSeparateLayers) {
       out += weights.back().value().size(0);
     }
     const Tensor dy = random.normal_tensor({2, rows, out});
-    for (int pass = 0; pass < 2; ++pass) {  // the second adds to the gradients of the first
+    for (int pass = 0; pass < 2; ++pass) {  // the second accumulates into the gradients of the first
       Tape tape;
       const Variable y = joined_linear(tape, x, weights);
       ASSERT_EQ(y.value().shape(), (Shape{2, rows, out}));
