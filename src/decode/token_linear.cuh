@@ -82,7 +82,7 @@ __device__ inline float quick_silu(float x) {
   return __fdividef(x, 1.0f + __expf(-x));
 }
 
-// Not inlined: few elements need it, and its code would cost registers in all other paths.
+// Not inlined: few elements need it, and its code stays out of the path of the others.
 __device__ __noinline__ inline float rare_softplus(float x) {
   return softplus(x);
 }
