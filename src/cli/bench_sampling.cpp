@@ -11,7 +11,6 @@
 #include "cli/commands.h"
 #include "cli/flags.h"
 #include "ops/random.h"
-#include "ops/sampling/argmax.h"
 #include "ops/sampling/sampling.h"
 #include "tensor/graph.h"
 
@@ -78,7 +77,6 @@ void SamplingBench::run() const {
     const auto report = [&](const char* name, const std::function<void()>& call) {
       fmt::print("{:>6}  {:<24} {:>10.2f}\n", batch, name, 1e6 * seconds_per_call(call, where));
     };
-    report("argmax()", [&] { argmax(logits); });
     for (const auto& [name, sampling] : bench_cases()) {
       for (int64_t slot = 0; slot < batch; ++slot) sampler.set(slot, sampling);
       report(name, [&] { sampler.choose(logits, rows); });

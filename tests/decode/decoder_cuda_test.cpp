@@ -138,7 +138,7 @@ TEST(DecoderCuda, CapturedStepsGiveTheSameBits) {
   }
 }
 
-// Ids [batch, 1] on the device with a row stride of 2, as argmax() returns them.
+// Ids [batch, 1] on the device with a row stride of 2, as a sampler returns them.
 Tensor as_chosen(const Tensor& ids) {
   const Tensor pairs = Tensor::empty({ids.size(0), 2}, DType::i32);
   copy(pairs.slice(1, 0, 1), ids);

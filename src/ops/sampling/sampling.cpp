@@ -5,7 +5,6 @@
 #include <set>
 
 #include "base/error.h"
-#include "ops/sampling/argmax.h"
 #include "ops/sampling/sampling_kernels.h"
 #include "ops/sampling/weights.h"
 #include "tensor/check.h"
@@ -105,38 +104,10 @@ SlotOptions slot_options(const Sampling& sampling, int64_t vocabulary) {
   return out;
 }
 
-int32_t sample(std::span<const float> logits, const Sampling& sampling, std::span<const int32_t> history,
-               uint64_t position) {
-  require(!logits.empty(), "sampling: there are no logits");
-  const SlotOptions options = slot_options(sampling, static_cast<int64_t>(logits.size()));
-  for (size_t i = 0; i < logits.size(); ++i)
-    require(std::isfinite(logits[i]),
-            "sampling: the logit of token {} is {}; the model's weights are damaged, or its training diverged", i,
-            logits[i]);
-  SlotHistory recent;
-  cpu::append_tokens({}, &recent, new_tokens(history, history.size(), true));
-  return cpu::choose_row(logits.data(), static_cast<int64_t>(logits.size()), options, recent, position);
-}
-
 void require_finite_logits(const Tensor& ids) {
   for (int64_t row = 0; row < ids.size(0); ++row)
     require(ids.select(0, row).data<int32_t>()[1] == 1,
             "sampling: a logit is not finite; the model's weights are damaged, or its training diverged");
-}
-
-Tensor argmax(const Tensor& logits) {
-  check_logits(ArgumentCheck("argmax"), logits);
-  require(logits.size(1) >= 1, "argmax: rows without a number have no largest");
-  Tensor ids = Tensor::empty({logits.size(0), 2}, DType::i32, logits.device());
-  ChooseCall call{};
-  call.logits = logits.data<float>();
-  call.stride = logits.stride(0);
-  call.rows = logits.size(0);
-  call.vocabulary = logits.size(1);
-  call.ids = ids.data<int32_t>();
-  call.device = logits.device();
-  FURIOUS_DISPATCH(logits.device(), choose(call));
-  return ids;
 }
 
 Sampler::Sampler(int64_t slots, int64_t vocabulary, Device device) : vocabulary_(vocabulary) {

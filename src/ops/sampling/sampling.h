@@ -6,7 +6,12 @@
 //   l_i ← l_i − frequency · count_i − presence                    if i is among them
 //   w_i = round(2^30 · exp((l_i − max l) / temperature))          an integer
 //   kept: the k largest l_i; the fewest largest l_i with Σ w ≥ top_p · Σ of all w; all w_i ≥ min_p · max w
-//   the token is the first i with Σ_{j ≤ i, kept} w_j > ⌊u · Σ_kept w_j⌋,  u uniform in [0, 1) from (seed, position)
+//   the token is drawn from those kept with probability w_i / Σ_kept w_j
+//
+// It is drawn by rejection, without sorting: a round draws two tokens from all with w_i ≥ min_p · max w, each the first
+// i with Σ_{j ≤ i} w_j > ⌊u · Σ w_j⌋, u uniform in [0, 1) from (seed, position, round, trial). The first of them that
+// top-k and top-p keep is the one; a token is kept if less than k tokens are larger, and if their w_j come to less than
+// top_p. If neither is, the next round draws from those larger than both, which contain all that are kept.
 //
 // Of equal l_i the smaller id counts as the larger. With temperature 0 the token is the largest l_i. Overflow of l_i
 // ends at the largest f32, a subnormal logit counts as zero.
@@ -35,12 +40,6 @@ inline constexpr int64_t kLargestSampledVocabulary = 1 << 18;
 
 // Throws an Error that names the option.
 void check_sampling(const Sampling& sampling);
-
-// One row on the CPU. `history`: the tokens before this one, of which the last kRepetitionWindow count. `position`: the
-// number of tokens of the sequence so far, which together with the seed gives the random number. An Error where a logit
-// is not finite.
-int32_t sample(std::span<const float> logits, const Sampling& sampling, std::span<const int32_t> history,
-               uint64_t position);
 
 // What choose() found for n rows, on its device.
 struct Choice {

@@ -11,7 +11,6 @@ namespace {
 
 using namespace sampling;
 
-constexpr int kBins = 4096;
 constexpr int64_t kNanosecondsPerLogit = 4;
 
 // Buffers of a thread, which stay for the next row.
@@ -65,67 +64,58 @@ uint64_t fill_weights(Row& row, float largest, float scale) {
   return sum;
 }
 
-// The rank of the last token that top-k and top-p keep. Bins of equal width find the few tokens that it is among.
-uint64_t last_kept(Row& row, float largest, uint64_t total, const SlotOptions::Head& options) {
-  struct Bin {
-    uint64_t count = 0, mass = 0;
-  };
-  float smallest = largest;
-  for (const float logit : row.logits) smallest = logit < smallest && is_finite(logit) ? logit : smallest;
-  // Past 32 octaves below the largest no weight is above 0.
-  const double width =
-      std::min(static_cast<double>(largest) - static_cast<double>(smallest), 32.0 / static_cast<double>(options.scale));
-  const double bins_per_logit = width > 0 ? kBins / width : 0.0;
-  const auto bin_of = [&](float logit) {
-    const double distance = (static_cast<double>(largest) - static_cast<double>(logit)) * bins_per_logit;
-    return distance < kBins - 1 ? static_cast<size_t>(distance) : size_t{kBins - 1};  // also a banned token
-  };
-  std::vector<Bin> bins(kBins);
-  for (size_t i = 0; i < row.logits.size(); ++i) {
-    Bin& bin = bins[bin_of(row.logits[i])];
-    bin.count += 1;
-    bin.mass += row.weights[i];
-  }
-  const uint64_t enough = enough_of(total, options.top_p);
+uint64_t rank_in(const Row& row, size_t i) {
+  return rank_of(row.logits[i], static_cast<uint32_t>(i));
+}
+
+// The first token whose weights, with those before it, are more than `wanted`.
+size_t find(const Row& row, uint64_t wanted) {
+  size_t i = 0;
+  while (wanted >= row.weights[i]) wanted -= row.weights[i++];
+  return i;
+}
+
+struct Above {
   uint64_t count = 0, mass = 0;
-  size_t last = 0;
-  while (count + bins[last].count < options.top_k && mass + bins[last].mass < enough) {
-    count += bins[last].count;
-    mass += bins[last].mass;
-    ++last;
+};
+Above tokens_above(const Row& row, uint64_t rank) {
+  const float logit = logit_of_rank(rank);
+  Above above;
+  for (size_t i = 0; i < row.logits.size(); ++i) {
+    const bool is_above = row.logits[i] > logit || (row.logits[i] == logit && i < id_of_rank(rank));
+    above.count += is_above ? 1 : 0;
+    above.mass += is_above ? row.weights[i] : 0;
   }
-  row.ranks.clear();
-  for (size_t i = 0; i < row.logits.size(); ++i)
-    if (bin_of(row.logits[i]) == last) row.ranks.push_back(rank_of(row.logits[i], static_cast<uint32_t>(i)));
-  std::sort(row.ranks.begin(), row.ranks.end(), std::greater<>());
-  for (const uint64_t rank : row.ranks) {
-    count += 1;
-    mass += row.weights[id_of_rank(rank)];
-    if (count >= options.top_k || mass >= enough) return rank;
-  }
-  return 0;
+  return above;
 }
 
 // From row.logits, which are adjusted.
 uint32_t draw(Row& row, const SlotOptions::Head& options, uint64_t position) {
   const uint64_t best = largest_rank(row.logits);
   if (options.greedy != 0) return id_of_rank(best);
-  const float largest = logit_of_rank(best);
-  uint64_t mass = fill_weights(row, largest, options.scale);
-  const bool selects = options.top_k < row.logits.size() || options.top_p != 0;
-  if (selects || options.min_weight > 0) {
-    const uint64_t last = selects ? last_kept(row, largest, mass, options) : 0;
+  const uint64_t all = fill_weights(row, logit_of_rank(best), options.scale);
+  uint64_t mass = all;
+  if (options.min_weight > 0) {
     mass = 0;
-    for (size_t i = 0; i < row.weights.size(); ++i) {
-      uint32_t& weight = row.weights[i];
-      if (weight < options.min_weight || rank_of(row.logits[i], static_cast<uint32_t>(i)) < last) weight = 0;
-      mass += weight;
-    }
+    for (uint32_t& weight : row.weights) mass += weight = weight < options.min_weight ? 0 : weight;
   }
-  uint64_t left = drawn_from(mass, options.seed, position);
-  uint32_t id = 0;
-  while (left >= row.weights[id]) left -= row.weights[id++];
-  return id;
+  const bool selects = options.top_k != UINT32_MAX || options.top_p != 0;
+  const uint64_t enough = enough_of(all, options.top_p);
+  for (int round = 0;; ++round) {
+    uint64_t floor = 0;
+    size_t drawn[kTrials];
+    for (int t = 0; t < kTrials; ++t) drawn[t] = find(row, drawn_from(mass, options.seed, position, round, t));
+    if (!selects) return static_cast<uint32_t>(drawn[0]);
+    for (const size_t i : drawn) {
+      const Above above = tokens_above(row, rank_in(row, i));
+      if (above.count < options.top_k && above.mass < enough) return static_cast<uint32_t>(i);
+      if (rank_in(row, i) < floor) continue;
+      floor = rank_in(row, i);
+      mass = above.mass;
+    }
+    for (size_t i = 0; i < row.weights.size(); ++i)
+      if (rank_in(row, i) <= floor) row.weights[i] = 0;
+  }
 }
 
 // The most probable tokens into columns 1 to k. Returns what is to be subtracted from a logit.
@@ -146,21 +136,12 @@ double find_best(Row& row, int32_t k, int32_t* ids, float* log_probabilities) {
 
 }  // namespace
 
-int32_t cpu::choose_row(const float* logits, int64_t vocabulary, const SlotOptions& options, const SlotHistory& history,
-                        uint64_t position) {
-  Row& row = own_row();
-  load(row.logits, logits, vocabulary);
-  adjust(row.logits, options, history);
-  return static_cast<int32_t>(draw(row, options.head, position));
-}
-
 void cpu::choose(const ChooseCall& call) {
   constexpr int64_t kColumns = 1 + kMostLogProbabilities;
-  const SlotOptions greedy;
   const bool shared = call.rows * call.vocabulary * kNanosecondsPerLogit >= kElementsPerThread;
   parallel_for_if(shared, call.rows, [&](int64_t i) {
     const float* const logits = call.logits + i * call.stride;
-    const SlotOptions& options = call.slots != nullptr ? call.options[call.slots[i]] : greedy;
+    const SlotOptions& options = call.options[call.slots[i]];
     Row& row = own_row();
     const bool finite = load(row.logits, logits, call.vocabulary);
     double subtract = 0;
@@ -171,16 +152,11 @@ void cpu::choose(const ChooseCall& call) {
         subtract = find_best(row, options.head.log_probabilities, call.best + i * kColumns,
                              call.log_probabilities + i * kColumns);
     }
-    uint32_t id = 0;
-    if (call.slots == nullptr) {
-      id = id_of_rank(largest_rank(row.logits));
-    } else {
-      SlotHistory& history = call.histories[call.slots[i]];
-      adjust(row.logits, options, history);
-      id = finite ? draw(row, options.head, history.position) : id_of_rank(largest_rank(row.logits));
-      history.token[history.position % kRepetitionWindow] = static_cast<int32_t>(id);
-      history.position += 1;
-    }
+    SlotHistory& history = call.histories[call.slots[i]];
+    adjust(row.logits, options, history);
+    const uint32_t id = finite ? draw(row, options.head, history.position) : id_of_rank(largest_rank(row.logits));
+    history.token[history.position % kRepetitionWindow] = static_cast<int32_t>(id);
+    history.position += 1;
     call.ids[2 * i] = static_cast<int32_t>(id);
     call.ids[2 * i + 1] = finite ? 1 : 0;
     if (call.best != nullptr && options.head.log_probabilities >= 0) {

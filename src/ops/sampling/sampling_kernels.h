@@ -41,7 +41,7 @@ SlotOptions slot_options(const Sampling& sampling, int64_t vocabulary);
 struct ChooseCall {
   const float* logits;
   int64_t stride, rows, vocabulary;
-  const int32_t* slots;        // of the rows; null: the largest logit of each row, and no history
+  const int32_t* slots;        // of the rows
   const SlotOptions* options;  // of all slots, as are the histories
   SlotHistory* histories;
   int32_t* ids;              // [rows, 2]
@@ -56,9 +56,6 @@ void choose(const ChooseCall& call);
 void set_options(Device device, SlotOptions* to, const SlotOptions& options);
 void append_tokens(Device device, SlotHistory* to, const NewTokens& tokens);
 void copy_history(Device device, SlotHistory* to, const SlotHistory* from);
-// One row of finite logits: the id. Only the tokens of `history` count, not its position.
-int32_t choose_row(const float* logits, int64_t vocabulary, const SlotOptions& options, const SlotHistory& history,
-                   uint64_t position);
 }  // namespace cpu
 namespace cuda {
 void choose(const ChooseCall& call);

@@ -141,9 +141,10 @@ FURIOUS_HOST_DEVICE inline uint64_t enough_of(uint64_t all, uint64_t top_p) {
 }
 
 // ⌊u · mass⌋ with a u of 64 bits.
-FURIOUS_HOST_DEVICE inline uint64_t drawn_from(uint64_t mass, uint64_t seed, uint64_t position) {
-  const RandomBits bits = random_bits(seed, kStream, position);
-  return multiply_high(mass, static_cast<uint64_t>(bits.word[1]) << 32 | bits.word[0]);
+inline constexpr int kTrials = 2;  // of a round
+FURIOUS_HOST_DEVICE inline uint64_t drawn_from(uint64_t mass, uint64_t seed, uint64_t position, int round, int trial) {
+  const RandomBits bits = random_bits(seed, kStream + static_cast<uint64_t>(round), position);
+  return multiply_high(mass, static_cast<uint64_t>(bits.word[2 * trial + 1]) << 32 | bits.word[2 * trial]);
 }
 
 }  // namespace furious::sampling

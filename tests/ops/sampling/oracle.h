@@ -72,6 +72,21 @@ inline SamplingOracle sampling_oracle(std::span<const float> logits, const Sampl
   return out;
 }
 
+// One token after `history`, by a sampler of its own. `draw`: for further random numbers.
+inline int32_t sample(std::span<const float> logits, const Sampling& sampling, std::span<const int32_t> history = {},
+                      uint64_t draw = 0) {
+  const auto count = static_cast<int64_t>(logits.size());
+  Sampler sampler(1, count, {});
+  sampler.set(0, sampling);
+  const auto recent = history.last(std::min<size_t>(history.size(), kRepetitionWindow));
+  sampler.restore(0, {history.size() + draw, {recent.begin(), recent.end()}});
+  const Tensor row = Tensor::empty({1, count}, DType::f32);
+  std::ranges::copy(logits, row.data<float>());
+  const Choice choice = sampler.choose(row, all_slots(1));
+  require_finite_logits(choice.ids);
+  return choice.ids.data<int32_t>()[0];
+}
+
 inline std::vector<float> random_logits(Random& random, int64_t count, double scale = 3) {
   std::vector<float> logits(count);
   for (float& logit : logits) logit = static_cast<float>(scale * random.normal());
