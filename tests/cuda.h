@@ -1,4 +1,4 @@
-// Tests on a GPU: skipped where there is none.
+// Tests on a GPU: skipped if none is available.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -10,7 +10,7 @@ namespace furious::testing {
 
 inline constexpr Device kGpu{DeviceKind::cuda, 0};
 
-// Suites whose name ends in Cuda take part; each of their tests begins with this.
+// Every test of a suite whose name ends in Cuda begins with this.
 #define SKIP_WITHOUT_GPU() \
   if (furious::describe_cuda_devices().empty()) GTEST_SKIP() << "no CUDA device"
 
@@ -31,7 +31,7 @@ inline Tensor to_cpu(const Tensor& tensor) {
   return here;
 }
 
-// What f32 and bf16 arithmetic may differ from the CPU's, by relative norm.
+// Tolerances against the CPU for f32 and bf16, as relative norms.
 inline double tolerance(DType dtype) {
   return dtype == DType::bf16 ? 1e-2 : 1e-4;
 }

@@ -1,4 +1,4 @@
-// A program's own signal handler, which is called all the time.
+// A signal handler of the program that is called constantly.
 #pragma once
 
 #include <pthread.h>
@@ -11,7 +11,7 @@
 
 namespace furious::testing {
 
-// While it lives, a handler that uses kilobytes of stack runs on this thread every fraction of a millisecond.
+// During its lifetime, a handler that uses kilobytes of stack runs on this thread several times per millisecond.
 class ManySignals {
  public:
   ManySignals() : thread_(::pthread_self()) {

@@ -1,4 +1,4 @@
-// Tensors that are views: rows of a wider tensor, with NaN around them so that a stray read shows.
+// Tensors that are views: rows of a wider tensor, surrounded by NaN so that an out-of-range read is detected.
 #pragma once
 
 #include <limits>

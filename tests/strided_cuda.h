@@ -10,10 +10,10 @@ namespace furious::testing {
 
 inline constexpr DType kActivationTypes[] = {DType::f32, DType::bf16};
 
-// Elements before a row: none (and none behind: contiguous), as many as keep it aligned, and an odd number.
+// Elements before a row: none (and none after it: contiguous), a number that keeps it aligned, and an odd number.
 inline constexpr int64_t kMargins[] = {0, 8, 3};
 
-// What the CPU has to compute with to be compared: f32 numbers that the dtype can hold.
+// Inputs for the CPU to compare with: f32 numbers rounded to the dtype.
 inline Tensor rounded(const Tensor& tensor, DType dtype) {
   return to_dtype(to_dtype(tensor, dtype), DType::f32);
 }

@@ -34,7 +34,7 @@ int64_t Random::integer(int64_t low, int64_t high) {
   return std::uniform_int_distribution<int64_t>(low, high)(engine_);
 }
 
-// By the library's own generators: those of <random> would take most of the time of tests with large tensors.
+// With the library's generators: those of <random> are slow for large tensors.
 Tensor Random::normal_tensor(const Shape& shape, double scale, DType dtype) {
   const Tensor values = Tensor::empty(shape, DType::f32);
   fill_normal(values, 0, static_cast<float>(scale), engine_(), 0);

@@ -1,4 +1,4 @@
-// What every test needs: random tensors from a printed seed, comparison by relative norm, finite differences in double.
+// For all tests: random tensors from a printed seed, comparison by relative norm, finite differences in double.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -67,7 +67,7 @@ using Function = std::function<std::vector<double>(const std::vector<double>&)>;
 std::vector<double> numeric_gradient(const Function& f, const std::vector<double>& x,
                                      const std::vector<double>& weights, double step = 1e-5);
 
-// Runs `statement`, expects furious::Error, and that its message holds every one of `parts`.
+// Runs `statement` and expects a furious::Error whose message contains all of `parts`.
 void expect_error(const std::function<void()>& statement, const std::vector<std::string>& parts);
 
 }  // namespace furious::testing

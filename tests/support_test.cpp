@@ -6,7 +6,7 @@ namespace {
 using namespace furious::testing;
 
 // One wrong row of ten thousand is a hundredth of the norm.
-TEST(RelativeError, SeesOneWrongRow) {
+TEST(RelativeError, DetectsOneWrongRow) {
   Random random;
   const Tensor expected = random.normal_tensor({10000, 16}), actual = random.normal_tensor({10000, 16});
   copy(actual, expected);

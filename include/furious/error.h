@@ -1,4 +1,4 @@
-// What went wrong, said to the user: where, what came, what was expected, what to do.
+// The exception of the library. Its message is for the user: what is wrong, and what to do.
 #pragma once
 
 #include <stdexcept>

@@ -1,4 +1,4 @@
-// Which furious a program runs with.
+// The version of the library that a program runs with.
 #pragma once
 
 #include <string>

@@ -26,16 +26,16 @@ void rethrow_as_error() {
     throw;
   } catch (const Error&) {
     throw;
-  } catch (const std::bad_alloc&) {  // tensors name their size in an Error of their own
+  } catch (const std::bad_alloc&) {  // allocations of tensors throw an Error that names their size
     fail("not enough memory; use a smaller model, batch or length, or end other programs");
   } catch (const std::filesystem::filesystem_error& error) {
     fail("{}", words_of(error));
   } catch (const std::system_error& error) {
-    fail("{}: the system refused it; check its limits (ulimit -a)", error.what());
+    fail("{}: refused by the system; check its limits (ulimit -a)", error.what());
   } catch (const nlohmann::json::exception& error) {
-    fail("a JSON value is not what was expected: {}; please report this message", json_reason(error.what()));
+    fail("internal error: unexpected JSON value: {}; please report this message", json_reason(error.what()));
   } catch (const std::length_error& error) {
-    fail("something too large was asked for ({}); use smaller sizes", error.what());
+    fail("an allocation is too large ({}); use smaller sizes", error.what());
   } catch (const std::logic_error& error) {
     fail("internal error: {}; please report this message", error.what());
   }

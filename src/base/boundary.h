@@ -1,4 +1,4 @@
-// The boundary to programs that use the library: only furious::Error crosses it, with words for the user.
+// The boundary of the library: only furious::Error crosses it, with a message for the user.
 #pragma once
 
 #include <exception>
@@ -6,11 +6,11 @@
 
 namespace furious {
 
-// The message of an Error, and of what the language and its library throw: no memory, files that cannot be looked at.
+// The message of an Error, or of a standard exception (bad_alloc, filesystem_error, ...) put into words for the user.
 std::string words_of(const std::exception_ptr& exception);
 
-// In a handler: throws what was caught again, as an Error where it is none. What a callback of the caller throws stays
-// what it is, if it is a class of its own or a plain std::runtime_error.
+// In a catch block: rethrows the current exception, converted to an Error if it is a standard exception. Exceptions of
+// a caller's callback pass unchanged if they are a class of its own or a plain std::runtime_error.
 //   Model Model::load(…) try {
 //     …
 //   } catch (...) {

@@ -3,7 +3,7 @@
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "base/build_info.cpp"
 #include "hwy/foreach_target.h"
-// After foreach_target.h, which includes this file again.
+// Must follow foreach_target.h, which includes this file once per target.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -49,7 +49,7 @@ std::string cpu_name() {
 
 namespace {
 
-// Highway numbers its targets; AVX3 is AVX-512.
+// Highway's name for AVX-512 is AVX3.
 std::string target_name(int64_t target) {
   std::string name = hwy::TargetName(target);
   if (name.starts_with("AVX3")) name.replace(0, 4, "AVX-512");

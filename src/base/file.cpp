@@ -55,7 +55,7 @@ Descriptor open_to_read(const fs::path& path, int more_flags = 0) {
 Descriptor open_existing(const fs::path& path, int more_flags) {
   Descriptor file = open_to_read(path, more_flags);
   const int error = errno;
-  require(file.valid() || error != ENOENT, "{}: there is no such file; check the path", path.string());
+  require(file.valid() || error != ENOENT, "{}: no such file; check the path", path.string());
   require(file.valid(), "{}: cannot be read: {}", path.string(), reason(error));
   return file;
 }
@@ -82,8 +82,8 @@ fs::path random_sibling(const fs::path& path) {
   return sibling;
 }
 
-// A temporary that exists and is locked by us. A cleaner may have taken it for an orphan between its creation and the
-// lock; it then has no name any more, and another one is made.
+// A temporary that exists and is locked by this process. Between its creation and the lock, remove_orphans of another
+// process may have unlinked it; another one is then created.
 struct Temporary {
   fs::path path;
   Descriptor descriptor;
@@ -95,9 +95,9 @@ Temporary make_temporary(const fs::path& target, Create&& create) {
     const fs::path path = random_sibling(target);
     Descriptor descriptor(create(path));
     if (!descriptor.valid() && errno == EEXIST) continue;
-    require(descriptor.valid(), "{}: cannot be written: {} in {}; choose a place you may write to", target.string(),
+    require(descriptor.valid(), "{}: cannot be written: {} in {}; choose a writable directory", target.string(),
             reason(errno), directory_of(target).string());
-    ::flock(descriptor.number(), LOCK_EX);  // a file system without locks also lets nobody else take one
+    ::flock(descriptor.number(), LOCK_EX);  // where locks are unsupported, no other process gets one either
     struct stat status {};
     if (::fstat(descriptor.number(), &status) == 0 && status.st_nlink > 0) return {path, std::move(descriptor)};
   }
@@ -112,13 +112,13 @@ int create_directory(const fs::path& path) {
   return ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
 }
 
-// Removes what killed writers left behind, where its name begins so.
-void remove_orphans(const fs::path& directory, const std::string& beginning) {
+// Removes unlocked temporaries whose name starts with `prefix`: their writers were killed.
+void remove_orphans(const fs::path& directory, const std::string& prefix) {
   std::error_code ignored;
   std::vector<fs::path> candidates;
   for (const fs::directory_entry& entry : fs::directory_iterator(directory, ignored)) {
     const std::string name = entry.path().filename().string();
-    if (name.starts_with(beginning) && name.find(kTemporaryMark) != name.npos) candidates.push_back(entry.path());
+    if (name.starts_with(prefix) && name.find(kTemporaryMark) != name.npos) candidates.push_back(entry.path());
   }
   for (const fs::path& candidate : candidates) {
     const Descriptor descriptor = open_to_read(candidate, O_NOFOLLOW | O_NONBLOCK);
@@ -130,7 +130,7 @@ void remove_orphans_of(const fs::path& target) {
   remove_orphans(directory_of(target), target.filename().string() + std::string(kTemporaryMark));
 }
 
-// 0 or an errno. Some file systems know no sync of a directory (EINVAL) and need none.
+// Returns 0 or an errno. EINVAL is success: some file systems do not support, or need, syncing a directory.
 int sync_path(const fs::path& path) {
   const Descriptor descriptor = open_to_read(path, O_NONBLOCK);
   if (!descriptor.valid()) return errno;
@@ -140,8 +140,8 @@ int sync_path(const fs::path& path) {
 void sync_name(const fs::path& path) {
   const int error = sync_path(directory_of(path));
   require(error == 0,
-          "{}: was written, but its directory could not be synced: {}; after a power failure the previous one may be "
-          "back",
+          "{}: was written, but its directory could not be synced: {}; a power failure may restore the previous "
+          "version",
           path.string(), reason(error));
 }
 
@@ -173,8 +173,8 @@ std::string advice(int error) {
   }
 }
 
-// Without exceptions: what cannot be looked at will be refused, with the reason, when it is opened.
-bool is_there(const fs::path& path) {
+// No exceptions: a path that cannot be examined fails with a reason when it is opened.
+bool path_exists(const fs::path& path) {
   std::error_code ignored;
   return fs::exists(fs::symlink_status(path, ignored));
 }
@@ -184,10 +184,10 @@ bool is_a_directory(const fs::path& path) {
   return fs::is_directory(path, ignored);
 }
 
-// What stands under `path` after a failed attempt to write there.
+// For messages: the state of `path` after a failed write.
 std::string untouched(const fs::path& path, std::string_view what) {
-  return is_there(path) ? fmt::format("the previous {} is untouched", what)
-                        : fmt::format("no {} of that name was made", what);
+  return path_exists(path) ? fmt::format("the previous {} is untouched", what)
+                           : fmt::format("no {} of that name was created", what);
 }
 
 class TemporaryDirectory {
@@ -211,13 +211,13 @@ void rename_or_fail(const fs::path& from, const fs::path& to) {
     fail("{}: cannot be renamed to {}: {}", from.string(), to.string(), reason(errno));
 }
 
-// Whether the file system could exchange the two names in one step.
+// False if the file system cannot exchange two names atomically.
 bool exchange(const fs::path& a, const fs::path& b) {
   return ::renameat2(AT_FDCWD, a.c_str(), AT_FDCWD, b.c_str(), RENAME_EXCHANGE) == 0;
 }
 
 void put_in_place(const fs::path& temporary, const fs::path& target) {
-  if (!is_there(target))
+  if (!path_exists(target))
     rename_or_fail(temporary, target);
   else if (!exchange(temporary, target))
     file_detail::replace_in_two_steps(temporary, target);
@@ -229,7 +229,7 @@ MappedFile::MappedFile(const fs::path& path) : path_(path) {
   const Descriptor file = open_existing(path, O_NONBLOCK);  // opening a pipe must not wait for a writer
   const struct stat status = status_of(file.number(), path);
   require(S_ISREG(status.st_mode), "{}: is not a regular file, so it cannot be mapped", path.string());
-  require(status.st_size > 0, "{}: is empty; it was not written completely, or is the wrong file", path.string());
+  require(status.st_size > 0, "{}: is empty; it was not written completely or is the wrong file", path.string());
   size_ = static_cast<size_t>(status.st_size);
   void* const data = ::mmap(nullptr, size_, PROT_READ, MAP_PRIVATE, file.number(), 0);
   require(data != MAP_FAILED, "{}: cannot be mapped ({} bytes): {}", path.string(), size_, reason(errno));
@@ -251,16 +251,16 @@ std::string read_all(const Descriptor& file, const fs::path& path, uint64_t max_
     require(count >= 0, "{}: cannot be read: {}", path.string(), reason(errno));
     if (count == 0) return text;
     text.append(buffer.data(), static_cast<size_t>(count));
-    require(text.size() <= max_bytes, "{}: is larger than {} bytes; it cannot be the file that was meant",
+    require(text.size() <= max_bytes, "{}: is larger than {} bytes, the limit for this kind of file; check the path",
             path.string(), max_bytes);
   }
 }
 
-// The file that a chain of links ends at, which need not be there.
+// The target of a chain of symbolic links. It need not exist.
 fs::path behind_links(fs::path path) {
   std::error_code ignored;
   for (int links = 0; fs::is_symlink(path, ignored); ++links) {
-    require(links < 40, "{}: is a link that leads back to itself; remove it", path.string());
+    require(links < 40, "{}: is a cycle of symbolic links; remove it", path.string());
     const fs::path target = fs::read_symlink(path, ignored);
     path = target.is_absolute() ? target : directory_of(path) / target;
   }
@@ -271,7 +271,7 @@ fs::path behind_links(fs::path path) {
 
 std::string read_text(const fs::path& path, uint64_t max_bytes) {
   const Descriptor file = open_existing(path, O_NONBLOCK);  // opening a pipe must not wait for a writer
-  require(S_ISREG(status_of(file.number(), path).st_mode), "{}: is not a regular file; expected one", path.string());
+  require(S_ISREG(status_of(file.number(), path).st_mode), "{}: is not a regular file, expected one", path.string());
   return read_all(file, path, max_bytes);
 }
 
@@ -307,13 +307,13 @@ void AtomicFile::discard() {
 
 void AtomicFile::failed(int error, uint64_t pending_bytes) {
   const uint64_t needed = std::max(expected_bytes_, written_ + pending_bytes);
-  discard();  // first: what the temporary held counts as free
+  discard();  // before counting the free bytes, which then include those of the temporary
   fail("{}: cannot be written: {}; {} bytes are needed and {} bytes are free; {}{}", path_.string(), reason(error),
        needed, free_bytes(directory_of(path_)), untouched(path_, "file"), advice(error));
 }
 
 void AtomicFile::write(std::span<const std::byte> bytes) {
-  require(file_ >= 0, "{}: written to after it was finished", path_.string());
+  require(file_ >= 0, "{}: write after commit", path_.string());
   while (!bytes.empty()) {
     const ssize_t count = ::write(file_, bytes.data(), bytes.size());
     if (count < 0 && errno == EINTR) continue;
@@ -325,7 +325,8 @@ void AtomicFile::write(std::span<const std::byte> bytes) {
 
 void AtomicFile::overwrite(uint64_t offset, std::span<const std::byte> bytes) {
   require(file_ >= 0 && offset <= written_ && bytes.size() <= written_ - offset,
-          "{}: {} bytes at {} overwritten, but {} were written", path_.string(), bytes.size(), offset, written_);
+          "{}: overwrite of {} bytes at {} exceeds the {} bytes written", path_.string(), bytes.size(), offset,
+          written_);
   while (!bytes.empty()) {
     const ssize_t count = ::pwrite(file_, bytes.data(), bytes.size(), static_cast<off_t>(offset));
     if (count < 0 && errno == EINTR) continue;
@@ -336,12 +337,12 @@ void AtomicFile::overwrite(uint64_t offset, std::span<const std::byte> bytes) {
 }
 
 void AtomicFile::commit() {
-  require(file_ >= 0, "{}: finished twice", path_.string());
+  require(file_ >= 0, "{}: commit called twice", path_.string());
   if (::fsync(file_) != 0) failed(errno, 0);
-  // Locked until it has its name: else another writer would take it for what a killed one left.
+  // Keep the lock until after the rename: otherwise another writer would remove the file as an orphan.
   if (::rename(temporary_.c_str(), path_.c_str()) != 0) failed(errno, 0);
   temporary_.clear();
-  ::close(std::exchange(file_, -1));  // what it could say, fsync has said
+  ::close(std::exchange(file_, -1));  // fsync has already reported any write error
   sync_name(path_);
 }
 
@@ -354,9 +355,9 @@ void write_text(const fs::path& path, std::string_view text) {
 DirectoryLock::DirectoryLock(const fs::path& directory) {
   Descriptor descriptor = open_to_read(directory, O_DIRECTORY);
   require(descriptor.valid(), "{}: cannot be opened: {}", directory.string(), reason(errno));
-  // Other errors than EWOULDBLOCK: a file system without locks. A process that was killed may take a moment to end.
+  // Errors other than EWOULDBLOCK mean that locks are unsupported. Retry: a killed process may not have exited yet.
   for (int tries = 20; ::flock(descriptor.number(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK; --tries) {
-    require(tries > 0, "{}: another process is at work there; wait for it, or choose another directory",
+    require(tries > 0, "{}: in use by another process; wait for it to finish, or choose another directory",
             directory.string());
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
   }
@@ -375,9 +376,9 @@ fs::path file_detail::set_aside_name(const fs::path& path) {
 
 void file_detail::replace_in_two_steps(const fs::path& temporary, const fs::path& path) {
   const fs::path aside = set_aside_name(path);
-  fs::remove_all(aside);  // of a writer killed after its second step
+  fs::remove_all(aside);  // left by a writer that was killed after its second step
   const Descriptor old = open_to_read(path);
-  ::flock(old.number(), LOCK_EX);  // so that no reader puts it back between the steps
+  ::flock(old.number(), LOCK_EX);  // prevents recover_directory from renaming it back between the steps
   rename_or_fail(path, aside);
   if (::rename(temporary.c_str(), path.c_str()) != 0) {
     const int error = errno;
@@ -392,7 +393,7 @@ void recover_directory(const fs::path& path) {
   const fs::path aside = file_detail::set_aside_name(target);
   const Descriptor old = open_to_read(aside, O_DIRECTORY);
   if (!old.valid() || ::flock(old.number(), LOCK_EX | LOCK_NB) != 0) return;
-  if (!is_there(target)) rename_or_fail(aside, target);
+  if (!path_exists(target)) rename_or_fail(aside, target);
 }
 
 void remove_leftovers(const fs::path& directory) {
@@ -401,11 +402,11 @@ void remove_leftovers(const fs::path& directory) {
 
 void replace_directory(const fs::path& path, const std::function<void(const fs::path&)>& build) {
   const fs::path target = without_trailing_slash(path);
-  require(!is_there(target) || is_a_directory(target), "{}: is a file, expected the name of a directory to write",
+  require(!path_exists(target) || is_a_directory(target), "{}: is a file, expected the name of a directory to write",
           target.string());
   recover_directory(target);
   remove_orphans_of(target);
-  const TemporaryDirectory temporary(target);  // in the end it holds, and removes, the old directory
+  const TemporaryDirectory temporary(target);  // after the exchange it holds the old directory, and removes it
   try {
     build(temporary.path());
     sync_tree(temporary.path());

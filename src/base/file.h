@@ -1,8 +1,8 @@
-// Files: reading by mapping, and writing that never costs the last good file.
+// Files: memory-mapped reading, and atomic writing that never damages the previous version of a file.
 //
-// What is written appears under its name only when it is complete and on the disk. Until then it lies beside its place
-// as NAME.tmp-furious-…, locked by its writer; a temporary that nobody locks was left by a crash, and the next writer
-// of the same name removes it.
+// A file appears under its name only when it is complete and synced to disk. Until then it is NAME.tmp-furious-… in the
+// same directory, locked by its writer. A temporary without a lock was left by a crash; the next writer of the same
+// name removes it.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@
 
 namespace furious {
 
-// A whole file, mapped read-only. The file must not be cut short while it is mapped; AtomicFile never does that to it.
+// A whole file, mapped read-only. The file must not be truncated while it is mapped; AtomicFile never truncates one.
 class MappedFile {
  public:
   explicit MappedFile(const std::filesystem::path& path);
@@ -33,17 +33,17 @@ class MappedFile {
   size_t size_ = 0;
 };
 
-// The contents of a regular file, which may be empty; more than max_bytes are refused.
+// The contents of a regular file, which may be empty. A file larger than max_bytes is an Error.
 std::string read_text(const std::filesystem::path& path, uint64_t max_bytes = uint64_t{1} << 30);
-// The same for what a user names as input: also a pipe, which is waited for.
+// The same for a path given by the user: also reads pipes, blocking until the writer closes.
 std::string read_input(const std::filesystem::path& path, uint64_t max_bytes = uint64_t{1} << 30);
 
-// Writes all of a file or nothing. Without commit(), and after any error, the file that was there before is untouched
-// and no temporary stays behind. A link stays one: the file it points to is written. What is there and is no regular
-// file (a device, a pipe) is refused.
+// Writes all of a file or nothing. Without commit(), and after any error, the previous file is untouched and the
+// temporary is removed. A symbolic link is followed: the file it points to is replaced. An existing path that is not a
+// regular file (a device, a pipe) is an Error.
 class AtomicFile {
  public:
-  // expected_bytes, when known, lets the message on a full disk say how much room the whole file needs.
+  // expected_bytes, if known, is reported as the required space when the disk is full.
   explicit AtomicFile(const std::filesystem::path& path, uint64_t expected_bytes = 0);
   ~AtomicFile();
   AtomicFile(const AtomicFile&) = delete;
@@ -52,7 +52,7 @@ class AtomicFile {
   void write(std::span<const std::byte> bytes);
   void write(std::string_view text) { write(std::as_bytes(std::span(text))); }
   void overwrite(uint64_t offset, std::span<const std::byte> bytes);  // within what was written
-  void commit();                                                      // on the disk and under its name when it returns
+  void commit();                                                      // syncs, then renames to the final name
 
  private:
   [[noreturn]] void failed(int error, uint64_t pending_bytes);
@@ -67,8 +67,8 @@ class AtomicFile {
 
 void write_text(const std::filesystem::path& path, std::string_view text);  // through AtomicFile
 
-// A directory that one process at a time works in; an Error says that another one does. Ends with the process, however
-// that ends.
+// An exclusive lock on a directory; an Error if another process holds it. The system releases it when the process ends,
+// also after a crash.
 class DirectoryLock {
  public:
   explicit DirectoryLock(const std::filesystem::path& directory);
@@ -80,23 +80,23 @@ class DirectoryLock {
   int descriptor_;
 };
 
-// Makes a directory whole or not at all: build(temporary) fills an empty directory beside `path`; it is synced and
-// takes the place of `path` in one step. A crash at any point leaves the old or the new directory there. What `build`
-// throws leaves the old one untouched; an Error says so.
+// Writes a directory atomically: build(temporary) fills an empty directory next to `path`, which is then synced and
+// replaces `path` in one step. A crash at any point leaves either the old or the new directory. If `build` throws, the
+// old directory is untouched; the message of an Error says so.
 void replace_directory(const std::filesystem::path& path,
                        const std::function<void(const std::filesystem::path& temporary)>& build);
 
 // Call before reading a directory that replace_directory writes. Some file systems (NFS) cannot exchange two
-// directories in one step; a crash between the two steps leaves the old one under another name, and this puts it back.
+// directories in one step; a crash between the two steps leaves the old one under another name. This renames it back.
 void recover_directory(const std::filesystem::path& path);
 
-// Removes every temporary in a directory that a crash left there, also of names that nobody writes again.
+// Removes all temporaries that crashes left in a directory, including those whose target is never written again.
 void remove_leftovers(const std::filesystem::path& directory);
 
 namespace file_detail {
-// How replace_directory exchanges `temporary` and an existing `path` on such a file system.
+// Replaces an existing `path` by `temporary` where the file system cannot exchange names atomically.
 void replace_in_two_steps(const std::filesystem::path& temporary, const std::filesystem::path& path);
-// Where the old directory lies between the two steps.
+// The name of the old directory between the two steps.
 std::filesystem::path set_aside_name(const std::filesystem::path& path);
 }  // namespace file_detail
 

@@ -17,19 +17,19 @@
 
 namespace furious {
 
-// 64-bit FNV-1a: for fingerprints and for choosing by content, not against an attacker.
+// 64-bit FNV-1a: for fingerprints and for selection by content. Not cryptographic.
 inline uint64_t hash_of(std::string_view bytes) {
   uint64_t hash = 0xcbf29ce484222325u;
   for (const char byte : bytes) hash = (hash ^ static_cast<unsigned char>(byte)) * 0x100000001b3u;
   return hash;
 }
 
-// For large data, at the speed of memory: words in four lanes, blocks in parallel. The same for any number of threads.
+// For large data, at memory bandwidth: words in four lanes, blocks in parallel. Independent of the number of threads.
 class LargeHash {
  public:
   static constexpr size_t kBlock = 1 << 20;
 
-  // Any number of whole blocks; only the last piece may end within one.
+  // Bytes must be a multiple of kBlock in every call but the last.
   void add(std::span<const std::byte> bytes) {
     const size_t before = hashes_.size();
     hashes_.resize(before + (bytes.size() + kBlock - 1) / kBlock);
@@ -69,7 +69,7 @@ inline uint64_t hash_of_large(std::span<const std::byte> bytes) {
   return hash.finish();
 }
 
-// As files have them.
+// The format used in files: 16 hexadecimal digits.
 inline std::string hash_text(uint64_t hash) {
   return fmt::format("{:016x}", hash);
 }

@@ -13,14 +13,14 @@ namespace {
 
 using Json = nlohmann::json;
 
-// Calls outside(rest) at every place outside of quotes; it returns how many bytes it took care of, 0: copy one.
+// Calls outside(position) for every byte outside of quotes. It returns how many bytes to skip; 0 skips one.
 template <class Outside>
 void scan(std::string_view text, Outside&& outside) {
   bool quoted = false;
   for (size_t at = 0; at < text.size();) {
     if (quoted) {
       quoted = text[at] != '"';
-      at += text[at] == '\\' ? 2 : 1;  // an escaped quote is none
+      at += text[at] == '\\' ? 2 : 1;  // skip escaped characters
       continue;
     }
     quoted = text[at] == '"';
@@ -33,7 +33,7 @@ void check_depth(std::string_view text, const std::string& origin, int most) {
   scan(text, [&](size_t at) {
     if (text[at] == '{' || text[at] == '[') ++depth;
     if (text[at] == '}' || text[at] == ']') --depth;
-    require(depth <= most, "{}: values within values more than {} deep, at byte {}; the file is damaged or another's",
+    require(depth <= most, "{}: nested more than {} levels deep, at byte {}; the file is damaged or the wrong one",
             origin, most, at);
     return 0;
   });
@@ -80,10 +80,11 @@ std::string json_reason(const std::string& message) {
 }
 
 Json parse_json(std::string_view text, const std::string& origin, const JsonLimits& limits) {
-  require(text.size() <= limits.bytes, "{}: {} bytes of JSON, expected at most {}; the file is damaged or another's",
-          origin, text.size(), limits.bytes);
-  // The parser would take a zero byte for the end of the text.
-  require(text.find('\0') == std::string_view::npos, "{}: not JSON: it holds a zero byte", origin);
+  require(text.size() <= limits.bytes,
+          "{}: {} bytes of JSON, expected at most {}; the file is damaged or the wrong one", origin, text.size(),
+          limits.bytes);
+  // The parser treats a zero byte as the end of the text.
+  require(text.find('\0') == std::string_view::npos, "{}: not JSON: it contains a zero byte", origin);
   check_depth(text, origin, limits.depth);
   std::string replaced;
   if (limits.python_words) text = replaced = without_python_words(text);
@@ -91,7 +92,7 @@ Json parse_json(std::string_view text, const std::string& origin, const JsonLimi
     return Json::parse(text.begin(), text.end());
   } catch (const Json::parse_error& error) {
     fail("{}: not JSON, or damaged, at {}: {}", origin, place_of(text, error.byte), json_reason(error.what()));
-  } catch (const Json::exception& error) {  // a number that is too large
+  } catch (const Json::exception& error) {  // a number out of range
     fail("{}: not JSON, or damaged: {}", origin, json_reason(error.what()));
   }
 }
@@ -135,12 +136,12 @@ int64_t JsonValue::integer(int64_t low, int64_t high) const {
   const bool whole = value_->is_number_integer();
   const bool fits = value_->is_number_unsigned() ? std::in_range<int64_t>(value_->get<uint64_t>()) : whole;
   const int64_t number = fits ? value_->get<int64_t>() : 0;
-  if (!fits || number < low || number > high) unexpected(fmt::format("a whole number from {} to {}", low, high));
+  if (!fits || number < low || number > high) unexpected(fmt::format("an integer from {} to {}", low, high));
   return number;
 }
 
 uint64_t JsonValue::whole() const {
-  if (!value_->is_number_unsigned()) unexpected("a whole number, not negative");
+  if (!value_->is_number_unsigned()) unexpected("a non-negative integer");
   return value_->get<uint64_t>();
 }
 
@@ -159,7 +160,7 @@ bool JsonValue::flag() const {
 }
 
 std::string JsonValue::text() const {
-  if (!value_->is_string()) unexpected("a text");
+  if (!value_->is_string()) unexpected("a string");
   return value_->get<std::string>();
 }
 
@@ -175,10 +176,10 @@ std::vector<double> JsonValue::numbers() const {
 }
 
 std::map<std::string, std::string> JsonValue::texts() const {
-  if (!value_->is_object()) unexpected("an object of texts");
+  if (!value_->is_object()) unexpected("an object of strings");
   std::map<std::string, std::string> texts;
   for (const auto& [key, value] : value_->items()) {
-    require(value.is_string(), "{}: \"{}.{}\" is {}, expected a text", origin_, place_, printable(key),
+    require(value.is_string(), "{}: \"{}.{}\" is {}, expected a string", origin_, place_, printable(key),
             described(value));
     texts[key] = value.get<std::string>();
   }

@@ -8,7 +8,7 @@
 namespace furious {
 namespace {
 
-int64_t number_in(const char* path) {  // -1: not there, or "max"
+int64_t number_in(const char* path) {  // -1: no such file, or "max"
   std::ifstream file(path);
   int64_t value = -1;
   return file >> value ? value : -1;

@@ -61,9 +61,9 @@ std::vector<std::string> distinguishing_names(const std::vector<std::filesystem:
   for (const std::filesystem::path& path : paths) {
     auto& own = parts.emplace_back();
     for (const std::filesystem::path& part : std::filesystem::absolute(path).lexically_normal())
-      if (!part.empty()) own.push_back(part.string());  // empty: after a slash at the end
+      if (!part.empty()) own.push_back(part.string());  // a trailing slash gives an empty component
   }
-  size_t first = 0, last = 0;  // parts that all have in common; of each path one is left over
+  size_t first = 0, last = 0;  // number of common components; at least one of each path remains
   const auto all_have = [&](auto&& part_of) {
     return !parts.empty() && std::ranges::all_of(parts, [&](const std::vector<std::string>& own) {
       return first + last + 1 < own.size() && part_of(own) == part_of(parts.front());

@@ -1,4 +1,4 @@
-// Text to numbers: all of the text or nothing, in no locale, without exceptions.
+// Parses a number: the whole text must match; independent of the locale; no exceptions.
 #pragma once
 
 #include <charconv>

@@ -14,7 +14,7 @@ std::vector<int64_t> numpy_shuffle(uint32_t seed, int64_t count) {
   std::iota(order.begin(), order.end(), int64_t{0});
   std::mt19937 generator(seed);
   for (uint64_t i = order.size(); i-- > 1;) {
-    // A number of 0 to i: as many low bits as i has, drawn again until they fit.
+    // Uniform in [0, i] by rejection: as many low bits as i has, drawn again while above i.
     const uint64_t mask = std::bit_ceil(i + 1) - 1;
     uint64_t other = generator() & mask;
     while (other > i) other = generator() & mask;

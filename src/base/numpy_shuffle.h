@@ -1,5 +1,5 @@
-// The order that numpy.random.seed(seed); numpy.random.shuffle(numpy.arange(count)) makes: data sets are sampled with
-// it, and numpy promises that this old generator never changes.
+// The permutation of numpy.random.seed(seed); numpy.random.shuffle(numpy.arange(count)), which data sets are sampled
+// with. NumPy guarantees that this legacy generator never changes.
 #pragma once
 
 #include <cstdint>

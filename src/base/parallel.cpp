@@ -27,10 +27,10 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// How long a thread that waits looks for what it waits for before it sleeps: about what it costs to be woken up again.
-constexpr auto kLook = std::chrono::microseconds(100);
-// One that the system has interrupted for so long in the meantime shares its core with another program, and sleeps at
-// once for some time to come.
+// How long a waiting thread spins before it sleeps: about the cost of waking it up.
+constexpr auto kSpin = std::chrono::microseconds(100);
+// A spinning thread that was preempted for this long shares its core with another program. From then on, threads sleep
+// without spinning for the duration kCrowded.
 constexpr auto kInterruption = std::chrono::microseconds(50);
 constexpr auto kCrowded = std::chrono::milliseconds(20);
 
@@ -43,7 +43,7 @@ void pause_briefly() {
 #endif
 }
 
-// Rounding, and what becomes of subnormal numbers.
+// The floating-point control register: rounding mode and treatment of subnormals.
 struct FloatMode {
 #ifdef __SSE2__
   unsigned mode = _mm_getcsr();
@@ -56,10 +56,10 @@ struct FloatMode {
 };
 
 struct Loop {
-  // Each thread begins with a part of the indices of its own, the same in every loop of one size: what it has in its
-  // cache from one loop serves the next. Then it helps with the others' parts.
+  // A range of indices. Each thread starts with its own lane, the same one in all loops of equal size, so that data in
+  // its cache is reused by the next loop. Then it continues with the other lanes.
   struct alignas(64) Lane {
-    std::atomic<int64_t> next = 0;  // that nobody has begun
+    std::atomic<int64_t> next = 0;  // first index that no thread has started
     int64_t end = 0;
   };
   static constexpr int kMostLanes = 16;
@@ -69,10 +69,10 @@ struct Loop {
   FloatMode mode = {};
   int lanes_used;
   std::array<Lane, kMostLanes> lanes = {};
-  std::atomic<int> helpers = 0;     // workers that are in it
-  int wanted = 0;                   // workers that may still join; guarded by the pool
-  std::mutex mutex = {};            // of what follows
-  std::exception_ptr problem = {};  // of the first index that failed, as in a serial loop
+  std::atomic<int> helpers = 0;     // workers that are running this loop
+  int wanted = 0;                   // workers that may still join; guarded by the pool's mutex
+  std::mutex mutex = {};            // guards problem and failed
+  std::exception_ptr problem = {};  // of the smallest index that failed, as in a serial loop
   int64_t failed = std::numeric_limits<int64_t>::max();
 
   Loop(int64_t count, int workers, void (*function)(void*, int64_t), void* argument)
@@ -109,8 +109,8 @@ struct Loop {
 
 class Pool {
  public:
-  // Never destroyed: its workers may outlive any order of destruction. The child of a fork has no workers, and gets a
-  // pool of its own.
+  // Never destroyed: workers run until the process exits, after static destructors. The child of a fork has no workers
+  // and gets a new pool.
   static Pool*& current() {
     static Pool* pool = [] {
       ::pthread_atfork(nullptr, nullptr, [] { current() = new Pool; });
@@ -140,7 +140,7 @@ class Pool {
     for (; asleep > 0; --asleep) posted_.notify_one();
   }
 
-  // All indices are taken: waits for the workers that are still at theirs.
+  // All indices are started: waits for the workers that are still running one.
   void finish(Loop& loop) {
     {
       const std::lock_guard lock(mutex_);
@@ -151,7 +151,7 @@ class Pool {
       }
     }
     const auto is_done = [&] { return loop.helpers.load(std::memory_order_acquire) == 0; };
-    look_for(is_done);
+    spin_until(is_done);
     if (is_done()) return;
     std::unique_lock lock(mutex_);
     left_.wait(lock, is_done);
@@ -159,16 +159,16 @@ class Pool {
 
   void make_workers(int count) {
     if (Clock::now() < next_try_) return;
-    // They inherit the mask: a signal of the program is handled by the threads that it knows.
+    // Workers inherit the signal mask: signals are handled by the program's own threads.
     sigset_t all, before;
     ::sigfillset(&all);
     ::pthread_sigmask(SIG_SETMASK, &all, &before);
     try {
       for (; workers_ < count; ++workers_) std::thread([this, place = workers_ + 1] { work(place); }).detach();
-    } catch (const std::exception&) {  // no more threads or memory: with those that there are
+    } catch (const std::exception&) {  // no more threads or memory: continue with the existing ones
       next_try_ = Clock::now() + std::chrono::seconds(1);
     }
-    if (workers_ >= available_cores())  // whoever looks takes the core from the one that it looks for
+    if (workers_ >= available_cores())  // a spinning thread would occupy the core of a working one
       crowded_until_.store(std::numeric_limits<Clock::rep>::max(), std::memory_order_relaxed);
     ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
@@ -179,7 +179,7 @@ class Pool {
       Loop& loop = join();
       loop.mode.use();
       loop.take_part(place);
-      // After this the loop may be gone.
+      // The loop may be destroyed once its count of helpers is zero.
       if (loop.helpers.fetch_sub(1, std::memory_order_acq_rel) > 1) continue;
       { const std::lock_guard lock(mutex_); }
       left_.notify_all();
@@ -187,7 +187,7 @@ class Pool {
   }
 
   Loop& join() {
-    look_for([this] { return has_open_.load(std::memory_order_acquire); });
+    spin_until([this] { return has_open_.load(std::memory_order_acquire); });
     std::unique_lock lock(mutex_);
     for (;;) {
       ++sleeping_;
@@ -198,17 +198,17 @@ class Pool {
       const bool joins = loop.has_more();
       loop.wanted = joins ? loop.wanted - 1 : 0;
       if (joins) loop.helpers.fetch_add(1, std::memory_order_relaxed);
-      if (loop.wanted > 0) open_.push_back(&loop);  // in turns with the loops of other threads
+      if (loop.wanted > 0) open_.push_back(&loop);  // round robin with loops of other threads
       has_open_.store(!open_.empty(), std::memory_order_relaxed);
       if (joins) return loop;
     }
   }
 
   template <class Condition>
-  void look_for(const Condition& condition) {
+  void spin_until(const Condition& condition) {
     const Clock::rep begin = ticks();
     if (begin < crowded_until_.load(std::memory_order_relaxed)) return;
-    const Clock::rep end = begin + ticks_of(kLook);
+    const Clock::rep end = begin + ticks_of(kSpin);
     for (Clock::rep before = begin, now = begin; now < end && !condition(); before = now) {
       for (int i = 0; i < 8; ++i) pause_briefly();
       now = ticks();
@@ -228,18 +228,18 @@ class Pool {
   Clock::time_point next_try_ = {};
 };
 
-// The cores that the quota of a cgroup lets a process use at a time; 0: any number.
+// The CPU quota of a cgroup, in cores; 0: no limit.
 double quota_in(const std::string& folder) {
   std::string quota;
   double period = 0, used = 0;
   if (std::ifstream file(folder + "/cpu.max"); file >> quota >> period)  // version 2: "max 100000" or "150000 100000"
     return quota == "max" || period <= 0 ? 0 : std::atof(quota.c_str()) / period;
-  std::ifstream(folder + "/cpu.cfs_period_us") >> period;  // version 1: -1 for any
+  std::ifstream(folder + "/cpu.cfs_period_us") >> period;  // version 1: -1 is no limit
   std::ifstream(folder + "/cpu.cfs_quota_us") >> used;
   return used <= 0 || period <= 0 ? 0 : used / period;
 }
 
-// The smallest quota of the cgroups that this process is in: its own, and all above it.
+// The smallest quota of this process's cgroup and all its ancestors; 0: no limit.
 double own_quota() {
   double smallest = 0;
   std::ifstream groups("/proc/self/cgroup");  // "0::/path", or "4:cpu,cpuacct:/path" in version 1

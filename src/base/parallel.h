@@ -1,12 +1,12 @@
-// Parallel loops over one pool of threads, which all threads of a program share.
+// Parallel loops on one thread pool per process.
 //
-// The calling thread takes part in its own loop, and does all of it that no other thread has begun: a worker that the
-// system does not run delays nobody. A loop inside a loop runs serially on its thread, so an operation may use these
-// freely: the outermost loop gets the threads. Which thread runs which index never changes a result: bodies write
-// disjoint memory, and workers compute with the caller's floating-point mode.
+// The calling thread takes part in its own loop and runs every index that no worker has started: a worker that the
+// system does not schedule delays nobody. A nested loop runs serially on its thread, so an operation may use parallel
+// loops freely: the outermost one is parallel. Which thread runs which index never changes a result: bodies write
+// disjoint memory, and workers use the caller's floating-point mode.
 //
-// Workers are made when they are first wanted, sleep when there is nothing to do, and have all signals blocked. Where
-// the system has no more threads to give, loops run on those that there are.
+// Workers are created on first use, sleep when idle, and have all signals blocked. If the system cannot create more
+// threads, loops run on the existing ones.
 #pragma once
 
 #include <algorithm>
@@ -15,11 +15,11 @@
 
 namespace furious {
 
-int available_cores();        // that this process may use: its affinity, and the quota of its cgroup
-int threads();                // that a loop of this thread may use, itself included; 1 inside a loop
+int available_cores();        // cores this process may use, by its affinity and the quota of its cgroup
+int threads();                // maximum for a loop of this thread, which counts as one; 1 inside a loop
 void set_threads(int count);  // for loops of this thread; 0: all available cores
 
-// While it lives, loops of this thread use so many threads. 0 leaves it as it is.
+// Limits the threads of this thread's loops during its lifetime. 0 leaves the limit unchanged.
 class ThreadLimit {
  public:
   explicit ThreadLimit(int count);
@@ -32,12 +32,12 @@ class ThreadLimit {
 };
 
 namespace detail {
-// body(context, i) for i in [0, count) on up to threads() threads. Throws the first exception of a body, when all that
-// had begun are done.
+// body(context, i) for i in [0, count) on up to threads() threads. Rethrows the exception of the smallest index that
+// failed, after the loop has finished.
 void run_parallel(int64_t count, void (*body)(void* context, int64_t i), void* context);
 }  // namespace detail
 
-// body(i) for i in [0, count), handed out one by one: for uneven, large pieces of work.
+// body(i) for i in [0, count), scheduled one index at a time: for few, large items of uneven cost.
 template <class Body>
 void parallel_for(int64_t count, Body&& body) {
   if (count <= 1 || threads() == 1) {
@@ -50,19 +50,19 @@ void parallel_for(int64_t count, Body&& body) {
       const_cast<void*>(static_cast<const void*>(&body)));
 }
 
-// The same, or on this thread alone when there is too little work to share.
+// The same, or serially if the work is too small to share.
 template <class Body>
 void parallel_for_if(bool worth_it, int64_t count, Body&& body) {
   if (worth_it) return parallel_for(count, body);
   for (int64_t i = 0; i < count; ++i) body(i);
 }
 
-// Elements of an operation that takes a nanosecond or less for each: so many are worth waking up a thread.
+// Minimum number of elements for which waking a thread pays off, for operations of up to a nanosecond per element.
 constexpr int64_t kElementsPerThread = 1 << 15;
-// Of a loop over ranges, where there is enough to do: threads that come late or are held up leave theirs to others.
+// Ranges per thread in parallel_ranges: more than one, so that other threads take over the ranges of a delayed one.
 constexpr int64_t kPiecesPerThread = 4;
 
-// body(begin, end) over equal ranges of [0, count), each of at least `grain` items: for even, small pieces of work.
+// body(begin, end) over equal ranges of [0, count), each of at least `grain` items: for many small, equal items.
 template <class Body>
 void parallel_ranges(int64_t count, int64_t grain, Body&& body) {
   if (count <= 0) return;

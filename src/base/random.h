@@ -1,9 +1,9 @@
 // Counter-based random numbers: number i of (seed, stream) is a pure function of the three, with the same bits on every
 // device and for every number of threads.
 //
-// The generator is Philox 4x32 with 10 rounds (Salmon et al., 2011). Normal numbers are made by Box-Muller with
-// logarithm and sine written here out of operations that IEEE 754 defines to the last bit; a library's would differ
-// between a CPU and a GPU.
+// The generator is Philox 4x32 with 10 rounds (Salmon et al., 2011). Normal numbers use Box-Muller, with logarithm and
+// sine composed of operations that IEEE 754 defines to the last bit: those of the CPU's and GPU's math libraries give
+// different bits.
 #pragma once
 
 #include <cmath>
@@ -46,7 +46,7 @@ FURIOUS_HOST_DEVICE inline float uniform_from_bits(uint32_t bits) {
 
 namespace random_detail {
 
-// Multiply and add, each rounded: a compiler may otherwise fuse them on one device and not on the other.
+// Multiplication and addition, each rounded: a compiler could otherwise fuse them on one device and not on the other.
 FURIOUS_HOST_DEVICE inline double multiply_add(double a, double b, double c) {
 #ifdef __CUDA_ARCH__
   return __dadd_rn(__dmul_rn(a, b), c);
@@ -72,7 +72,7 @@ FURIOUS_HOST_DEVICE inline double square_root(double x) {
 }
 
 // ln(n / 2^32) for n in [1, 2^32]: n = m·2^e with m in [1, 2), ln m by the series of 2·artanh((m−1)/(m+1)) after m is
-// brought near 1. Error below 1e-13, far under the f32 it becomes.
+// reduced to [1/√2, √2]. Error below 1e-13, far below the precision of the f32 result.
 FURIOUS_HOST_DEVICE inline double log_of_fraction(uint64_t n) {
   int e = 0;
   while ((n >> e) > 1) ++e;
@@ -111,7 +111,7 @@ FURIOUS_HOST_DEVICE inline void circle_point(uint32_t n, double& cosine, double&
 
 }  // namespace random_detail
 
-// Two independent standard normal numbers out of two random words.
+// Two independent standard normal numbers from two random words.
 FURIOUS_HOST_DEVICE inline void normal_from_bits(uint32_t a, uint32_t b, float& first, float& second) {
   const double log_uniform = random_detail::log_of_fraction(uint64_t{a} + 1);
   const double radius = random_detail::square_root(random_detail::multiply(-2.0, log_uniform));
@@ -122,7 +122,7 @@ FURIOUS_HOST_DEVICE inline void normal_from_bits(uint32_t a, uint32_t b, float& 
   second = static_cast<float>(random_detail::multiply(radius, sine));
 }
 
-// Number i of (seed, stream), element by element: four uniform or normal numbers share one counter value.
+// Four uniform or normal numbers share one counter value: element i of (seed, stream) is number i % 4 of counter i / 4.
 FURIOUS_HOST_DEVICE inline void four_uniform(uint64_t seed, uint64_t stream, uint64_t counter, float out[4]) {
   const RandomBits bits = random_bits(seed, stream, counter);
   for (int i = 0; i < 4; ++i) out[i] = uniform_from_bits(bits.word[i]);

@@ -1,5 +1,5 @@
-// Numbers below the smallest normal f32 as zero. Weights that decay has all but erased are such numbers, and each costs
-// an Intel CPU many cycles (docs/performance.md).
+// Flushes subnormal numbers to zero. Weights after a strong decay are often subnormal, and arithmetic on them costs
+// Intel CPUs many cycles (docs/performance.md).
 #pragma once
 
 #ifdef __SSE2__
@@ -8,7 +8,7 @@
 
 namespace furious {
 
-// While it lives, this thread takes subnormal numbers for zero and makes none.
+// During its lifetime, this thread reads subnormal operands as zero and flushes subnormal results to zero.
 class FlushSubnormals {
  public:
 #ifdef __SSE2__

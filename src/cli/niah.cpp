@@ -16,7 +16,7 @@
 #include "cli/json_file.h"
 #include "cli/load_flags.h"
 #include "cli/progress.h"
-#include "cli/small_models.h"
+#include "cli/small_model_flags.h"
 #include "data/corpus_lines.h"
 #include "data/synthetic.h"
 #include "decode/model_parts.h"
@@ -152,7 +152,7 @@ std::vector<NeedleResult> NiahCommand::ask_trained(const TrainOptions& base) con
     small.push_back({arch, base});
     small.back().options.arch = preset(arch).name;
   }
-  const std::vector<LanguageModel> trained = train_small_models("niah", out, small);
+  const std::vector<LanguageModel> trained = train_with_progress("niah", out, small);
   std::vector<NeedleResult> results;
   for (size_t i = 0; i < trained.size(); ++i)
     results.push_back({trained_archs[i], ask_small_model(trained[i], needles_hidden, depths,

@@ -12,10 +12,10 @@ Model::Parts::Parts(LanguageModel model, std::shared_ptr<const Tokenizer> its_to
     : language_model(std::move(model)), threads(its_threads), tokenizer(std::move(its_tokenizer)) {
   const int64_t known = language_model.config().vocabulary;
   require(tokenizer->vocabulary_size() <= known,
-          "the tokenizer has {} token ids, the model knows {}: it was trained with another tokenizer",
+          "the tokenizer has {} token ids, the model has {}; load the tokenizer that the model was trained with",
           tokenizer->vocabulary_size(), known);
   require(!bos || tokenizer->bos() >= 0,
-          "texts were to begin with bos, but the tokenizer has none; leave bos out, or give another tokenizer");
+          "the option bos is set, but the tokenizer has no bos token; unset it, or use another tokenizer");
   const bool wants_bos = bos || language_model.config().bos || tokenizer->eos() < 0;
   start = wants_bos ? tokenizer->bos() : tokenizer->eos();
 }
@@ -23,7 +23,7 @@ Model::Parts::Parts(LanguageModel model, std::shared_ptr<const Tokenizer> its_to
 Model::Model(std::shared_ptr<const Parts> parts) : parts_(std::move(parts)) {}
 
 const Model::Parts& Model::parts() const {
-  require(parts_ != nullptr, "model: it was moved to another; use that one");
+  require(parts_ != nullptr, "model: it was moved from; use the object it was moved to");
   return *parts_;
 }
 
@@ -33,7 +33,7 @@ Model Model::load(const std::filesystem::path& given, const LoadOptions& options
   const ThreadLimit limit(options.threads);
   const Device device = usable_device(options.device);
   const std::string dtype = !options.dtype.empty() ? options.dtype : device.is_cpu() ? "f32" : "bf16";
-  require(dtype == "f32" || dtype == "bf16", "dtype {}: models run in f32 or bf16", dtype);
+  require(dtype == "f32" || dtype == "bf16", "dtype is {}, expected f32 or bf16", dtype);
   const std::filesystem::path path = checkpoint_of(given);
   LanguageModel model = load_model(path, options.arch, device, options.heads);
   model.set_compute(compute_in(dtype_from_name(dtype), device));

@@ -1,4 +1,4 @@
-// What is behind furious::Model.
+// The implementation of furious::Model.
 #pragma once
 
 #include <memory>
@@ -13,10 +13,10 @@ struct Model::Parts {
   Parts(LanguageModel model, std::shared_ptr<const Tokenizer> its_tokenizer, bool bos, int threads = 0);
 
   LanguageModel language_model;
-  int threads = 0;  // as LoadOptions
+  int threads = 0;  // LoadOptions::threads
   std::shared_ptr<const Tokenizer> tokenizer;
-  // What stands before a text: bos where the model was trained so; otherwise eos, which precedes every document but the
-  // first of a packed corpus. -1: nothing.
+  // The token before the first of a text: bos if the model was trained with it; otherwise eos, which precedes every
+  // document but the first in a packed corpus. -1: none.
   int32_t start = -1;
 };
 

@@ -26,7 +26,7 @@ uint64_t hash_of_numbers(const Tensor& tensor) {
   return hash_of_large({static_cast<const std::byte*>(tensor.raw()), tensor.bytes()});
 }
 
-// The last tokens, −1 before the first.
+// The last tokens, padded at the front with −1.
 Tensor history_tensor(const std::vector<int32_t>& history) {
   Tensor tensor = Tensor::empty({kRepetitionWindow}, DType::i32);
   int32_t* const out =
@@ -39,7 +39,7 @@ std::string count_key(std::string_view what, size_t sequence) {
   return fmt::format("{}.{}", sequence, what);
 }
 
-// Of all sequences: tokens and pending of each, and its tensors.
+// SlotContents::tokens and pending of every sequence.
 using Counts = std::vector<std::pair<int64_t, int64_t>>;
 
 std::string checksum(const std::map<std::string, Tensor>& tensors, const Counts& counts) {
@@ -50,11 +50,11 @@ std::string checksum(const std::map<std::string, Tensor>& tensors, const Counts&
   return hash_text(hash_of(hashes));
 }
 
-// The metadata of a state file, whose values are all there.
+// The metadata of a state file; a missing value is an Error.
 class Metadata {
  public:
   explicit Metadata(const SafetensorsReader& reader) : reader_(reader) {
-    require(is_state_file(reader), "{}: not a state file; --save-state writes one", origin());
+    require(is_state_file(reader), "{}: not a state file; create one with --save-state", origin());
   }
   std::string origin() const { return reader_.path().string(); }
   const std::string& text(const std::string& key) const {
@@ -81,7 +81,7 @@ class Metadata {
 Counts counts_of(const Metadata& metadata) {
   constexpr int64_t kMostSequences = 1 << 20;
   const int64_t sequences = metadata.count("sequences");
-  if (sequences < 1 || sequences > kMostSequences) metadata.damaged(fmt::format("{} sequences cannot be", sequences));
+  if (sequences < 1 || sequences > kMostSequences) metadata.damaged(fmt::format("\"sequences\" is {}", sequences));
   Counts counts;
   for (size_t i = 0; i < static_cast<size_t>(sequences); ++i)
     counts.emplace_back(metadata.count(count_key("tokens", i)), metadata.count(count_key("pending", i)));
@@ -147,17 +147,16 @@ std::vector<SlotContents> load_state(const std::filesystem::path& file, const Mo
   const SafetensorsReader reader(file);
   const Metadata metadata(reader);
   require(metadata.text("version") == kVersion,
-          "{}: a state file of version {}, expected {}; save it again with this "
-          "version of furious",
-          metadata.origin(), metadata.text("version"), kVersion);
+          "{}: state file of version {}, expected {}; save it again with this version of furious", metadata.origin(),
+          metadata.text("version"), kVersion);
   const ModelConfig theirs = config_from_json(metadata.text("config"), metadata.origin());
   const auto described = [](const ModelConfig& c) {
     return fmt::format("{} with {} layers of width {} and {} token ids", c.arch, c.layers, c.hidden, c.vocabulary);
   };
-  require(theirs == config, "{}: the state of another model: {}; this one is {}", metadata.origin(), described(theirs),
-          described(config));
+  require(theirs == config, "{}: the state of another model, {}; this model is {}", metadata.origin(),
+          described(theirs), described(config));
   require(metadata.text("model") == model_fingerprint,
-          "{}: the state of another model: of the same shape, but with other weights or another tokenizer",
+          "{}: the state of another model, with the same shape but other weights or another tokenizer; load that model",
           metadata.origin());
 
   const Counts counts = counts_of(metadata);
@@ -172,7 +171,7 @@ std::vector<SlotContents> load_state(const std::filesystem::path& file, const Mo
     size_t sequence = counts.size();
     std::from_chars(name.data(), name.data() + dot, sequence);
     if (sequence >= counts.size() || dot == name.size())
-      metadata.damaged(fmt::format("tensor \"{}\" is of no sequence", name));
+      metadata.damaged(fmt::format("tensor \"{}\" belongs to no sequence", name));
     sequences[sequence].tensors[name.substr(dot + 1)] = tensor;
   }
   const ArgumentCheck check("state file");

@@ -1,12 +1,12 @@
-// What a model remembers of the texts it has read, as a safetensors file.
+// State files: the state of a session's sequences as a safetensors file.
 //
-//   S.layers.N.state, .k, .v, .log_decay, .conv    of sequence S: what its slot holds (SlotContents)
+//   S.layers.N.state, .k, .v, .log_decay, .conv    contents of the slot of sequence S (SlotContents)
 //   S.logits   f32 [vocabulary]                    after the last token
 //   S.history  i32 [kRepetitionWindow]             the last tokens; −1 before the first
 //
-// The metadata holds the version of the format, the model's configuration and fingerprint, the number of tokens of each
-// sequence, and a checksum of it all. Numbers there have a fixed width: the file of a state of constant size has a
-// constant size.
+// The metadata contains the version of the format, the model's configuration and fingerprint, the number of tokens of
+// each sequence, and a checksum of everything. Its numbers have a fixed width, so that files of states of equal size
+// have equal size.
 #pragma once
 
 #include <filesystem>
@@ -18,16 +18,16 @@ namespace furious {
 
 class SafetensorsReader;
 
-// Equal for models of one configuration, the same weights and the same tokenizer.
+// Equal for models with equal configuration, weights and tokenizer.
 std::string fingerprint(const LanguageModel& model, const std::string& tokenizer_fingerprint);
 
 void save_state(const std::filesystem::path& file, const std::vector<SlotContents>& sequences,
                 const ModelConfig& config, const std::string& model_fingerprint);
-// Refuses a file that is damaged or belongs to another model.
+// An Error if the file is damaged or belongs to another model.
 std::vector<SlotContents> load_state(const std::filesystem::path& file, const ModelConfig& config,
                                      const std::string& model_fingerprint);
 
 bool is_state_file(const SafetensorsReader& reader);
-std::vector<std::string> state_damage(const SafetensorsReader& reader);  // a line for each piece of it; reads all
+std::vector<std::string> state_damage(const SafetensorsReader& reader);  // one line per defect; reads the whole file
 
 }  // namespace furious

@@ -9,7 +9,7 @@ namespace furious {
 
 TextStream::TextStream(std::vector<std::string> stop) : stop_(std::move(stop)) {
   for (const std::string& text : stop_) {
-    require(!text.empty(), "generate: a stop string is empty");
+    require(!text.empty(), "generate: a stop string is empty; remove it");
     require(valid_utf8_prefix(text) == text.size(), "generate: a stop string is not valid UTF-8");
   }
 }
@@ -25,7 +25,7 @@ std::string TextStream::finish() {
 std::string TextStream::release(std::string_view text) {
   if (stopped_) return {};
   waiting_ += text;
-  // The stop string that is complete first counts, so that it does not matter how the text was cut into pieces.
+  // The stop string that ends first counts, so that the result does not depend on how the text is split into tokens.
   size_t begin = 0, end = std::string::npos;
   for (const std::string& stop : stop_) {
     const size_t found = waiting_.find(stop);

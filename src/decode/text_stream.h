@@ -1,4 +1,4 @@
-// The text of one sequence on its way to the reader: bytes of tokens in, whole characters out, up to a stop string.
+// Streaming text of one sequence: bytes of tokens in, complete UTF-8 characters out, up to a stop string.
 #pragma once
 
 #include <string>
@@ -9,14 +9,14 @@
 
 namespace furious {
 
-// What may turn out to be the beginning of a stop string waits, whatever the tokens it is made of.
+// Text that may be the beginning of a stop string is held back, however it is split into tokens.
 class TextStream {
  public:
   explicit TextStream(std::vector<std::string> stop);
 
-  std::string push(std::string_view bytes);  // what can be shown by now
-  std::string finish();                      // the end of the text: what still waited
-  bool stopped() const { return stopped_; }  // a stop string came; nothing is shown after it
+  std::string push(std::string_view bytes);  // returns the text that can be shown
+  std::string finish();                      // returns the text that was held back
+  bool stopped() const { return stopped_; }  // a stop string occurred; push returns nothing from then on
 
  private:
   std::string release(std::string_view text);

@@ -10,7 +10,7 @@ namespace furious {
 
 namespace {
 
-// For accesses of 16 bytes.
+// The kernel loads 16 bytes at a time.
 bool is_aligned(const Tensor& x) {
   return x.dtype() == DType::bf16 && reinterpret_cast<uintptr_t>(x.raw()) % 16 == 0 && x.stride(0) % 8 == 0;
 }

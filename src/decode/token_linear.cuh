@@ -1,5 +1,5 @@
-// What the kernels that multiply a token's activations by weights share: how such a product is described, what goes
-// into it and what becomes of its rows (ops/token_linear.h).
+// Shared by the kernels that multiply a token's activations by weights: description of a product, preparation of its
+// input (gate, norm) and processing of its rows (decode/token_linear.h).
 #pragma once
 
 #include "decode/token_linear.h"
@@ -21,7 +21,7 @@ struct LinearPart {
   void* out;
   const float *bias, *conv_weight, *a_log;
   float *conv_state, *decay;
-  const int32_t* slot_of_row;  // with a convolution: of its state
+  const int32_t* slot_of_row;  // with a convolution: index of the state
 };
 
 struct LinearCall {
@@ -32,7 +32,7 @@ struct LinearCall {
   int batch, k, parts, tiles;
   LinearPart part[kMostTokenParts];
 
-  // Rows go in tiles of eight; a tile has rows of one part.
+  // A tile is eight rows of one part.
   __host__ __device__ void number_tiles() {
     tiles = 0;
     for (int p = 0; p < parts; ++p) {
@@ -48,11 +48,12 @@ struct LinearCall {
   __host__ __device__ bool pairs() const { return part[0].kind == TokenPart::Kind::swiglu; }
 };
 
-// What the end of a tile needs of an element of the result and no kernel since the last token has written.
+// Operands of finish() for one element of the result that no kernel of the current token has written, so that they can
+// be loaded before the previous kernel ends.
 struct Before {
   float bias = 0, a_log = 0;
   float past[3] = {}, taps[4] = {};  // of the convolution, newest last
-  float* state = nullptr;            // of the convolution: the oldest input of this channel
+  float* state = nullptr;            // the oldest input of this channel in the convolution's state
 };
 
 __device__ inline Before load_before(const LinearPart& part, int sequence, int row) {
@@ -76,17 +77,17 @@ __device__ inline float load_old(const LinearPart& part, int sequence, int row) 
   return to_float(__ldcg(static_cast<__nv_bfloat16*>(part.out) + static_cast<int64_t>(sequence) * part.rows + row));
 }
 
-// Good for what is rounded to bf16 soon.
+// Fast and approximate: the result is rounded to bf16.
 __device__ inline float quick_silu(float x) {
   return __fdividef(x, 1.0f + __expf(-x));
 }
 
-// For few elements of a result: its code stays out of the way of the others.
+// Not inlined: few elements need it, and its code stays out of the path of the others.
 __device__ __noinline__ inline float rare_softplus(float x) {
   return softplus(x);
 }
 
-// Where finished activations go, and numbers of f32.
+// Writes results: activations as bf16, numbers as f32.
 struct Store {
   __device__ void activation(void* out, int64_t at, float x) const {
     static_cast<__nv_bfloat16*>(out)[at] = __float2bfloat16_rn(x);
@@ -94,7 +95,7 @@ struct Store {
   __device__ void number(void* out, int64_t at, float x) const { static_cast<float*>(out)[at] = x; }
 };
 
-// `other` is the second factor's sum under TokenPart::Kind::swiglu.
+// Writes one element. `other` is the sum of the second product under TokenPart::Kind::swiglu.
 template <class To = Store>
 __device__ void finish(const LinearPart& part, int sequence, int row, float sum, float other, float old,
                        const Before& before, const To& to = {}) {
@@ -108,7 +109,7 @@ __device__ void finish(const LinearPart& part, int sequence, int row, float sum,
   if (part.kind == TokenPart::Kind::swiglu) sum = quick_silu(sum) * other;
   if (part.kind == TokenPart::Kind::add) sum += old;
   if (part.window > 0) {
-    // The convolution reads what is also kept for later tokens: rounded as all activations are.
+    // The newest input is rounded like all activations, so that it equals the value kept for later tokens.
     const float newest = to_float(__float2bfloat16_rn(sum));
     const int past = part.window - 1;
     const float values[4] = {before.past[0], before.past[1], before.past[2], newest};
@@ -139,14 +140,14 @@ __device__ inline void unpack(const uint4& from, float (&to)[8]) {
   }
 }
 
-// What the gate's eight numbers z multiply theirs by.
+// silu of eight numbers z of the gate.
 __device__ inline void gate_factors(float (&to)[8], const uint4& z) {
   unpack(z, to);
 #pragma unroll
   for (int i = 0; i < 8; ++i) to[i] = quick_silu(to[i]);
 }
 
-// Eight numbers of h but for the factor 1/sqrt, and their squares' sum on top of `squares`.
+// Eight numbers of h without the factor 1/sqrt(mean(u²) + eps); adds their u² to `squares`.
 __device__ inline uint4 normed(const uint4& x, const float (&factors)[8], const float (&weight)[8], float& squares) {
   float u[8];
   unpack(x, u);

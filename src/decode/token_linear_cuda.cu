@@ -1,37 +1,38 @@
 #include "decode/token_linear.cuh"
 #include "gpu/launch.cuh"
 
-// A block makes eight rows of the product (of a gated pair, eight of each) for up to eight sequences. The weights go
-// straight to shared memory, each once, before the block has anything else to do; the activations follow when they are
-// there. Its warps share out the columns, and their sums meet in shared memory.
+// A block computes eight rows of the product (of a gated pair, eight of each) for up to eight sequences. It first
+// copies the weights to shared memory with cp.async, each once, and then loads the activations when the previous kernel
+// has written them. Its warps divide the columns; their partial sums are added in shared memory.
 //
-// Activations are the tensor cores' first factor, eight of whose sixteen rows stay empty, weights the second. A product
-// sums over k in any order, so a lane takes 8 neighbouring numbers of a row (16 bytes) where the tensor core's layout
-// has 4 pairs: both factors do, and the sum is the same.
+// Activations are the A operand of the mma, with eight of its sixteen rows zero, and weights the B operand. The order
+// of the sum over k is arbitrary, so a lane uses 8 consecutive numbers of a row (one 16-byte load) in place of the 4
+// pairs of the fragment layout, for both operands.
 //
-// The norm costs no pass of its own: its weight is multiplied into the activations as they come in, and their square
-// sum scales the result.
+// The norm needs no separate pass: its weight is multiplied into the activations as they are loaded, and their sum of
+// squares scales the result.
 
 namespace furious::cuda {
 namespace {
 
 using Kind = TokenPart::Kind;
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
-constexpr int64_t kMostColumns = 1 << 16;  // more than fit into any shared memory
-constexpr int kOtherBytes = 8 << 10;       // of shared memory that a block has besides weights and activations
-constexpr int kMostBlocks = 4;             // for a multiprocessor; each goes on with further rows
+constexpr int64_t kMostColumns = 1 << 16;  // exceeds any shared memory; keeps the byte count within an int
+constexpr int kOtherBytes = 8 << 10;       // shared memory of a block besides weights and activations
+constexpr int kMostBlocks = 4;             // per multiprocessor; a block loops over tiles
 
-// Rows in shared memory lie apart so that two of them fall into different banks. In units of 16 bytes.
+// Row stride in shared memory in units of 16 bytes, padded to avoid bank conflicts.
 __host__ __device__ int row_units(int k) {
   return k / 8 + 4;
 }
 
-// For `buffers` of weights and the activations.
+// Dynamic shared memory: `buffers` tiles of weights, and the activations.
 int shared_bytes(int groups, int buffers, int batch, int k) {
   return (buffers * 8 * groups + batch) * row_units(k) * 16;
 }
 
-// kGroups times 8 rows: 2 for gated pairs. `buffers` of weights are 2 if the block makes more than one tile.
+// A tile has kGroups · 8 rows, kGroups = 2 for gated pairs. Weights are double-buffered (`buffers` = 2) if a block
+// computes more than one tile.
 template <int kGroups>
 __global__ void __launch_bounds__(kThreads, kMostBlocks)
     token_linear_kernel(const __grid_constant__ LinearCall call, const int buffers) {
@@ -42,7 +43,7 @@ __global__ void __launch_bounds__(kThreads, kMostBlocks)
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   const int units = call.k / 8, stride = row_units(call.k);
   uint4* const activations = shared + buffers * kColumns * stride;
-  // A warp fetches a row.
+  // Each warp copies one row per group.
   const auto fetch = [&](int tile, int buffer) {
     const LinearPart& part = call.part_of(tile);
     const int row = (tile - part.first_tile) * 8 + warp;
@@ -93,7 +94,7 @@ __global__ void __launch_bounds__(kThreads, kMostBlocks)
   const int g = lane / 4, t = lane % 4;
   for (int buffer = 0; tile < call.tiles; buffer = buffers - 1 - buffer) {
     const int next = tile + static_cast<int>(gridDim.x);
-    float old = 0;  // what another kernel may just have written
+    float old = 0;  // the residual, which the previous kernel may have written
     if (finishes(tile)) old = load_old(call.part_of(tile), sequence, row_of(tile));
     if (next < call.tiles) {
       fetch(next, buffers - 1 - buffer);
@@ -148,7 +149,7 @@ void launch(const LinearCall& call, Device device) {
   const int blocks = std::min(call.tiles, kMostBlocks * multiprocessors());
   const int buffers = blocks < call.tiles ? 2 : 1;
   const int bytes = shared_bytes(kGroups, buffers, call.batch, call.k);
-  // The same for all calls: another thread may set it between this and the launch.
+  // The same value for all calls: another thread may set the attribute between this and the launch.
   if (bytes > 40 << 10)
     check(cudaFuncSetAttribute(token_linear_kernel<kGroups>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                most_shared_memory() - kOtherBytes),
@@ -164,7 +165,8 @@ const float* optional(const Tensor& x) {
 }  // namespace
 
 void token_linear(const TokenInput& in, std::span<const TokenPart> parts) {
-  require(parts.size() <= kMostTokenParts, "token_linear: {} parts", parts.size());
+  require(parts.size() <= kMostTokenParts, "token_linear: {} parts, expected at most {}", parts.size(),
+          kMostTokenParts);
   if (in.x.size(0) == 0) return;
   LinearCall call{};
   call.x = pointer<bfloat16>(in.x);

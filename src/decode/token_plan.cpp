@@ -18,7 +18,7 @@ class Fuser {
 
   TokenPlan fuse() {
     for (size_t i = 0; i < plan_.values.size(); ++i) places_.push_back({static_cast<Value>(i), 0});
-    std::vector<std::vector<TokenOp>> at(plan_.ops.size());  // by the operation in whose stead they come
+    std::vector<std::vector<TokenOp>> at(plan_.ops.size());  // by the operation of the plan they replace
     for (size_t i = 0; i < plan_.ops.size(); ++i) {
       const int op = static_cast<int>(i);
       if (joined_[i]) continue;
@@ -42,7 +42,7 @@ class Fuser {
   const T* as(int op) const {
     return op == kNo ? nullptr : std::get_if<T>(&plan_.ops[op]);
   }
-  // The operation that alone reads a value, if it is of this type.
+  // The only operation that reads a value, if it is of this type.
   template <class T>
   int only_reader(Value v) const {
     return v != kNo && v != plan_.output && readers_[v].size() == 1 && as<T>(readers_[v][0]) ? readers_[v][0] : kNo;
@@ -100,7 +100,7 @@ class Fuser {
     return finished(fused, std::move(covers));
   }
 
-  // The products that read what a norm, a gate or something else has written.
+  // Fuses a norm or gate with the products that read it, or a product without either.
   std::vector<TokenOp> fuse_linear(int first) {
     FusedLinear input;
     std::vector<int> before, products;
@@ -143,7 +143,7 @@ class Fuser {
       own.push_back(gated);
       result.push_back(finished(pair, own));
     }
-    // The widest first: what else reads the input is small.
+    // Wide parts first; those for time steps have one row per head.
     std::ranges::stable_partition(plain.parts,
                                   [](const auto& part) { return part.kind != FusedLinear::Kind::softplus; });
     if (plain.parts.size() > FusedLinear::kMostParts) return {};
@@ -153,7 +153,7 @@ class Fuser {
     return result;
   }
 
-  // The operation that multiplies silu of the first result by the second, and nobody else reads either.
+  // The SwigluOp that multiplies silu of the first result by the second, if no other operation reads either.
   int gated_pair(const LinearOp& linear) const {
     if (linear.y.size() != 2) return kNo;
     const int op = only_reader<SwigluOp>(linear.y[0]);
@@ -214,7 +214,7 @@ class Fuser {
   const Plan& plan_;
   std::vector<std::vector<int>> readers_;  // of each value
   std::vector<int> writer_;                // of each value
-  std::vector<char> joined_;               // operations of the plan that a joined one stands for
+  std::vector<char> joined_;               // operations of the plan that a fused one covers
   std::vector<TokenPlan::Place> places_;
 };
 

@@ -1,11 +1,11 @@
-// The plan of a layer for one token of every sequence: operations that one kernel computes are joined.
+// The plan of a layer for one token of every sequence, with operations fused that one kernel computes.
 //
-//   FusedLinear   h = RMSNorm(x ⊙ silu(gate)) or x ⊙ silu(gate) or x, the products that read h, and what follows each:
+//   FusedLinear   h = RMSNorm(x ⊙ silu(gate)) or x ⊙ silu(gate) or x, the products that read h, and their epilogues:
 //                 convolution, activation, time step and decay, gated pair, or the sum with the residual
-//   FusedMixer    the mixer's step with what surrounds it: rotary positions of q and k, v ⊙ dt before, + D ⊙ v after
+//   FusedMixer    the mixer's step with rotary positions of q and k and v ⊙ dt before it, and + D ⊙ v after it
 //
-// What fits neither stays as it is. A joined operation knows the operations of the plan that it stands for: where a
-// backend has no kernel for it, those run instead.
+// All other operations are unchanged. A fused operation lists the operations of the plan that it covers: a backend
+// without a kernel for it runs those instead.
 #pragma once
 
 #include <optional>
@@ -23,7 +23,7 @@ struct FusedLinear {
     swiglu,   // weight is that of the gate, second that of the other factor
     softplus  // factor · softplus(+ bias), in f32; with a_log also decay = −exp(a_log) · that
   };
-  // Some rows of the product and what becomes of them.
+  // One weight of the product, and its epilogue.
   struct Part {
     Kind kind = Kind::value;
     Weight weight = kNo, second = kNo, bias = kNo;
@@ -31,7 +31,7 @@ struct FusedLinear {
     Value residual = kNo;                         // add
     Weight conv_weight = kNo;                     // value
     Activation activation = Activation::none;     // value
-    Activation qk_activation = Activation::none;  // value: a second one, of the first qk_width numbers
+    Activation qk_activation = Activation::none;  // value: another one, applied to the first qk_width numbers
     int64_t qk_width = 0;
     float factor = 1;    // softplus
     Weight a_log = kNo;  // softplus
@@ -62,8 +62,8 @@ struct TokenOp {
 struct TokenPlan {
   Plan plan;
   std::vector<TokenOp> ops;
-  // Where a value lies when all joined operations run as such: parts of a SplitOp, and what an activation that was
-  // joined with its product makes of them, are columns of another value.
+  // Where each value is stored if all fused operations run fused: the parts of a SplitOp, and the outputs of
+  // activations fused with a product, are columns of another value.
   struct Place {
     Value value = kNo;
     int64_t column = 0;

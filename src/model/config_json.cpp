@@ -87,7 +87,7 @@ class Reader {
   void operator()(const char* key, int64_t& value, Range<int64_t> range) const {
     const Json& found = at(key);
     const bool fits = found.is_number_integer() && found >= range.low && found <= range.high;
-    if (!fits) unexpected(key, fmt::format("a whole number from {} to {}", range.low, range.high));
+    if (!fits) unexpected(key, fmt::format("an integer from {} to {}", range.low, range.high));
     value = found.get<int64_t>();
   }
   template <class Real>
@@ -104,7 +104,7 @@ class Reader {
     value = at(key).get<bool>();
   }
   void operator()(const char* key, std::string& value) const {
-    if (!at(key).is_string()) unexpected(key, "a text");
+    if (!at(key).is_string()) unexpected(key, "a string");
     value = at(key).get<std::string>();
   }
   template <class Enum>

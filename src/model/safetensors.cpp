@@ -93,7 +93,7 @@ class JsonEvents {
   virtual bool start_array(size_t) { unexpected("a list"); }
   virtual bool end_array() { unexpected("the end of a list"); }
   virtual bool key(std::string&) { unexpected("a name"); }
-  virtual bool string(std::string&) { unexpected("a text"); }
+  virtual bool string(std::string&) { unexpected("a string"); }
   virtual bool number_unsigned(uint64_t) { unexpected("a number"); }
   virtual bool number_integer(int64_t) { unexpected("a negative number"); }
   virtual bool number_float(double, const std::string&) { unexpected("a fraction or too large a number"); }
@@ -160,7 +160,7 @@ class HeaderEvents final : public JsonEvents {
     else if (place_ == Place::tensor && field_ == "dtype")
       set_once(entries.back().dtype) = text;
     else
-      unexpected("a text");
+      unexpected("a string");
     return true;
   }
 
@@ -205,7 +205,7 @@ class HeaderEvents final : public JsonEvents {
         return fmt::format("tensor {} is {}, expected an object", shown(name_), what);
       default:
         return fmt::format(
-            "tensor {}: {} holds {}, expected \"dtype\" with a text, \"shape\" and \"data_offsets\" with lists of "
+            "tensor {}: {} holds {}, expected \"dtype\" with a string, \"shape\" and \"data_offsets\" with lists of "
             "whole "
             "numbers",
             shown(name_), shown(field_), what);
@@ -292,7 +292,7 @@ class IndexEvents final : public JsonEvents {
     return true;
   }
   bool string(std::string& text) override {
-    if (!in_map_) return pass("a text");
+    if (!in_map_) return pass("a string");
     if (!files.try_emplace(name_, text).second)
       refuse(fmt::format("tensor {} appears twice in \"weight_map\"", shown(name_)));
     return true;

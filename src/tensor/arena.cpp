@@ -18,14 +18,14 @@ namespace {
 constexpr size_t kAlignment = 256;
 constexpr size_t kSmallestSegment = size_t{4} << 20;
 
-// Keeps blocks apart, so that the sanitizer sees a write past the end of one.
+// Poisoned bytes between blocks, so that AddressSanitizer detects a write past the end of one.
 #if defined(__SANITIZE_ADDRESS__)
 constexpr size_t kRedZone = kAlignment;
 #else
 constexpr size_t kRedZone = 0;
 #endif
 
-thread_local Arena* chosen = nullptr;  // by a Scope
+thread_local Arena* chosen = nullptr;  // of the innermost Scope
 
 }  // namespace
 
@@ -44,7 +44,7 @@ Arena::~Arena() {
 
 Arena& Arena::of(Device device) {
   if (chosen != nullptr && chosen->device_ == device) return *chosen;
-  // Never destroyed: tensors with static lifetime may outlive any order of destruction.
+  // Never destroyed: tensors with static lifetime may be released later than any static object.
   static auto& mutex = *new std::mutex;
   static auto& arenas = *new std::map<std::pair<DeviceKind, int>, Arena*>;
   const std::lock_guard lock(mutex);
@@ -53,11 +53,11 @@ Arena& Arena::of(Device device) {
   return *arena;
 }
 
-// From the device; when that has no more, once what is held and not used has gone back to it.
+// If the device is out of memory, returns unused segments to it and tries once more.
 std::byte* Arena::new_segment(size_t bytes) {
   const auto take = [&] {
     if (limit_ > 0 && usage_.reserved + bytes > limit_)
-      throw OutOfMemory(fmt::format("out of memory on {}: {:.1f} MiB more were needed, {:.1f} MiB of {:.1f} are free",
+      throw OutOfMemory(fmt::format("out of memory on {}: {:.1f} MiB requested, {:.1f} MiB of {:.1f} are free",
                                     name_of(device_), static_cast<double>(bytes) / 0x1p20,
                                     static_cast<double>(limit_ - std::min(limit_, usage_.reserved)) / 0x1p20,
                                     static_cast<double>(limit_) / 0x1p20));
@@ -84,7 +84,7 @@ void Arena::reserve(size_t bytes) {
   const std::lock_guard lock(mutex_);
   try {
     add_segment((bytes + kAlignment - 1) / kAlignment * kAlignment);
-  } catch (const OutOfMemory&) {  // it is taken piece by piece then, as far as it goes
+  } catch (const OutOfMemory&) {  // allocations then add segments as needed
   }
 }
 
@@ -108,7 +108,7 @@ void* Arena::allocate(size_t bytes) {
   return block->first;
 }
 
-// Joins a free block with the free block right behind it in the same segment.
+// Merges a free block with the next one if that is free and in the same segment.
 Arena::Blocks::iterator Arena::merge(Blocks::iterator block) {
   const auto next = std::next(block);
   if (next == blocks_.end() || next->second.used || next->second.starts_segment) return block;
@@ -122,8 +122,8 @@ Arena::Blocks::iterator Arena::merge(Blocks::iterator block) {
 void Arena::release(void* pointer) {
   const std::lock_guard lock(mutex_);
   auto block = blocks_.find(static_cast<std::byte*>(pointer));
-  require(block != blocks_.end() && block->second.used, "arena of {}: released a block it does not hold",
-          name_of(device_));
+  require(block != blocks_.end() && block->second.used,
+          "arena of {}: release of a pointer that is not an allocated block", name_of(device_));
   if (device_.is_cpu()) ASAN_POISON_MEMORY_REGION(block->first, block->second.bytes);
   block->second.used = false;
   usage_.live -= block->second.bytes;

@@ -1,8 +1,8 @@
-// The memory that tensors live in, one arena per device.
+// The caching allocator of tensors, one arena per device.
 //
-// A step of training asks for the same sizes in the same order every time, so what one step released serves the next:
-// after the first step the device is asked for nothing. Freed blocks merge with their neighbours; the lowest block that
-// fits is taken, so addresses repeat from step to step (a CUDA graph can be replayed over them).
+// A training step allocates the same sizes in the same order every time, so blocks released in one step are reused in
+// the next: after the first step the device allocates nothing. Freed blocks merge with free neighbours, and an
+// allocation takes the free block with the lowest address that fits, so addresses repeat from step to step.
 #pragma once
 
 #include <cstddef>
@@ -23,7 +23,7 @@ class Arena {
 
   static Arena& of(Device device);
 
-  // While it lives, tensors that this thread makes on the arena's device lie in that arena.
+  // During its lifetime, this thread allocates tensors of the arena's device in `arena`.
   class Scope {
    public:
     explicit Scope(Arena& arena);
@@ -37,19 +37,19 @@ class Arena {
 
   void* allocate(size_t bytes);
   void release(void* pointer);
-  void trim();  // gives segments that hold no live block back to the device
-  // From now on every segment stays: a captured graph has their addresses, also of blocks that are free again.
+  void trim();  // returns segments without live blocks to the device
+  // Disables trim(): a captured graph contains addresses of the segments, also of blocks that are free by now.
   void keep_segments() { keeps_segments_ = true; }
-  // Takes one segment of so many bytes from the device ahead of need; what one segment holds is not fragmented over
-  // several. Does nothing where the device has not as much.
+  // Allocates one segment of this size in advance, which avoids fragmentation over several segments. Does nothing if
+  // the device has less free memory.
   void reserve(size_t bytes);
-  void set_limit(size_t bytes) { limit_ = bytes; }  // on what is taken from the device; 0: what it has
+  void set_limit(size_t bytes) { limit_ = bytes; }  // on the bytes allocated from the device; 0: no limit
 
   struct Usage {
-    size_t live = 0;           // bytes in blocks that are held now
-    size_t peak = 0;           // the most that live has been since reset_peak
-    size_t reserved = 0;       // bytes taken from the device
-    size_t segments_made = 0;  // how often the device was asked, ever
+    size_t live = 0;           // bytes in blocks in use
+    size_t peak = 0;           // maximum of live since reset_peak
+    size_t reserved = 0;       // bytes allocated from the device
+    size_t segments_made = 0;  // number of allocations from the device since the start
   };
   Usage usage() const;
   void reset_peak();
@@ -71,7 +71,7 @@ class Arena {
   Device device_;
   mutable std::mutex mutex_;
   Blocks blocks_;
-  std::map<std::byte*, size_t> free_;  // of them those that are not used, with their bytes: the search looks only here
+  std::map<std::byte*, size_t> free_;  // free blocks by address, with their bytes
   Usage usage_;
   size_t limit_ = 0;
   bool keeps_segments_ = false;

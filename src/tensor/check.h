@@ -1,5 +1,5 @@
-// Checks where a tensor enters an operation. Every message names the operation, the argument, what came and what was
-// expected: `rms_norm: argument "weight" has shape [3], expected [64]`.
+// Checks of an operation's tensor arguments. Every message names the operation, the argument, the actual and the
+// expected property: `rms_norm: argument "weight" has shape [3], expected [64]`.
 #pragma once
 
 #include <string_view>
@@ -23,15 +23,15 @@ class ArgumentCheck {
   void device(std::string_view argument, const Tensor& tensor, Device expected) const;
   void contiguous(std::string_view argument, const Tensor& tensor) const;
   void unit_inner_stride(std::string_view argument, const Tensor& tensor) const;
-  // Every element of an i32 tensor on the CPU is in [first, vocabulary); the message names the first one that is not.
+  // Every element of an i32 tensor on the CPU is in [first, vocabulary); the message names the first invalid one.
   void token_ids(std::string_view argument, const Tensor& tensor, int64_t first, int64_t vocabulary) const;
 
-  // Present, contiguous, of this dtype and shape, on this device: what most operations ask of most arguments.
+  // Defined, contiguous, of this dtype and shape, on this device: the requirement for most arguments.
   void dense(std::string_view argument, const Tensor& tensor, DType expected_dtype, std::vector<int64_t> expected_shape,
              Device expected_device = {}) const;
 
-  // Present, f32 (on a GPU also bf16), with contiguous rows that may lie apart: what operations that work on rows ask
-  // of activations, which may be views. And of a second one: the same shape, dtype and device as the first.
+  // Defined, f32 (on a GPU also bf16), with contiguous rows of any stride: the requirement of row-wise operations for
+  // activations, which may be views. With `like`: also of the same shape, dtype and device as that one.
   void rows(std::string_view argument, const Tensor& tensor) const;
   void rows(std::string_view argument, const Tensor& tensor, const Tensor& like) const;
 

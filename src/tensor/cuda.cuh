@@ -1,6 +1,6 @@
-// What every CUDA kernel of ours needs. Work of a device goes to one stream, in order: memory that a tensor has left
-// may be given to the next one at once. A thread that captures a graph has a stream of its own meanwhile
-// (device_cuda.h), and copies from and to the host have others (tensor/host_copy.h, tensor/feed.h).
+// Common to all CUDA code. All work of a device is launched on one stream, so memory of a released tensor can be reused
+// by the next tensor immediately. Exceptions: a thread that captures a graph launches on a private stream
+// (device_cuda.h), and asynchronous copies from and to the host use others (tensor/host_copy.h, tensor/feed.h).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -17,11 +17,11 @@
 
 namespace furious::cuda {
 
-// The device's stream; makes the device current.
+// The device's stream, or this thread's CaptureStream; makes the device current.
 cudaStream_t stream(Device device);
 
-// Held while several launches must follow each other on the device's stream with no other thread's launch between them:
-// those of one cuBLASLt product, which share its workspace, and so those of a graph that contains such products.
+// Held during launches that must not be interleaved with those of other threads: the launches of a cuBLASLt product,
+// which may be several kernels with one workspace, and therefore those of a graph that contains such products.
 std::mutex& launch_mutex(Device device);
 
 inline void check(cudaError_t status, std::string_view what) {
@@ -35,7 +35,7 @@ inline unsigned blocks_for(int64_t items, int64_t per_block) {
   return static_cast<unsigned>(std::max<int64_t>(1, (items + per_block - 1) / per_block));
 }
 
-// The type that device code uses for a dtype of ours.
+// The device type of a host element type.
 template <class T>
 struct OnDevice {
   using Type = T;

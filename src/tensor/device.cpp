@@ -32,10 +32,10 @@ Device usable_device(std::string_view name) {
   const Device device = device_from_name(name);
 #ifdef FURIOUS_CUDA
   require(found > 0,
-          "device {}: no GPU that can be used was found: {}; nvidia-smi should list one, with a driver as new as CUDA "
-          "{}.{}, or use \"cpu\"",
+          "device {}: no usable GPU: {}; check that nvidia-smi lists one with a driver for CUDA {}.{} or newer, or use "
+          "\"cpu\"",
           name, cuda_problem(), cuda_version() / 1000, cuda_version() % 1000 / 10);
-  require(device.index < found, "device {}: there are {}, counted from cuda:0", name, found);
+  require(device.index < found, "device {}: only {} found, counted from cuda:0; use one of those", name, found);
 #else
   fail("device {}: this furious was built without CUDA; use \"cpu\" or build the cuda preset", name);
 #endif
@@ -56,7 +56,7 @@ void* allocate_cuda(int, size_t) {
 }
 void release_cuda(int, void*) {}
 void copy_cuda(int, void*, const void*, size_t) {
-  fail("this furious was built without CUDA; it has no memory to copy to or from");
+  fail("this furious was built without CUDA; it cannot copy to or from a GPU");
 }
 void clear_cuda(int, void*, size_t) {}
 int64_t available_cuda(int) {
@@ -65,7 +65,7 @@ int64_t available_cuda(int) {
 }  // namespace memory
 void synchronize_cuda(int) {}
 void* open_staging_cuda(int, size_t) {
-  fail("this furious was built without CUDA; there is no way to a GPU");
+  fail("this furious was built without CUDA; it has no staging buffers");
 }
 void close_staging_cuda(void*) {}
 void* staging_memory_cuda(void*) {
@@ -86,8 +86,7 @@ void* allocate(Device device, size_t bytes) {
   if (!device.is_cpu()) return allocate_cuda(device.index, bytes);
   void* pointer = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
   if (pointer == nullptr)
-    throw OutOfMemory(
-        fmt::format("out of memory on cpu: {:.1f} MiB more were needed", static_cast<double>(bytes) / 0x1p20));
+    throw OutOfMemory(fmt::format("out of memory on cpu: {:.1f} MiB requested", static_cast<double>(bytes) / 0x1p20));
   return pointer;
 }
 

@@ -1,4 +1,4 @@
-// Where memory lies and work runs.
+// Devices: names, queries and raw memory.
 #pragma once
 
 #include <cstdint>
@@ -22,23 +22,23 @@ struct Device {
 
 std::string name_of(Device device);                // "cpu", "cuda:0"
 Device device_from_name(std::string_view name);    // "cpu", "cuda", "cuda:1"
-Device usable_device(std::string_view name);       // also "auto": a GPU if there is one; an Error where there is none
+Device usable_device(std::string_view name);       // also "auto": a GPU if available, else the CPU; an Error if missing
 std::vector<std::string> describe_cuda_devices();  // one line each; empty without a CUDA build, driver or GPU
-std::string cuda_problem();  // why there is no GPU that can be used, in a few words; empty if there is one
+std::string cuda_problem();                        // the reason why no GPU is usable; empty if one is
 
-void synchronize(Device device);  // waits until the device has done all it was given; nothing to wait for on the CPU
+void synchronize(Device device);  // waits for all work of the device; no effect on the CPU
 
 class OutOfMemory : public Error {
  public:
   using Error::Error;
 };
 
-namespace memory {  // raw memory of a device, 256-byte aligned; throws OutOfMemory with numbers when none is left
+namespace memory {  // raw memory of a device, 256-byte aligned; throws OutOfMemory
 void* allocate(Device device, size_t bytes);
 void release(Device device, void* pointer);
-void copy(Device to_device, void* to, Device from_device, const void* from, size_t bytes);  // done when it returns
+void copy(Device to_device, void* to, Device from_device, const void* from, size_t bytes);  // blocks until done
 void clear(Device device, void* pointer, size_t bytes);                                     // to zeros
-int64_t available(Device device);  // bytes that may still be taken
+int64_t available(Device device);  // bytes that can still be allocated
 }  // namespace memory
 
 }  // namespace furious

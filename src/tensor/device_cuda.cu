@@ -18,7 +18,7 @@ thread_local Capture capture;
 }  // namespace
 
 CaptureStream::CaptureStream(int index) {
-  require(capture.stream == nullptr, "graph: another one is being captured by this thread");
+  require(capture.stream == nullptr, "graph: this thread is already capturing one");
   cuda::check(cudaSetDevice(index), "graph");
   cuda::check(cudaStreamCreateWithFlags(&capture.stream, cudaStreamNonBlocking), "graph");
   capture.index = index;
@@ -42,7 +42,7 @@ cudaStream_t cuda::stream(Device device) {
 
 std::mutex& cuda::launch_mutex(Device device) {
   static std::mutex mutex;
-  static auto& all = *new std::map<int, std::mutex>;  // never destroyed: a session may be used until the end
+  static auto& all = *new std::map<int, std::mutex>;  // never destroyed: may be used during exit
   const std::lock_guard lock(mutex);
   return all[device.index];
 }
@@ -75,11 +75,11 @@ std::string cuda_problem() {
   const cudaError_t status = cudaGetDeviceCount(&count);
   (void)cudaGetLastError();
   if (status == cudaSuccess && count > 0) return {};
-  if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0) return "there is no NVIDIA driver";
+  if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0) return "no NVIDIA driver is installed";
   if (status == cudaErrorInsufficientDriver)
-    return fmt::format("the driver is made for CUDA {}.{}, and this furious for {}.{}", driver / 1000,
+    return fmt::format("the driver supports CUDA {}.{}, this furious was built for {}.{}", driver / 1000,
                        driver % 1000 / 10, CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
-  return status == cudaSuccess ? "there is none" : cudaGetErrorString(status);
+  return status == cudaSuccess ? "no device was found" : cudaGetErrorString(status);
 }
 
 namespace {
@@ -88,7 +88,7 @@ struct Staging {
   int index = 0;
   size_t bytes = 0;
   void* pinned = nullptr;
-  void* waiting = nullptr;  // on the device
+  void* waiting = nullptr;  // device memory
   cudaStream_t stream = nullptr;
   cudaEvent_t sent = nullptr, arrived = nullptr;
 
@@ -154,14 +154,13 @@ void* allocate_cuda(int index, size_t bytes) {
   cudaError_t status = cudaSetDevice(index);
   if (status == cudaSuccess) status = cudaMalloc(&pointer, bytes);
   if (status == cudaErrorMemoryAllocation) {
-    (void)cudaGetLastError();  // this error is not sticky; clear it for the next call
+    (void)cudaGetLastError();  // clear the error, which is not sticky, for the next call
     size_t available = 0;
     size_t total = 0;
     (void)cudaMemGetInfo(&available, &total);
-    throw OutOfMemory(
-        fmt::format("out of memory on cuda:{}: {:.1f} MiB more were needed, {:.1f} MiB of {:.1f} are free", index,
-                    static_cast<double>(bytes) / 0x1p20, static_cast<double>(available) / 0x1p20,
-                    static_cast<double>(total) / 0x1p20));
+    throw OutOfMemory(fmt::format("out of memory on cuda:{}: {:.1f} MiB requested, {:.1f} MiB of {:.1f} are free",
+                                  index, static_cast<double>(bytes) / 0x1p20, static_cast<double>(available) / 0x1p20,
+                                  static_cast<double>(total) / 0x1p20));
   }
   require(status == cudaSuccess, "cuda:{} cannot be used: {}", index, cudaGetErrorString(status));
   return pointer;
@@ -169,7 +168,7 @@ void* allocate_cuda(int index, size_t bytes) {
 
 void release_cuda(int index, void* pointer) {
   (void)cudaSetDevice(index);
-  (void)cudaFree(pointer);  // at exit the driver may be gone already; nothing is lost then
+  (void)cudaFree(pointer);  // fails harmlessly if the driver has already shut down at exit
 }
 
 void copy_cuda(int index, void* to, const void* from, size_t bytes) {

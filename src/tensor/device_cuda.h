@@ -1,4 +1,4 @@
-// The CUDA side of device.h; device.cpp answers for it in a build without CUDA.
+// The CUDA part of device.h. In a build without CUDA, device.cpp defines these functions.
 #pragma once
 
 #include <cstddef>
@@ -9,8 +9,8 @@ namespace furious {
 void synchronize_cuda(int index);
 int cuda_version();  // of the toolkit: 1000 · major + 10 · minor
 
-// While it lives, what this thread launches on the device goes to a stream of its own, unseen by other threads and by
-// the device's stream: there a graph is captured.
+// During its lifetime, this thread's launches on the device go to a private stream instead of the device's stream. Used
+// to capture a graph without the launches of other threads.
 class CaptureStream {
  public:
   explicit CaptureStream(int index);
@@ -23,16 +23,16 @@ class CaptureStream {
 void* open_staging_cuda(int index, size_t bytes);
 void close_staging_cuda(void* staging);
 void* staging_memory_cuda(void* staging);   // pinned
-void wait_for_staging_cuda(void* staging);  // until what was sent has left that memory
-void send_cuda(void* staging);              // behind what arrived last
+void wait_for_staging_cuda(void* staging);  // until the last copy out of that memory is done
+void send_cuda(void* staging);              // after the last arrive_cuda
 void arrive_cuda(void* staging, void* to);
 
 namespace memory {
 
 void* allocate_cuda(int index, size_t bytes);
 void release_cuda(int index, void* pointer);
-void copy_cuda(int index, void* to, const void* from, size_t bytes);  // in the order of that device's work; either end
-                                                                      // on any device; done when it returns
+void copy_cuda(int index, void* to, const void* from, size_t bytes);  // in stream order; source and destination on
+                                                                      // any device; blocks until done
 void clear_cuda(int index, void* pointer, size_t bytes);
 int64_t available_cuda(int index);
 

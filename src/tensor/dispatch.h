@@ -1,5 +1,5 @@
-// Choosing the kernels of a device. Each operation has a namespace cpu and, in a build with CUDA, a namespace cuda with
-// functions of the same names; without CUDA no tensor can be on another device than the CPU.
+// Selects the kernels of a device. Each operation has a namespace cpu and, in a build with CUDA, a namespace cuda with
+// functions of the same names. Without CUDA every tensor is on the CPU.
 #pragma once
 
 #include "tensor/device.h"

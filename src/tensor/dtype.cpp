@@ -23,7 +23,7 @@ float16::float16(float value) {
   } else if (magnitude >= 65520.0f) {
     bits = static_cast<uint16_t>(sign | 0x7C00u);
   } else if (magnitude < 0x1p-14f) {
-    // Subnormal: the f32 adder rounds to the grid of 2^-24 when the number is added to one whose last place is that.
+    // Subnormal f16: adding a number with a unit in the last place of 2^-24 makes f32 arithmetic round to that unit.
     const float shifted = magnitude + 0.5f;
     bits = static_cast<uint16_t>(sign | (std::bit_cast<uint32_t>(shifted) - std::bit_cast<uint32_t>(0.5f)));
   } else {

@@ -1,5 +1,5 @@
-// Element types. f32 is what the CPU computes in; bf16 and f16 are storage; i32 holds tokens and positions; f64 serves
-// the reference forms that everything else is tested against.
+// Element types. The CPU computes in f32; bf16 and f16 are storage types there; i32 holds tokens and positions; f64 is
+// for the reference implementations in tests.
 #pragma once
 
 #include <bit>
@@ -18,7 +18,7 @@ struct bfloat16 {
   explicit bfloat16(float value) {
     const uint32_t u = std::bit_cast<uint32_t>(value);
     const bool is_nan = (u & 0x7FFFFFFFu) > 0x7F800000u;
-    // Round to nearest, ties to even; a NaN stays one.
+    // Round to nearest, ties to even; a NaN stays a NaN.
     bits = static_cast<uint16_t>(is_nan ? (u >> 16) | 0x40u : (u + 0x7FFFu + ((u >> 16) & 1u)) >> 16);
   }
   explicit operator float() const { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }

@@ -4,8 +4,8 @@
 
 namespace furious {
 
-// Pinned memory, which the copy reads while the CPU goes on, and memory of the device that waits for its turn: the
-// place itself may still be in use.
+// A pinned host buffer, so that the copy is asynchronous, and a device buffer, since the destination may still be in
+// use when the copy runs.
 struct Feed::Staging {
   Staging(int index, size_t bytes) : handle(open_staging_cuda(index, bytes)) {}
   ~Staging() { close_staging_cuda(handle); }

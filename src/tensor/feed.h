@@ -1,5 +1,5 @@
-// Data on its way to a device: written into memory of the CPU, copied while the device works on what came before, and
-// put in its place when its turn comes.
+// Asynchronous upload of the inputs of the next step: written to pinned host memory, copied to the device while the
+// current step runs, and moved to their destination in stream order.
 #pragma once
 
 #include <memory>
@@ -10,16 +10,16 @@ namespace furious {
 
 class Feed {
  public:
-  explicit Feed(const Tensor& place);  // contiguous, on any device
+  explicit Feed(const Tensor& place);  // the destination: contiguous, on any device
   ~Feed();
 
-  // Memory of the CPU like the place, to be written; it is free again, once what was sent from it has left.
+  // Host memory of the destination's shape and dtype, to be filled. Waits until the last send() has read it.
   const Tensor& next() const;
-  void send();    // to the device, on a stream of its own
-  void arrive();  // into its place, in the order of the device's work
+  void send();    // starts the copy to the device, on a separate stream
+  void arrive();  // copies to the destination, in stream order
 
  private:
-  struct Staging;  // to a GPU
+  struct Staging;  // GPU only
   Tensor place_, here_;
   std::unique_ptr<Staging> staging_;
 };

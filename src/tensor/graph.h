@@ -1,11 +1,11 @@
-// Work of a device that is recorded once and then started as a whole (a CUDA graph): hundreds of kernels for the cost
-// of one launch.
+// A CUDA graph: device work that is captured once and then launched as a whole, hundreds of kernels for the cost of one
+// launch.
 //
-// Memory that the work takes while it is recorded lies in an arena of the graph's own and stays there: no other tensor
-// is given it, and the work finds it again each time it runs. What the work reads and writes besides must stay where it
-// was. The work must have run before, so that nothing has to be made ready for the first time while it is recorded, and
-// may neither wait for the device nor copy from or to the host. What other threads give to the device meanwhile runs at
-// once and is no part of the graph. `bytes`, where known, is how much memory the work takes: it is then one piece.
+// Tensors allocated during capture come from an arena that belongs to the graph, so no other tensor reuses their memory
+// and their addresses stay valid for every run. All other tensors that the work reads or writes must keep their
+// addresses. The work must have run once before, so that capture contains no first-time initialization, and must
+// neither synchronize with the device nor copy from or to the host. Launches of other threads during capture run
+// immediately and are not part of the graph. `bytes`, if known, is the memory to reserve as one segment.
 #pragma once
 
 #include <functional>
@@ -17,12 +17,12 @@ namespace furious {
 
 class Graph {
  public:
-  Graph(Device device, const std::function<void()>& work, size_t bytes = 0);  // records; nothing runs yet
+  Graph(Device device, const std::function<void()>& work, size_t bytes = 0);  // captures; nothing runs yet
   ~Graph();
   Graph(const Graph&) = delete;
   Graph& operator=(const Graph&) = delete;
 
-  void run() const;  // in the order of the device's other work
+  void run() const;  // in stream order
 
  private:
   struct Parts;

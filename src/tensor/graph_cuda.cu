@@ -21,7 +21,7 @@ Graph::Graph(Device device, const std::function<void()>& work, size_t bytes) : p
   parts_->arena.keep_segments();
   if (bytes > 0) parts_->arena.reserve(bytes);
   const Arena::Scope scope(parts_->arena);
-  // Other threads go on launching on the device's stream. Relaxed: the arena may ask the device for memory meanwhile.
+  // Other threads continue to launch on the device's stream. Relaxed mode: the arena may call cudaMalloc.
   const CaptureStream own(device.index);
   const cudaStream_t stream = cuda::stream(device);
   cuda::check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed), "graph");
@@ -41,7 +41,7 @@ Graph::Graph(Device device, const std::function<void()>& work, size_t bytes) : p
 }
 
 Graph::~Graph() {
-  // The memory goes back to the device, which may not have done its last run.
+  // The last run may not have finished; its memory must not be released before.
   if (parts_) synchronize(parts_->device);
 }
 

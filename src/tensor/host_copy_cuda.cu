@@ -8,17 +8,17 @@
 namespace furious::memory {
 namespace {
 
-// Pinning memory takes long: what is given back serves the next copy of its size.
+// Pinning memory is slow: released buffers are kept and reused for copies of the same size.
 struct Pool {
   std::mutex mutex;
   std::multimap<size_t, void*> places;
 };
 Pool& pool() {
-  static Pool& only = *new Pool;  // never destroyed: tensors with static lifetime may come back late
+  static Pool& only = *new Pool;  // never destroyed: tensors with static lifetime may be released during exit
   return only;
 }
 
-// Copies have a stream of their own: work that follows does not wait for them.
+// Copies use a separate stream, so that later launches do not wait for them.
 cudaStream_t copy_stream(int index) {
   static std::mutex mutex;
   static std::map<int, cudaStream_t> streams;
@@ -39,7 +39,7 @@ std::shared_ptr<void> pinned_cuda(size_t bytes) {
       pool().places.erase(found);
     }
   }
-  if (place == nullptr) cuda::check(cudaMallocHost(&place, std::max<size_t>(bytes, 1)), "memory for copies from a GPU");
+  if (place == nullptr) cuda::check(cudaMallocHost(&place, std::max<size_t>(bytes, 1)), "pinned memory");
   return {place, [bytes](void* pointer) {
             const std::lock_guard lock(pool().mutex);
             pool().places.emplace(bytes, pointer);
@@ -51,7 +51,7 @@ std::shared_ptr<void> copy_later_cuda(int index, void* to, const void* from, siz
   cudaEvent_t event = nullptr;
   cuda::check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "event");
   const std::shared_ptr<void> done(event, [](void* pointer) {
-    // The memory it writes may be given to another copy now.
+    // The destination may be reused for another copy after this.
     (void)cudaEventSynchronize(static_cast<cudaEvent_t>(pointer));
     (void)cudaEventDestroy(static_cast<cudaEvent_t>(pointer));
   });

@@ -23,7 +23,7 @@ std::array<int64_t, Shape::kMaxRank> contiguous_strides(const Shape& shape) {
 }
 
 int checked_dim(int dim, int rank) {
-  require(dim >= -rank && dim < rank, "tensor: dimension {} of a tensor of rank {}", dim, rank);
+  require(dim >= -rank && dim < rank, "tensor: dimension {} is out of range for rank {}", dim, rank);
   return dim < 0 ? dim + rank : dim;
 }
 
@@ -42,7 +42,7 @@ Shape::Shape(std::span<const int64_t> sizes) {
 int64_t Shape::elements() const {
   int64_t product = 1;
   for (int64_t size : *this)
-    require(!__builtin_mul_overflow(product, size, &product), "shape: {} has more elements than can be counted",
+    require(!__builtin_mul_overflow(product, size, &product), "shape: {} has more than 2^63 elements",
             to_string(*this));
   return product;
 }
@@ -94,9 +94,9 @@ bool Tensor::is_contiguous() const {
 }
 
 Tensor Tensor::view(const Shape& shape) const {
-  require(is_contiguous(), "tensor: view of a tensor of shape {} that is not contiguous", to_string(shape_));
-  require(shape.elements() == elements(), "tensor: {} elements of shape {} viewed as {}", elements(), to_string(shape_),
-          to_string(shape));
+  require(is_contiguous(), "tensor: view needs a contiguous tensor; shape {} is not contiguous", to_string(shape_));
+  require(shape.elements() == elements(), "tensor: cannot view {} elements of shape {} as {}", elements(),
+          to_string(shape_), to_string(shape));
   Tensor result = *this;
   result.shape_ = shape;
   result.strides_ = contiguous_strides(shape);
@@ -104,7 +104,7 @@ Tensor Tensor::view(const Shape& shape) const {
 }
 
 Tensor Tensor::as_matrix() const {
-  require(rank() >= 1, "tensor: a tensor of rank 0 viewed as a matrix");
+  require(rank() >= 1, "tensor: cannot view a tensor of rank 0 as a matrix");
   int64_t rows = 1;
   for (int i = 0; i < rank() - 1; ++i) rows *= shape_[i];
   return view({rows, size(-1)});
@@ -113,7 +113,8 @@ Tensor Tensor::as_matrix() const {
 Tensor Tensor::slice(int dim, int64_t start, int64_t length) const {
   dim = checked_dim(dim, rank());
   require(start >= 0 && length >= 0 && start + length <= shape_[dim],
-          "tensor: slice [{}, {}) of dimension {} of shape {}", start, start + length, dim, to_string(shape_));
+          "tensor: slice [{}, {}) is out of range for dimension {} of shape {}", start, start + length, dim,
+          to_string(shape_));
   Tensor result = *this;
   result.shape_[dim] = length;
   result.data_ = static_cast<std::byte*>(data_) + start * strides_[dim] * static_cast<int64_t>(size_of(dtype_));
@@ -136,12 +137,13 @@ Tensor Tensor::select(int dim, int64_t index) const {
 
 Tensor Tensor::split_dim(int dim, int64_t outer, int64_t inner) const {
   dim = checked_dim(dim, rank());
-  require(outer * inner == shape_[dim], "tensor: dimension {} of shape {} split into {} x {}", dim, to_string(shape_),
-          outer, inner);
+  require(outer * inner == shape_[dim], "tensor: cannot split dimension {} of shape {} into {} x {}", dim,
+          to_string(shape_), outer, inner);
   Tensor result = *this;
   std::array<int64_t, Shape::kMaxRank> sizes{};
   int made = 0;
-  require(rank() < Shape::kMaxRank, "tensor: split of a tensor of the largest rank {}", Shape::kMaxRank);
+  require(rank() < Shape::kMaxRank, "tensor: cannot split a dimension of a tensor of the maximum rank {}",
+          Shape::kMaxRank);
   for (int i = 0; i < rank(); ++i) {
     if (i == dim) {
       sizes[made] = outer;
@@ -155,13 +157,13 @@ Tensor Tensor::split_dim(int dim, int64_t outer, int64_t inner) const {
 }
 
 void Tensor::wrong_type(DType wanted) const {
-  fail("tensor: data of dtype {} read as {}", name_of(dtype_), name_of(wanted));
+  fail("tensor: dtype is {}, accessed as {}", name_of(dtype_), name_of(wanted));
 }
 
 void copy_between(const Tensor& out, const Tensor& in) {
-  require(out.shape() == in.shape() && out.dtype() == in.dtype(), "tensor: copy of {} {} to {} {}", name_of(in.dtype()),
-          to_string(in.shape()), name_of(out.dtype()), to_string(out.shape()));
-  require(out.is_contiguous() && in.is_contiguous(), "tensor: copy between devices of a tensor that is not contiguous");
+  require(out.shape() == in.shape() && out.dtype() == in.dtype(), "tensor: cannot copy {} {} to {} {}",
+          name_of(in.dtype()), to_string(in.shape()), name_of(out.dtype()), to_string(out.shape()));
+  require(out.is_contiguous() && in.is_contiguous(), "tensor: copy between devices needs contiguous tensors");
   memory::copy(out.device(), out.raw(), in.device(), in.raw(), in.bytes());
 }
 

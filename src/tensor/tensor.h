@@ -1,6 +1,6 @@
-// A Tensor is a view: a place in memory with shape, strides (in elements), dtype and device. Copies share memory; the
-// memory returns to its arena with the last view. A default-constructed Tensor is undefined and stands for an
-// optional argument that was not given.
+// A Tensor is a view: a memory address with shape, strides (in elements), dtype and device. Copies share memory, which
+// returns to its arena with the last view. A default-constructed Tensor is undefined and represents an absent optional
+// argument.
 #pragma once
 
 #include <array>
@@ -45,7 +45,7 @@ class Tensor {
   static Tensor empty(const Shape& shape, DType dtype, Device device = {});
   static Tensor zeros(const Shape& shape, DType dtype, Device device = {});
   static Tensor empty_like(const Tensor& other) { return empty(other.shape_, other.dtype_, other.device_); }
-  // A view of memory that `owner`, or without one the caller, keeps alive.
+  // A view of external memory that `owner` keeps alive; without an owner, the caller does.
   static Tensor wrap(void* data, const Shape& shape, DType dtype, Device device = {},
                      std::shared_ptr<const void> owner = nullptr);
 
@@ -71,7 +71,7 @@ class Tensor {
   }
   void* raw() const { return data_; }
 
-  // Views, all without copying.
+  // Views; nothing is copied.
   Tensor view(const Shape& shape) const;                          // same elements, other shape; contiguous only
   Tensor as_matrix() const;                                       // [..., n] as [rows, n]; contiguous only
   Tensor slice(int dim, int64_t start, int64_t length) const;     // keeps the rank
@@ -91,7 +91,7 @@ class Tensor {
 
 // out = in across devices; contiguous, of one shape and dtype.
 void copy_between(const Tensor& out, const Tensor& in);
-// The same numbers on a device: a copy, or `in` where it is there already. Contiguous.
+// `in` on a device: a contiguous copy, or `in` itself if it is there already.
 Tensor to_device(const Tensor& in, Device device);
 
 }  // namespace furious

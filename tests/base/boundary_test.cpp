@@ -19,7 +19,7 @@ void at_the_boundary(Throw&& body) try {
   rethrow_as_error();
 }
 
-TEST(Boundary, OnlyErrorsCrossIt) {
+TEST(Boundary, ConvertsStandardExceptionsToErrors) {
   expect_error([] { at_the_boundary([] { throw Error("as it was"); }); }, {"as it was"});
   expect_error([] { at_the_boundary([] { throw std::bad_alloc(); }); }, {"not enough memory"});
   expect_error([] { at_the_boundary([] { std::vector<char>().reserve(~size_t{0}); }); }, {"too large"});
@@ -36,7 +36,7 @@ TEST(Boundary, OnlyErrorsCrossIt) {
   EXPECT_THROW(at_the_boundary([] { throw std::runtime_error("own"); }), std::runtime_error);
 }
 
-TEST(Boundary, WordsOfAnyException) {
+TEST(Boundary, MessageOfAnyException) {
   const auto words = [](auto exception) { return words_of(std::make_exception_ptr(exception)); };
   EXPECT_EQ(words(Error("an error")), "an error");
   EXPECT_EQ(words(std::runtime_error("another")), "another");

@@ -35,7 +35,7 @@ std::set<std::string> names_in(const fs::path& directory) {
 
 using Names = std::set<std::string>;
 
-// Files can grow no further than this while it lives: a disk that is full, as far as write() is concerned.
+// Limits the size of files during its lifetime, which write() reports like a full disk.
 class FileSizeLimit {
  public:
   explicit FileSizeLimit(rlim_t bytes) : handler_(std::signal(SIGXFSZ, SIG_IGN)) {
@@ -80,7 +80,7 @@ TEST(MappedFile, HoldsTheBytes) {
   EXPECT_EQ(file.bytes()[2], std::byte{'y'});
 }
 
-TEST(MappedFile, OutlivesTheNameOfItsFile) {
+TEST(MappedFile, StaysValidAfterTheFileIsRemoved) {
   const TemporaryDirectory directory;
   put(directory / "a", "old");
   const MappedFile file(directory / "a");
@@ -89,7 +89,7 @@ TEST(MappedFile, OutlivesTheNameOfItsFile) {
   EXPECT_EQ(MappedFile(directory / "a").size(), 5u);
 }
 
-TEST(MappedFile, SaysWhatIsWrongWithTheFile) {
+TEST(MappedFile, ErrorsNameTheProblem) {
   const TemporaryDirectory directory;
   expect_error([&] { MappedFile(directory / "missing"); }, {"missing", "no such file"});
   expect_error([&] { MappedFile(directory.path()); }, {directory.path().string(), "is a directory"});
@@ -120,7 +120,7 @@ TEST(ReadText, ReadsAll) {
   EXPECT_NE(read_text("/proc/self/status"), "") << "a file whose size is not known beforehand";
 }
 
-TEST(ReadText, SaysWhatIsWrongWithTheFile) {
+TEST(ReadText, ErrorsNameTheProblem) {
   const TemporaryDirectory directory;
   expect_error([&] { read_text(directory / "missing"); }, {"missing", "no such file"});
   expect_error([&] { read_text(directory.path()); }, {"is a directory"});
@@ -142,7 +142,7 @@ TEST(ReadText, RefusesAPipeAtOnceAndReadInputReadsIt) {
   ::waitpid(child, nullptr, 0);
 }
 
-TEST(AtomicFile, ALinkStaysALink) {
+TEST(AtomicFile, FollowsASymbolicLink) {
   const TemporaryDirectory directory;
   fs::create_directory(directory / "below");
   fs::create_symlink("below/target", directory / "link");  // dangling at first
@@ -152,10 +152,10 @@ TEST(AtomicFile, ALinkStaysALink) {
     EXPECT_EQ(read_text(directory / "below/target"), text);
   }
   fs::create_symlink("circle", directory / "circle");
-  expect_error([&] { write_text(directory / "circle", ""); }, {"circle", "leads back to itself"});
+  expect_error([&] { write_text(directory / "circle", ""); }, {"circle", "cycle of symbolic links"});
 }
 
-TEST(AtomicFile, RefusesWhatIsNoRegularFile) {
+TEST(AtomicFile, RefusesAnythingButARegularFile) {
   const TemporaryDirectory directory;
   const std::string pipe = (directory / "pipe").string();
   ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
@@ -166,8 +166,8 @@ TEST(AtomicFile, RefusesWhatIsNoRegularFile) {
   EXPECT_TRUE(fs::is_character_file("/dev/null"));
 }
 
-// Writers of one name clean up after killed ones: none may take another's temporary for such.
-TEST(AtomicFile, WritersOfOneNameDoNotDisturbEachOther) {
+// Writers remove temporaries of killed ones, and must not remove those of active ones.
+TEST(AtomicFile, ConcurrentWritersOfOneFileDoNotInterfere) {
   const TemporaryDirectory directory;
   std::vector<pid_t> writers;
   for (int i = 0; i < 8; ++i) {
@@ -192,7 +192,7 @@ TEST(AtomicFile, WritersOfOneNameDoNotDisturbEachOther) {
   EXPECT_EQ(names_in(directory.path()), Names{"file"});
 }
 
-TEST(AtomicFile, AppearsWhole) {
+TEST(AtomicFile, AppearsOnlyWhenComplete) {
   const TemporaryDirectory directory;
   put(directory / "a", "old");
   AtomicFile file(directory / "a");
@@ -202,7 +202,7 @@ TEST(AtomicFile, AppearsWhole) {
   file.commit();
   EXPECT_EQ(read_text(directory / "a"), "new text");
   EXPECT_EQ(names_in(directory.path()), (Names{"a"}));
-  expect_error([&] { file.write("more"); }, {"after it was finished"});
+  expect_error([&] { file.write("more"); }, {"write after commit"});
   expect_error([&] { file.commit(); }, {"twice"});
 }
 
@@ -252,7 +252,7 @@ TEST(AtomicFile, FullDiskKeepsThePreviousFile) {
     expect_error([&] { write_text(directory / "a", text); },
                  {(directory / "a").string() + ": cannot be written: File too large", "3000 bytes are needed",
                   "bytes are free", "the previous file is untouched", "ulimit -f"});
-    expect_error([&] { write_text(directory / "b", text); }, {"no file of that name was made"});
+    expect_error([&] { write_text(directory / "b", text); }, {"no file of that name was created"});
     expect_error(
         [&] {
           AtomicFile file(directory / "a", 123456);
@@ -294,15 +294,15 @@ TEST(AtomicFile, FullFileSystem) {
   EXPECT_EQ(names_in(directory.path()), (Names{"a"}));
 }
 
-TEST(AtomicFile, RefusesWhatIsNoPlaceForAFile) {
+TEST(AtomicFile, RefusesAnInvalidPath) {
   const TemporaryDirectory directory;
   expect_error([&] { AtomicFile file(directory.path()); }, {"is a directory"});
   expect_error([&] { AtomicFile file(""); }, {"is a directory"});
   expect_error([&] { AtomicFile file(directory / "missing/a"); },
-               {"missing/a: cannot be written: No such file or directory in", "choose a place"});
+               {"missing/a: cannot be written: No such file or directory in", "choose a writable directory"});
 }
 
-TEST(AtomicFile, RemovesWhatAKilledWriterLeft) {
+TEST(AtomicFile, RemovesTemporariesOfKilledWriters) {
   const TemporaryDirectory directory;
   run_and_kill([&] {
     AtomicFile file(directory / "a");
@@ -315,7 +315,7 @@ TEST(AtomicFile, RemovesWhatAKilledWriterLeft) {
   EXPECT_EQ(names_in(directory.path()), (Names{"a", "a.tmp-mine"}));
 }
 
-TEST(AtomicFile, LeavesAnotherWriterAlone) {
+TEST(AtomicFile, KeepsTheTemporaryOfAnActiveWriter) {
   const TemporaryDirectory directory;
   AtomicFile slow(directory / "a");
   slow.write("slow");
@@ -331,7 +331,7 @@ void build_checkpoint(const fs::path& directory, std::string_view text) {
   put(directory / "more" / "config", text);
 }
 
-TEST(ReplaceDirectory, MakesAndReplaces) {
+TEST(ReplaceDirectory, CreatesAndReplaces) {
   const TemporaryDirectory directory;
   for (const std::string text : {"first", "second"}) {
     replace_directory(directory / "checkpoint", [&](const fs::path& path) {
@@ -350,7 +350,7 @@ TEST(ReplaceDirectory, TrailingSlash) {
   EXPECT_EQ(names_in(directory.path()), (Names{"checkpoint"}));
 }
 
-TEST(ReplaceDirectory, AnErrorLeavesTheOldOne) {
+TEST(ReplaceDirectory, AnErrorKeepsTheOldDirectory) {
   const TemporaryDirectory directory;
   const fs::path path = directory / "checkpoint";
   const auto failing = [](const fs::path& temporary) {
@@ -358,7 +358,7 @@ TEST(ReplaceDirectory, AnErrorLeavesTheOldOne) {
     write_text(temporary / "weights", std::string(3000, 'x'));
   };
   expect_error([&] { replace_directory(path, failing); },
-               {"3000 bytes are needed", path.string() + ": no directory of that name was made"});
+               {"3000 bytes are needed", path.string() + ": no directory of that name was created"});
   EXPECT_EQ(names_in(directory.path()), Names{});
   replace_directory(path, [](const fs::path& temporary) { build_checkpoint(temporary, "old"); });
   expect_error([&] { replace_directory(path, failing); },
@@ -375,7 +375,7 @@ TEST(ReplaceDirectory, RefusesAFile) {
   EXPECT_EQ(read_text(directory / "a"), "text");
 }
 
-TEST(ReplaceDirectory, AKilledWriterCostsNothing) {
+TEST(ReplaceDirectory, AKilledWriterKeepsTheOldDirectory) {
   const TemporaryDirectory directory;
   const fs::path path = directory / "checkpoint";
   replace_directory(path, [](const fs::path& temporary) { build_checkpoint(temporary, "old"); });
@@ -392,7 +392,7 @@ TEST(ReplaceDirectory, AKilledWriterCostsNothing) {
   EXPECT_EQ(names_in(directory.path()), (Names{"checkpoint"}));
 }
 
-TEST(ReplaceDirectory, LeavesAnotherWriterAlone) {
+TEST(ReplaceDirectory, KeepsTheTemporaryOfAnActiveWriter) {
   const TemporaryDirectory directory;
   const fs::path path = directory / "checkpoint";
   replace_directory(path, [&](const fs::path& slow) {
@@ -421,7 +421,7 @@ TEST(ReplaceDirectory, TwoStepsExchange) {
   EXPECT_EQ(read_text(directory / "checkpoint/weights"), "new");
 }
 
-TEST(DirectoryLock, OneAtATime) {
+TEST(DirectoryLock, ExcludesASecondHolder) {
   const TemporaryDirectory directory;
   {
     const DirectoryLock lock(directory.path());
@@ -431,7 +431,7 @@ TEST(DirectoryLock, OneAtATime) {
   expect_error([&] { DirectoryLock{directory / "none"}; }, {"none", "cannot be opened"});
 }
 
-TEST(RecoverDirectory, PutsBackWhatWasSetAside) {
+TEST(RecoverDirectory, RestoresTheOldDirectory) {
   const TemporaryDirectory directory;
   const fs::path path = directory / "checkpoint";
   const fs::path aside = file_detail::set_aside_name(path);
@@ -444,7 +444,7 @@ TEST(RecoverDirectory, PutsBackWhatWasSetAside) {
   EXPECT_EQ(names_in(directory.path()), (Names{"checkpoint"}));
 }
 
-TEST(RecoverDirectory, LeavesANewerOneAndAWorkingWriterAlone) {
+TEST(RecoverDirectory, KeepsANewerDirectoryAndAnActiveWriter) {
   const TemporaryDirectory directory;
   const fs::path path = directory / "checkpoint";
   const fs::path aside = file_detail::set_aside_name(path);

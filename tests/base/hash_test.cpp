@@ -11,7 +11,7 @@ uint64_t hash_of_text(const std::string& text) {
   return hash_of_large(std::as_bytes(std::span(text)));
 }
 
-TEST(Hash, OfLargeDataSeesEveryByteAndTheLength) {
+TEST(Hash, LargeHashDependsOnEveryByteAndTheLength) {
   Random random(1);
   for (const int64_t size : {1, 7, 8, 31, 32, 33, 1000, (1 << 20) - 1, 1 << 20, (3 << 20) + 5}) {
     std::string text(size, 'x');
@@ -29,8 +29,8 @@ TEST(Hash, OfLargeDataSeesEveryByteAndTheLength) {
   EXPECT_NE(hash_of_text(""), hash_of_text(std::string(1, '\0')));
 }
 
-// Files hold them: they stay what they are.
-TEST(Hash, OfLargeDataInPiecesAndForever) {
+// Files contain these hashes, so they must never change.
+TEST(Hash, LargeHashOfPiecesHasAFixedValue) {
   std::string text(5 * LargeHash::kBlock + 77, ' ');
   for (size_t i = 0; i < text.size(); ++i) text[i] = static_cast<char>(i * 7 + i / 1000);
   const auto bytes = std::as_bytes(std::span(text));
@@ -42,7 +42,7 @@ TEST(Hash, OfLargeDataInPiecesAndForever) {
   EXPECT_EQ(hash_text(hash_of_text(text)), "d0d125bba80ce5fa");
 }
 
-TEST(Hash, OfLargeDataIsTheSameForAnyNumberOfThreads) {
+TEST(Hash, LargeHashIsTheSameForAnyNumberOfThreads) {
   const std::string text(5 << 20, 'y');
   const int before = threads();
   const uint64_t expected = hash_of_text(text);

@@ -29,9 +29,9 @@ TEST(Json, ErrorsNameFileAndPlace) {
 
 TEST(Json, LimitsOfBytesAndDepth) {
   EXPECT_EQ(parse_json(nested(64), "x").size(), 1u);
-  expect_error([] { parse_json(nested(65), "x.json"); }, {"x.json", "more than 64 deep", "byte 64"});
+  expect_error([] { parse_json(nested(65), "x.json"); }, {"x.json", "more than 64 levels deep", "byte 64"});
   expect_error([] { parse_json(std::string(5'000'000, '['), "x.json"); }, {"x.json", "deep"});
-  EXPECT_EQ(parse_json("[\"[[[[\\\"[[[[\"]", "x", {.depth = 1}).size(), 1u);  // brackets of a text are none
+  EXPECT_EQ(parse_json("[\"[[[[\\\"[[[[\"]", "x", {.depth = 1}).size(), 1u);  // brackets in a string do not count
   const TemporaryFolder folder;
   expect_error([&] { read_json(folder.write("large.json", "[1, 2]"), {.bytes = 5}); }, {"large.json", "5"});
   expect_error([&] { parse_json("[1, 2]", "large.json", {.bytes = 5}); }, {"large.json", "5"});
@@ -61,20 +61,20 @@ TEST(JsonValue, NamesTheKey) {
   EXPECT_FALSE(value.has("none"));
   EXPECT_FALSE(value.has("other"));
   expect_error([&] { value.at("a").at("b").items()[1].at("c").integer(0, 9); },
-               {"x.json", "\"a.b[1].c\" is \"text\"", "whole number from 0 to 9"});
+               {"x.json", "\"a.b[1].c\" is \"text\"", "integer from 0 to 9"});
   expect_error([&] { value.at("a").at("b").items()[0].integer(2, 3); }, {"\"a.b[0]\" is 1", "from 2 to 3"});
   expect_error([&] { value.at("big").integer(-1, INT64_MAX); }, {"\"big\" is 18446744073709551615"});
   expect_error([&] { value.at("half").integer(0, 1); }, {"\"half\" is 0.5"});
   expect_error([&] { value.at("half").whole(); }, {"\"half\""});
   expect_error([&] { value.at("a").at("d"); }, {"x.json", "\"a.d\" is missing"});
-  expect_error([&] { value.at("a").text(); }, {"\"a\" is an object, expected a text"});
+  expect_error([&] { value.at("a").text(); }, {"\"a\" is an object, expected a string"});
   expect_error([&] { value.at("half").at("x"); }, {"\"half\" is 0.5, expected an object"});
   expect_error([&] { value.at("half").items(); }, {"expected a list"});
   expect_error([&] { value.at("half").flag(); }, {"expected true or false"});
   expect_error([&] { value.at("a").number(); }, {"expected a number"});
   expect_error([&] { value.at("a").numbers(); }, {"\"a\"", "list of numbers"});
   expect_error([&] { value.at("a").at("b").numbers(); }, {"\"a.b\"", "list of numbers"});
-  expect_error([&] { value.at("a").texts(); }, {"\"a.b\" is a list, expected a text"});
+  expect_error([&] { value.at("a").texts(); }, {"\"a.b\" is a list, expected a string"});
   const nlohmann::json list = nlohmann::json::array();
   expect_error([&] { JsonValue(list, "y.json").at("a"); }, {"y.json: the file is a list, expected an object"});
 }

@@ -36,7 +36,7 @@ TEST(Names, UnknownNameFarFromAllHasNoHint) {
   FAIL() << "no error was thrown";
 }
 
-TEST(Names, PathsAreToldApart) {
+TEST(Names, PathsGetDistinguishingNames) {
   using Names = std::vector<std::string>;
   EXPECT_EQ(
       distinguishing_names({"abl/runs/2mamba/seed-123", "abl/runs/mamba2/seed-123", "abl/runs/softmax/seed-123/"}),

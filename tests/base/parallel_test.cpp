@@ -25,7 +25,7 @@ namespace {
 
 using testing::with_threads;
 
-TEST(Parallel, EveryIndexOnce) {
+TEST(Parallel, RunsEveryIndexOnce) {
   for (int count : {1, 2, 5})
     for (int64_t size : {0, 1, 2, 7, 1000}) {
       std::vector<std::atomic<int>> visits(size);
@@ -74,7 +74,7 @@ TEST(Parallel, AnExceptionReachesTheCaller) {
     });
 }
 
-TEST(Parallel, ALoopInsideALoopIsSerial) {
+TEST(Parallel, NestedLoopsAreSerial) {
   with_threads(4, [] {
     EXPECT_EQ(threads(), 4);
     std::atomic<int> most = 0;
@@ -93,7 +93,7 @@ TEST(Parallel, ALoopInsideALoopIsSerial) {
   });
 }
 
-// Waits until so many bodies of a loop run at once: each on a thread of its own.
+// Waits until this many bodies of a loop run concurrently, each on another thread.
 class Meeting {
  public:
   explicit Meeting(int expected) : expected_(expected) {}
@@ -106,7 +106,7 @@ class Meeting {
   std::atomic<int> arrived_ = 0;
 };
 
-TEST(Parallel, AsManyThreadsAsAskedForTakePart) {
+TEST(Parallel, UsesTheRequestedNumberOfThreads) {
   for (const int count : {2, 5}) {
     const ThreadLimit limit(count);
     Meeting meeting(count);
@@ -121,7 +121,7 @@ TEST(Parallel, AsManyThreadsAsAskedForTakePart) {
   }
 }
 
-TEST(Parallel, TooLittleWorkStaysOnItsThread) {
+TEST(Parallel, SmallLoopsAreSerial) {
   const ThreadLimit limit(4);
   const auto here = std::this_thread::get_id();
   parallel_ranges(kElementsPerThread, kElementsPerThread,
@@ -129,7 +129,7 @@ TEST(Parallel, TooLittleWorkStaysOnItsThread) {
   parallel_for_if(false, 8, [&](int64_t) { EXPECT_EQ(std::this_thread::get_id(), here); });
 }
 
-TEST(Parallel, TheNumberOfThreadsBelongsToTheThreadThatSetsIt) {
+TEST(Parallel, NumberOfThreadsIsPerThread) {
   set_threads(0);
   const int all = threads();
   EXPECT_EQ(all, available_cores());
@@ -149,15 +149,15 @@ TEST(Parallel, TheNumberOfThreadsBelongsToTheThreadThatSetsIt) {
   EXPECT_EQ(threads(), all);
 }
 
-// Of several that fail, that of a serial loop.
-TEST(Parallel, TheFirstExceptionIsTheOneOfTheLowestIndex) {
+// If several fail, the exception of a serial loop.
+TEST(Parallel, RethrowsTheExceptionOfTheLowestIndex) {
   const ThreadLimit limit(4);
   for (int i = 0; i < 50; ++i)
     testing::expect_error([] { parallel_for(64, [](int64_t at) { require(at < 7, "index {} is bad", at); }); },
                           {"index 7 is bad"});
 }
 
-TEST(Parallel, LoopsOfManyThreadsAtOnce) {
+TEST(Parallel, ConcurrentLoopsOfManyThreads) {
   std::vector<std::thread> callers;
   std::atomic<int64_t> total = 0;
   for (int caller = 0; caller < 8; ++caller)
@@ -190,7 +190,7 @@ TEST(Parallel, WorkersHaveAllSignalsBlocked) {
   EXPECT_EQ(workers, 2);
 }
 
-// In the loop that makes the workers and in later ones: what is a zero for the caller is one for them.
+// In the loop that creates the workers and in later ones, workers flush subnormals as the caller does.
 TEST(Parallel, WorkersComputeInTheCallersFloatingPointMode) {
   const ThreadLimit limit(4);
   const auto halves = [] {
@@ -214,7 +214,7 @@ TEST(Parallel, WorkersComputeInTheCallersFloatingPointMode) {
   }
 }
 
-TEST(Parallel, ThreadsThatWaitSleep) {
+TEST(Parallel, IdleThreadsSleep) {
   {
     const ThreadLimit limit(4);
     Meeting meeting(4);
@@ -235,9 +235,9 @@ TEST(Parallel, ThreadsThatWaitSleep) {
   EXPECT_EQ(running(), 0);
 }
 
-#if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)  // which do not go with fork or little memory
+#if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)  // which support neither fork nor little memory
 
-// Runs f in a child process, and returns how that ended.
+// Runs f in a child process and returns its exit status.
 template <class F>
 int in_child(F&& f) {
   const pid_t child = ::fork();
@@ -255,21 +255,21 @@ bool sums_right() {
   return sum == 999 * 500;
 }
 
-TEST(Parallel, GoesOnAfterFork) {
+TEST(Parallel, WorksAfterFork) {
   const ThreadLimit limit(4);
   EXPECT_TRUE(sums_right());
   EXPECT_EQ(in_child([] {
               Meeting meeting(4);
-              parallel_for(4, [&](int64_t) { meeting.arrive(); });  // with workers of its own
+              parallel_for(4, [&](int64_t) { meeting.arrive(); });  // with its own workers
               return sums_right();
             }),
             0);
   EXPECT_TRUE(sums_right());
 }
 
-TEST(Parallel, WorksWithoutThreadsWhereThereAreNone) {
+TEST(Parallel, RunsSeriallyIfThreadsCannotBeCreated) {
   EXPECT_EQ(in_child([] {
-              const rlimit little{1 << 20, 1 << 20};  // no room for the stack of a thread
+              const rlimit little{1 << 20, 1 << 20};  // no memory for the stack of a thread
               if (::setrlimit(RLIMIT_AS, &little) != 0) return false;
               const ThreadLimit limit(8);
               const auto here = std::this_thread::get_id();

@@ -10,7 +10,7 @@ float product(float a, float b) {
   return x * y;
 }
 
-TEST(FlushSubnormals, HoldsWhileItLives) {
+TEST(FlushSubnormals, AppliesDuringItsLifetime) {
   EXPECT_GT(product(1e-30f, 1e-10f), 0.0f);
   {
     const FlushSubnormals flush;

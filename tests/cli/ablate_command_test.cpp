@@ -59,7 +59,7 @@ TEST_F(AblateCommandTest, TableReportAndJson) {
     EXPECT_EQ(read_file(folder.path("again/") + name), read_file(folder.path("out/") + name)) << name;
 }
 
-TEST_F(AblateCommandTest, KilledOrStoppedItGoesOn) {
+TEST_F(AblateCommandTest, ResumesAfterKillOrStop) {
   const std::string more = "--steps 30 --save-every 5";
   ASSERT_EQ(run(command("base", "whole", more)).code, 0);
   for (const int signal : {SIGKILL, SIGINT}) {
@@ -79,8 +79,8 @@ TEST_F(AblateCommandTest, KilledOrStoppedItGoesOn) {
   }
 }
 
-TEST_F(AblateCommandTest, ThePapersRecipeWithFlagsOverIt) {
-  // All but what makes it small is the paper's.
+TEST_F(AblateCommandTest, FlagsOverrideThePapersRecipe) {
+  // All options but those that make it small are the paper's.
   expect_run(command("linear", "out", "--paper --warmup 1 --schedule-steps 40"), 0, {"4 steps each", "done in"});
   const Json options = results("out")["rows"][0]["options"];
   const std::map<std::string, std::string> expected = {
@@ -130,7 +130,7 @@ TEST_F(AblateCommandTest, Plot) {
   const std::string both = picture(folder.path("out"));
   EXPECT_EQ(count(both, "<polyline"), 4u);
   EXPECT_EQ(count(both, " faint\""), 2u);
-  EXPECT_EQ(count(both, "class=\"name "), 2u);  // named once, by what tells them apart, with the last loss
+  EXPECT_EQ(count(both, "class=\"name "), 2u);  // named once, by distinguishing names, with the last loss
   EXPECT_NE(both.find(">softmax 5."), std::string::npos) << both;
   EXPECT_EQ(picture(fmt::format("{0}/softmax/seed-123/ {0}/2mamba/seed-123/log.jsonl", runs)).size(), both.size());
   EXPECT_EQ(count(picture(runs + " --curves test"), "<polyline"), 2u);

@@ -11,7 +11,7 @@ namespace {
 
 using testing::expect_run;
 
-TEST(Command, VersionNamesWhatItRunsOn) {
+TEST(Command, VersionNamesCompilerAndDevices) {
   expect_run("--version", 0, {"furious 0.", "compiler", "SIMD", "matrix products", "cpu"});
   expect_run("", 0, {"bench", "--help"});
 }

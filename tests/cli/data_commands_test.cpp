@@ -79,7 +79,7 @@ TEST_F(DataCommands, BadInput) {
   expect_run(tokenize(folder.write("bad.txt", "a\xFF"), "replaced"), 0, {"1 broken UTF-8"});
 }
 
-TEST_F(DataCommands, KilledOrStoppedItContinuesToTheSameBytes) {
+TEST_F(DataCommands, ResumesAfterKillOrStopWithTheSameBytes) {
   Random random(2);
   const std::vector<std::string> documents = random_documents(random, 1000);
   std::string lines;
@@ -105,8 +105,8 @@ TEST_F(DataCommands, KilledOrStoppedItContinuesToTheSameBytes) {
   }
 }
 
-// A limit on the size of files stands for a full disk: writes fail the same way.
-TEST_F(DataCommands, AFullDiskIsSaidAndLosesNothing) {
+// A limit on file sizes simulates a full disk: writes fail the same way.
+TEST_F(DataCommands, ReportsAFullDiskAndLosesNothing) {
   Random random(3);
   const std::vector<std::string> documents = random_documents(random, 3000);
   const std::string input = folder.write("in.jsonl", json_lines(documents));

@@ -1,4 +1,4 @@
-// What the command line says when something goes wrong: one line, without the names of C++.
+// Error messages of the command line: one line, without C++ names.
 #include <algorithm>
 
 #include "cli/run.h"
@@ -11,7 +11,7 @@ using testing::run;
 using testing::RunResult;
 using testing::TemporaryFolder;
 
-TEST(CommandErrors, AreOneLineWithoutNamesOfTheLanguage) {
+TEST(CommandErrors, AreOneLineWithoutCppNames) {
   const TemporaryFolder folder;
   const std::string name(300, 'n');
   const std::string text = folder.write("a.txt", "some text"), empty = folder.write("b.txt.gz", "");

@@ -43,7 +43,7 @@ class GenerateCommand : public ::testing::Test {
   std::string model = folder.path("model");
 };
 
-TEST_F(GenerateCommand, WritesOnFromAPrompt) {
+TEST_F(GenerateCommand, ContinuesAPrompt) {
   expect_run(generate("--prompt 'Once upon' --tokens 12 --top-k 40"), 0,
              {"prompt: 10 tokens", "new: 12 tokens", "tokens/s", "cache: ", "at 22 tokens"});
   const std::string text = text_of("--prompt 'Once upon' --tokens 12 --seed 4");
@@ -62,7 +62,7 @@ TEST_F(GenerateCommand, NumbersOutOfRange) {
     EXPECT_EQ(result.code, 2) << result.output;
     EXPECT_LT(result.output.size(), 200u) << result.output;
   }
-  // Said before anything is written.
+  // Reported before any text is printed.
   const RunResult result = run(generate("--prompt x --tokens 1 --save-state " + folder.path("no/state")));
   EXPECT_EQ(result.code, 1);
   EXPECT_TRUE(result.output.starts_with("furious: ")) << result.output;
@@ -81,7 +81,7 @@ TEST_F(GenerateCommand, SeveralSequencesAndJson) {
             written.at("sequences")[1].at("text").get<std::string>() + "\n");
 }
 
-TEST_F(GenerateCommand, StopsBeforeAText) {
+TEST_F(GenerateCommand, StopsBeforeAStopString) {
   const std::string options = "--prompt abc --tokens 40 --temperature 0 ";
   const std::string text = text_of(options);
   const std::string stop = text.substr(6, 3);
@@ -122,7 +122,7 @@ TEST_F(GenerateCommand, Failures) {
   expect_run(generate("--prompt x --tokens 1 --tokenizer byte"), 0, {});
 }
 
-// A bias so large that the token is always chosen, penalties that change nothing then, and a token that never comes.
+// A bias so large that its token is always chosen whatever the penalties, and a banned token.
 TEST_F(GenerateCommand, SamplingOptions) {
   const std::string options =
       "--prompt x --tokens 4 --temperature 1 --min-p 0.1 --frequency-penalty 0.5 "

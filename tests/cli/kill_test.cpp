@@ -1,5 +1,5 @@
-// Processes that are killed again and again at random moments, and in the end have written what one that was left alone
-// writes.
+// Processes that are killed repeatedly at random moments finally write the same files as an uninterrupted
+// one.
 #include <signal.h>
 #include <sys/wait.h>
 
@@ -25,7 +25,7 @@ std::vector<std::string> words(const std::string& text) {
   return {std::istream_iterator<std::string>(stream), {}};
 }
 
-// Runs it until it ends or that many milliseconds have passed; whether it was killed.
+// Runs the binary and kills it after some milliseconds; returns whether it was killed.
 bool killed_after(const std::string& command, int64_t milliseconds) {
   const auto end = Clock::now() + std::chrono::milliseconds(milliseconds);
   const int status = run_and_signal(words(command), SIGKILL, [&] { return Clock::now() >= end; });
@@ -43,7 +43,7 @@ std::map<std::string, std::string> contents(const std::string& run) {
   return files;
 }
 
-TEST(KillTest, TrainingGoesOnBitForBit) {
+TEST(KillTest, TrainingResumesBitForBit) {
   Random random(20);
   const TemporaryFolder folder;
   const std::string data = small_data(folder);
@@ -60,7 +60,7 @@ TEST(KillTest, TrainingGoesOnBitForBit) {
   int kills = 0;
   for (int i = 0; i < 12; ++i) {
     kills += killed_after(command("killed"), random.integer(1, whole / 6 + 60)) ? 1 : 0;
-    // What is there under its name is complete at every moment.
+    // Every checkpoint under its final name is complete at every moment.
     for (const fs::path& checkpoint : checkpoints_in(out))
       ASSERT_EQ(checkpoint_damage(checkpoint), std::vector<std::string>()) << "after " << kills << " kills";
   }
@@ -69,7 +69,7 @@ TEST(KillTest, TrainingGoesOnBitForBit) {
   EXPECT_TRUE(contents(out) == contents(folder.path("whole")));
 }
 
-TEST(KillTest, TokenizingGoesOnByteForByte) {
+TEST(KillTest, TokenizingResumesByteForByte) {
   Random random(21);
   const TemporaryFolder folder;
   std::string text;

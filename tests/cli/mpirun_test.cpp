@@ -55,7 +55,7 @@ class TrainMpirun : public ::testing::Test {
 
   size_t logged(const std::string& out) const { return read_log(folder.path(out)).steps.size(); }
   int process(int rank) const { return std::stoi(read_file(folder.path(fmt::format("process.{}", rank)))); }
-  // Does something to the job when it has made some steps.
+  // Calls a function with the job after some steps.
   RunResult disturb(const std::string& out, int count, const std::string& more, const std::function<void()>& act) {
     std::thread actor([&] {
       for (int i = 0; i < 6000 && logged(out) < 20; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(5));
@@ -65,7 +65,7 @@ class TrainMpirun : public ::testing::Test {
     actor.join();
     return result;
   }
-  // The run goes on in one process from a checkpoint that is whole.
+  // The run resumes in one process from an intact checkpoint.
   void expect_resumes(const std::string& out) const {
     const size_t steps = logged(out) + 2;
     expect_run(fmt::format("train --out {} --resume --steps {}", folder.path(out), steps), 0, {"resumed from", "done"});
@@ -99,7 +99,7 @@ TEST_F(TrainMpirun, OneTwoAndFourRanksLearnTheSame) {
     const RunLog actual = read_log(folder.path(out));
     ASSERT_EQ(actual.steps.size(), 30u);
     for (size_t i = 0; i < 30; ++i) {
-      // The ranks' sums round otherwise, and training makes more of it from step to step.
+      // Sums over ranks round differently, and training amplifies the difference.
       const double limit = i < 15 ? 1e-3 : 2e-2;
       EXPECT_NEAR(actual.steps[i].loss, expected.steps[i].loss, limit) << i;
       ASSERT_TRUE(actual.steps[i].ranks.has_value());
@@ -150,7 +150,8 @@ TEST_F(TrainMpirun, ARankThatHangsEndsTheJob) {
     EXPECT_NE(result.code, 0);
     expect_parts(result, {fmt::format("furious: rank {} (", hanging), "has not answered for 1 s in step ",
                           "--resume, from " + folder.path(out) + "/step-0"});
-    EXPECT_EQ(times_said(result.output, " in step "), 1u) << result.output;  // it blames nobody when it goes on
+    EXPECT_EQ(times_said(result.output, " in step "), 1u)
+        << result.output;  // nothing more when the stopped rank continues
     expect_resumes(out);
   }
 }
@@ -171,7 +172,7 @@ TEST_F(TrainMpirun, ASignalToAnyRankSavesOnceAndEndsAll) {
   }
 }
 
-// What mpirun does with Ctrl-C and Slurm with a time limit: all ranks are told.
+// As mpirun on Ctrl-C and Slurm at a time limit: all ranks get the signal.
 TEST_F(TrainMpirun, ASignalToAllSavesOnceAndEndsAll) {
   const RunResult result = disturb("run", 2, "", [&] {
     for (const int rank : {0, 1}) ::kill(process(rank), SIGTERM);
@@ -181,7 +182,7 @@ TEST_F(TrainMpirun, ASignalToAllSavesOnceAndEndsAll) {
   expect_resumes("run");
 }
 
-TEST_F(TrainMpirun, NoticesAtStartWhatDiffers) {
+TEST_F(TrainMpirun, DetectsDifferencesAtStart) {
   const auto two = [&](const std::string& first, const std::string& second) {
     return shell(mpirun(fmt::format("-n 1 {} {} : -n 1 {} {}", FURIOUS_BINARY, first, FURIOUS_BINARY, second)));
   };
@@ -205,7 +206,7 @@ TEST_F(TrainMpirun, NoticesAtStartWhatDiffers) {
   result = two(train("run", ""), train("run", "--data " + other));
   EXPECT_EQ(result.code, 1);
   expect_parts(result, {"rank 1 (", "its data is fnv1a64:"});
-  // Another binary: the same with a few bytes behind it.
+  // Another binary: a copy with a few bytes appended.
   const std::string changed = folder.path("furious");
   fs::copy_file(FURIOUS_BINARY, changed);
   std::ofstream(changed, std::ios::app) << "another";
@@ -216,11 +217,11 @@ TEST_F(TrainMpirun, NoticesAtStartWhatDiffers) {
   EXPECT_FALSE(fs::exists(folder.path("run")));
 }
 
-TEST_F(TrainMpirun, WhatOneRankFailsWithEndsAll) {
+TEST_F(TrainMpirun, AnErrorOfOneRankEndsAll) {
   RunResult result = run_ranks(2, train("run", "--data /nowhere"));
   EXPECT_EQ(result.code, 1);
   EXPECT_EQ(times_said(result.output, "/nowhere"), 1u) << result.output;
-  // Rank 0 finds that its folder is gone; the others do not know.
+  // The folder of rank 0 is removed; the other ranks do not see that.
   result = disturb("run", 2, "", [&] { fs::rename(folder.path("run"), folder.path("elsewhere")); });
   EXPECT_NE(result.code, 0);
   expect_parts(result, {"furious: rank 0 (", ") in step ", "cannot", "--resume, from "});
@@ -228,7 +229,7 @@ TEST_F(TrainMpirun, WhatOneRankFailsWithEndsAll) {
   expect_resumes("elsewhere");
 }
 
-TEST_F(TrainMpirun, BenchStepTellsHowItScales) {
+TEST_F(TrainMpirun, BenchStepReportsScaling) {
   const std::string json = folder.path("step.json");
   const RunResult result = run_ranks(
       2, fmt::format("bench step --hidden 32 --intermediate 32 --heads 2 --layers 2 --batch 4 --length 24 --threads 1 "
@@ -243,7 +244,7 @@ TEST_F(TrainMpirun, BenchStepTellsHowItScales) {
   EXPECT_GT(scaling.at("waiting_seconds"), 0);
 }
 
-TEST_F(TrainMpirun, OtherCommandsAskToBeStartedAlone) {
+TEST_F(TrainMpirun, OtherCommandsRefuseSeveralRanks) {
   const RunResult result = run_ranks(2, "presets");
   EXPECT_EQ(result.code, 1);
   expect_parts(result, {"`presets` runs in one process"});

@@ -44,7 +44,7 @@ class NiahCommand : public ::testing::Test {
   std::string model = folder.path("model");
 };
 
-TEST_F(NiahCommand, MadeQuestions) {
+TEST_F(NiahCommand, GeneratedQuestions) {
   expect_run(
       fmt::format("niah --lengths 300 {} --questions 1 --depths 0 --device cpu --svg {}", model, folder.path("n.svg")),
       0, {"of 1 found"});
@@ -120,7 +120,7 @@ TEST_F(NiahCommand, RowsOfAFileAndThePapersProcedure) {
   expect_run(niah(fmt::format("--paper --questions 2 --data {}", data)), 0, {"of 2 found"});
 }
 
-TEST_F(NiahCommand, LabelsTellModelsApart) {
+TEST_F(NiahCommand, LabelsDistinguishModels) {
   for (const char* arch : {"2mamba", "softmax"}) {
     fs::create_directories(folder.path(fmt::format("runs/{}", arch)));
     fs::copy(model, folder.path(fmt::format("runs/{}/seed-123", arch)), fs::copy_options::recursive);
@@ -144,8 +144,8 @@ TEST_F(NiahCommand, WeightsWithoutAConfig) {
   expect_run(niah("--arch 2mamba --heads 2" + asked), 1, {"4 heads, not 2"});
 }
 
-// A model that says a letter after bos, and something else after eos.
-TEST_F(NiahCommand, BosIsWhatATextBeginsWith) {
+// A model that answers with a letter after bos, and with something else after eos.
+TEST_F(NiahCommand, TextsBeginWithBosOnRequest) {
   const auto tokenizer = load_tokenizer("byte");
   Needle needle{"The key is", "x", 10, 50};
   const ModelConfig config = model_config("2mamba", "tiny", 258);
@@ -198,7 +198,7 @@ TEST_F(NiahCommand, Failures) {
 
 const std::string kTiny = " --steps 3 --hidden 16 --batch 2 --length 20 --device cpu";
 
-TEST(NiahTrain, TrainsOnceAndAsksAgain) {
+TEST(NiahTrain, ReusesATrainedModel) {
   const TemporaryFolder folder;
   const std::string command =
       "niah --train --arch softmax,2mamba --lengths 2,8 --depths 0,100 --questions 5 --out " + folder.path("t") + kTiny;
@@ -215,7 +215,7 @@ TEST(NiahTrain, TrainsOnceAndAsksAgain) {
   expect_run(command + " --lengths 400", 1, {"400 pairs"});
 }
 
-TEST(NiahTrain, GoesOnAfterASignal) {
+TEST(NiahTrain, ResumesAfterASignal) {
   const TemporaryFolder folder;
   const std::string out = folder.path("t"), log = out + "/2mamba/log.jsonl";
   const auto command = [&](int steps) {
@@ -240,7 +240,7 @@ TEST(NiahTrain, GoesOnAfterASignal) {
   EXPECT_EQ(logged(), before + 2);
 }
 
-TEST(RecallCommand, AMapPerArchitectureARowPerDimension) {
+TEST(RecallCommand, OneHeatMapPerArchitectureOneRowPerDimension) {
   const TemporaryFolder folder;
   const std::string command =
       "recall --arch 2mamba,linear --dims 8,16 --pairs 2,4 --rows 3 --out " + folder.path("r") + kTiny;

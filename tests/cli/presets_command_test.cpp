@@ -27,7 +27,7 @@ TEST(PresetsCommand, ListsEveryPresetWithin120Columns) {
   }
 }
 
-TEST(PresetsCommand, NumbersAreTheModels) {
+TEST(PresetsCommand, NumbersMatchTheModels) {
   const int64_t parameters = parameter_count(model_config("2mamba", "small", 32000));
   const int64_t numbers = cache_numbers(model_config("softmax", "tiny", 32000), 8192);
   expect_run("presets", 0,
@@ -56,7 +56,7 @@ TEST(PresetsCommand, Json) {
   }
 }
 
-TEST(PresetsCommand, SwitchesOfOne) {
+TEST(PresetsCommand, ShowsTheSwitchesOfOnePreset) {
   expect_run("presets --preset mamba2-paper --size tiny", 0,
              {"1 head of 32 with queries and keys of 128", "gated branch of 96 channels", "decay          original",
               "conv_bias      false", "scale          1.0"});
@@ -73,7 +73,7 @@ TEST(PresetsCommand, SwitchesOfOne) {
   EXPECT_EQ(json[0].at("switches").at("z_gate_bias"), false);
 }
 
-TEST(PresetsCommand, AFileThatCannotBeWrittenIsSaidFirst) {
+TEST(PresetsCommand, RefusesAnUnwritableFileFirst) {
   const TemporaryFolder folder;
   const std::string file = folder.write("file", "kept");
   for (const std::string& path :
@@ -87,7 +87,7 @@ TEST(PresetsCommand, AFileThatCannotBeWrittenIsSaidFirst) {
   EXPECT_TRUE(std::filesystem::is_character_file("/dev/null"));
 }
 
-TEST(PresetsCommand, ALinkStaysALink) {
+TEST(PresetsCommand, FollowsASymbolicLink) {
   const TemporaryFolder folder;
   const std::string file = folder.write("file", "old");
   const std::string link = folder.path("link");

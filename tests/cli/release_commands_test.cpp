@@ -98,7 +98,7 @@ TEST_F(ReleaseCommands, Eval) {
   expect_run(eval(bare("2mamba-squared")), 1, {"--arch"});
   expect_run(eval(bare("2mamba-squared"), "--arch 2mamba --heads 3"), 1, {"2 heads, not 3"});
 
-  // One of ours takes packed windows, and rows with bos when asked.
+  // A model in our format uses packed windows, and rows with bos on request.
   LanguageModel model = load_model(squared);
   const std::string ours = folder.path("ours");
   fs::create_directories(ours);

@@ -14,10 +14,10 @@ struct RunResult {
 
 RunResult run(const std::string& arguments, const std::string& before = "");  // `before`: shell, as `ulimit -f 100;`
 
-// Runs it and expects the exit code, and every one of `parts` in what it says.
+// Runs the binary and expects the exit code and all of `parts` in its output.
 void expect_run(const std::string& arguments, int code, const std::vector<std::string>& parts);
 
-// Starts it and gives it `signal` as soon as `ready` says so; returns what waitpid says.
+// Starts the binary, sends `signal` once `ready` returns true, and returns the status of waitpid.
 int run_and_signal(std::vector<std::string> arguments, int signal, const std::function<bool()>& ready);
 
 }  // namespace furious::testing

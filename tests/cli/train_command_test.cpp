@@ -35,7 +35,7 @@ class TrainCommandTest : public ::testing::Test {
   }
 };
 
-TEST_F(TrainCommandTest, TrainsAndSaysSo) {
+TEST_F(TrainCommandTest, TrainsAndReports) {
   expect_run(command("run", "--steps 6 --eval-every 3 --sample-every 3 --warmup 0"), 0,
              {"2mamba: 0.0", "steps 1 to 6", "test loss", "sample:", "done after 6 steps", "step-00000006"});
   expect_run("train --help", 0, {"--schedule-steps", "=0.0001", "Example: furious train"});
@@ -63,21 +63,21 @@ TEST_F(TrainCommandTest, ConfigFileAndFlags) {
   expect_run(bad("[model]\narch = \"2mamba\"\n"), 1, {"bad.toml", "model.arch"});
   expect_run("train --config nowhere.toml", 1, {"nowhere.toml"});
   expect_run("train --config /tmp", 1, {"/tmp", "directory"});
-  // Flags win over the file in both directions.
+  // Flags override the file in both directions.
   expect_run(fmt::format("train --config {} --out {} --recompute=false", folder.path("run") + "/run.toml",
                          folder.path("unset")),
              0, {"done"});
   EXPECT_NE(read_file(folder.path("unset") + "/run.toml").find("recompute = false\n"), std::string::npos);
 }
 
-TEST_F(TrainCommandTest, ThePapersRecipeWithFlagsOverIt) {
+TEST_F(TrainCommandTest, FlagsOverrideThePapersRecipe) {
   expect_run(command("run", "--paper --steps 3 --eval-every 3"), 0, {"test loss", "done after 3 steps"});
   const std::string toml = read_file(folder.path("run") + "/run.toml");
   for (const char* line : {"size = \"small\"\n", "hidden = 32\n", "batch = 4\n", "length = 24\n", "steps = 3\n",
                            "packing = \"rows\"\n", "bos = true\n", "eps = 1e-07\n", "warmup = 10000\n",
                            "schedule-steps = 1000000\n", "initialization = \"pytorch\"\n", "eval-batches = 0\n"})
     EXPECT_NE(toml.find(line), std::string::npos) << line << toml;
-  // The run goes on with it, and a recipe given again is the same run.
+  // The run resumes with it, and giving the recipe again is the same run.
   const std::string out = folder.path("run");
   expect_run(fmt::format("train --resume --steps 4 --out {}", out), 0, {"done after 4 steps"});
   expect_run(fmt::format("train --paper --resume --steps 5 --out {} {}", out, small), 0, {"done after 5 steps"});
@@ -112,7 +112,7 @@ TEST_F(TrainCommandTest, Usage) {
   expect_run(command("run", "--batch 100000 --length 2000"), 1, {"GiB", "are free"});
 }
 
-TEST_F(TrainCommandTest, KilledOrStoppedItGoesOnBitForBit) {
+TEST_F(TrainCommandTest, ResumesBitForBitAfterKillOrStop) {
   const std::string options = "--steps 60 --save-every 7 --eval-every 20";
   ASSERT_EQ(run(command("whole", options)).code, 0);
   const std::string expected = read_file(folder.path("whole") + "/latest/model.safetensors");
@@ -142,7 +142,7 @@ TEST_F(TrainCommandTest, ASignalEndsTheBuildingOfAModel) {
   }
 }
 
-TEST_F(TrainCommandTest, SizesThatNobodyHasAreRefusedAtOnce) {
+TEST_F(TrainCommandTest, RefusesImpossibleSizesImmediately) {
   expect_run(command("run", "--size medium --hidden 0 --heads 0 --layers 65536"), 1,
              {"needs about", "GiB", "are free"});
   expect_run(command("run", "--hidden 1048576 --intermediate 1048576 --heads 65536 --layers 65536"), 1,
@@ -150,7 +150,7 @@ TEST_F(TrainCommandTest, SizesThatNobodyHasAreRefusedAtOnce) {
   expect_run(command("run", "--batch 16777216 --length 67108864 --data synthetic:recall"), 1, {"GiB", "are free"});
 }
 
-// Paths are bytes: names that are not UTF-8 are as good as others.
+// Paths are bytes: names that are not UTF-8 work, too.
 TEST_F(TrainCommandTest, PathsOfAnyBytes) {
   const std::string odd = "\xff\x01 %\xc3";
   fs::rename(data, data + odd);
@@ -159,7 +159,7 @@ TEST_F(TrainCommandTest, PathsOfAnyBytes) {
   const auto quoted = [](const std::string& text) { return "'" + text + "'"; };
   expect_run(fmt::format("train --data {} --out {} {} --steps 4 --save-every 2", quoted(data), quoted(out), small), 0,
              {"done after 4 steps"});
-  // What is read back are the same paths: the data is found, and the run goes on.
+  // The same paths are read back: the data is found, and the run resumes.
   expect_run(fmt::format("train --resume --steps 6 --out {}", quoted(out)), 0, {"resumed from", "done after 6 steps"});
   expect_run(fmt::format("train --config {} --out {}", quoted(out + "/run.toml"), folder.path("again")), 0,
              {"done after 6 steps"});
@@ -173,7 +173,7 @@ TEST_F(TrainCommandTest, PathsOfAnyBytes) {
              {"documents"});
 }
 
-TEST_F(TrainCommandTest, GoesOnWhenNobodyReadsAlong) {
+TEST_F(TrainCommandTest, ContinuesWhenItsOutputIsClosed) {
   for (const char* reader : {"| head -1", "2>&1 | head -1", ">/dev/full", ">/dev/full 2>/dev/full"}) {
     const std::string out = fmt::format("unread-{}", std::string(reader).size());
     run(command(out, fmt::format("--steps 40 --eval-every 2 {}", reader)));

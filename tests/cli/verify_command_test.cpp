@@ -1,4 +1,4 @@
-// `furious verify`, and what training says of damaged files, by running the binary.
+// `furious verify`, and errors of training on damaged files, by running the binary.
 #include <sys/wait.h>
 
 #include <csignal>
@@ -43,7 +43,7 @@ class VerifyCommandTest : public ::testing::Test {
   void train() { ASSERT_EQ(run(command(run_folder, "--steps 6 --save-every 2 --keep 3")).code, 0); }
 };
 
-TEST_F(VerifyCommandTest, WholeFilesAreOk) {
+TEST_F(VerifyCommandTest, IntactFilesAreOk) {
   train();
   const std::string state = folder.path("text.state");
   ASSERT_EQ(run(fmt::format("generate {} --prompt abc --tokens 2 --save-state {}", run_folder, state)).code, 0);
@@ -97,7 +97,7 @@ TEST_F(VerifyCommandTest, ResumeFromThePreviousCheckpoint) {
              {newest, "differs from its checksum", run_folder + "/step-00000004 is undamaged", "--resume=previous"});
   expect_run("generate " + run_folder + " --prompt a --tokens 1", 1,
              {"latest/model.safetensors", "differs from its checksum"});
-  // The newest good one is taken, whatever lies between.
+  // The newest undamaged checkpoint is used.
   flip(run_folder + "/step-00000004/training.safetensors", 300);  // in the header
   expect_run(resume, 1, {run_folder + "/step-00000002 is undamaged"});
   expect_run(resume + "=previous", 0,
@@ -106,7 +106,7 @@ TEST_F(VerifyCommandTest, ResumeFromThePreviousCheckpoint) {
   EXPECT_EQ(weights_of(run_folder), weights_of(folder.path("whole")));
   expect_run(resume, 0, {"12 steps are done"});
   expect_run("train --resume=older --data x --out x", 2, {"older"});
-  // Without a good one there is nothing to go on from.
+  // Without an undamaged checkpoint there is nothing to resume from.
   for (const char* step : {"08", "10", "12"})
     flip(run_folder + "/step-000000" + step + "/model.safetensors",
          fs::file_size(run_folder + "/latest/model.safetensors") - 9);

@@ -36,7 +36,7 @@ TEST(Permutation, EpochsAndSeedsDiffer) {
   EXPECT_EQ(equal(Permutation(1000, 1, 5), Permutation(1000, 1, 5)), 1000);
 }
 
-TEST(Permutation, WorksBeyondMemory) {
+TEST(Permutation, SupportsMoreElementsThanMemory) {
   const Permutation order((int64_t{1} << 40) + 3, 1, 0);
   for (int64_t i = 0; i < 100; ++i) EXPECT_LT(order(i * 1000003), (int64_t{1} << 40) + 3);
 }
@@ -130,7 +130,7 @@ TEST_F(BatchesTest, IsolatedWhereAWindowEndsWithADocument) {  // a.bb. | ccc.d
   EXPECT_EQ(text(batches.at(1).targets), "cc.-d");
 }
 
-// Every target that is there is the next token of the same document; every other position has none.
+// Every target is the next token of the same document; positions without one have -1.
 TEST_F(BatchesTest, IsolatedTargetsAreRightOnRandomText) {
   testing::Random random(1);
   const Dataset data = tokenized(testing::random_documents(random, 30), 0);
@@ -169,7 +169,7 @@ TEST_F(BatchesTest, RowsThatBeginWithBos) {
   const std::vector<std::string> documents = {"a", "", "bbbb", "ccccc", "dddddd", "eeeeeeeeeeee"};
   const std::string inputs = "^a...|^bbbb|^cccc|^dddd|^eeee";
   const std::string targets = "a.---|bbbb.|ccccc|ddddd|eeeee";
-  for (const bool stored : {false, true}) {  // in the shards; there is no second one then
+  for (const bool stored : {false, true}) {  // in the shards; no second one is added
     const Dataset data = tokenized(documents, 0, stored);
     BatchOptions options = sized(5, 5, Packing::rows, Order::once);
     options.bos = true;
@@ -181,7 +181,7 @@ TEST_F(BatchesTest, RowsThatBeginWithBos) {
   }
 }
 
-TEST_F(BatchesTest, RowsWithBosAreThoseOfTheAuthorsOnRandomText) {
+TEST_F(BatchesTest, RowsWithBosMatchTheAuthorsOnRandomText) {
   testing::Random random(5);
   const Dataset data = tokenized(testing::random_documents(random, 40), 0);
   const TokenView& tokens = data.tokens(Split::train);
@@ -204,7 +204,7 @@ TEST_F(BatchesTest, RowsWithBosAreThoseOfTheAuthorsOnRandomText) {
   }
 }
 
-TEST_F(BatchesTest, BosIsForRowsAndTokenizersThatHaveOne) {
+TEST_F(BatchesTest, BosNeedsRowsAndATokenizerWithBos) {
   const Dataset data = letters(3);
   for (const Packing packing : {Packing::packed, Packing::isolated}) {
     BatchOptions options = sized(1, 2, packing, Order::once);
@@ -228,7 +228,7 @@ TEST_F(BatchesTest, BosIsForRowsAndTokenizersThatHaveOne) {
   expect_error([&] { DatasetBatches(without, Split::train, options); }, {"tokenizer has no bos"});
 }
 
-TEST_F(BatchesTest, ABatchThatIsNotFullIsPadded) {
+TEST_F(BatchesTest, PadsAPartialBatch) {
   const Dataset data = letters(3);
   const DatasetBatches batches(data, Split::train, sized(2, 3, Packing::rows, Order::once));
   EXPECT_EQ(batches.steps(), 2);
@@ -255,7 +255,7 @@ TEST_F(BatchesTest, AnEpochVisitsEveryWindowOnceInItsOwnOrder) {
   EXPECT_EQ(batches.samples(), (data.tokens(Split::train).size() - 1) / 16);
 }
 
-TEST_F(BatchesTest, APositionContinuesExactlyAlsoWithAnotherBatch) {
+TEST_F(BatchesTest, ResumesFromAPositionWithAnyBatchSize) {
   testing::Random random(3);
   const Dataset data = tokenized(testing::random_documents(random, 20), 0);
   const BatchOptions options = sized(4, 16, Packing::isolated, Order::shuffled);
@@ -272,7 +272,7 @@ TEST_F(BatchesTest, APositionContinuesExactlyAlsoWithAnotherBatch) {
   }
 }
 
-TEST_F(BatchesTest, RowsOfABatchCanBeTakenApart) {
+TEST_F(BatchesTest, RangesOfRowsEqualSlicesOfTheBatch) {
   testing::Random random(4);
   const Dataset data = tokenized(testing::random_documents(random, 20), 0);
   const DatasetBatches batches(data, Split::train, sized(6, 16, Packing::isolated, Order::shuffled));
@@ -311,7 +311,7 @@ TEST_F(BatchesTest, AOneTokenCorpusCanBeEvaluated) {
   EXPECT_EQ(text(rows.at(0).targets), ".---");
 }
 
-TEST(Packing, NamesGoBothWays) {
+TEST(Packing, NamesRoundTrip) {
   for (const Packing packing : {Packing::packed, Packing::isolated, Packing::rows})
     EXPECT_EQ(packing_from_name(name_of(packing)), packing);
   expect_error([] { packing_from_name("pack"); }, {"unknown packing", "did you mean \"packed\""});

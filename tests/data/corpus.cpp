@@ -33,7 +33,7 @@ class VectorLines final : public LineSource {
 }  // namespace
 
 TemporaryFolder::TemporaryFolder() {
-  // In memory where there is such a place: shards are synced often, which a disk takes its time for.
+  // In memory if possible: shards are synced often, which is slow on a disk.
   const fs::path parent = ::access("/dev/shm", W_OK) == 0 ? fs::path("/dev/shm") : fs::temp_directory_path();
   std::string name = (parent / "furious-test-XXXXXX").string();
   require(::mkdtemp(name.data()) != nullptr, "test: no temporary folder");

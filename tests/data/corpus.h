@@ -1,4 +1,4 @@
-// What the data tests share: folders that vanish, text made on the fly, compressors, a small tokenizer.
+// Shared by the data tests: temporary folders, random text, compressors, a small tokenizer.
 #pragma once
 
 #include <map>

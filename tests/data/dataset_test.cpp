@@ -33,7 +33,7 @@ class DatasetTest : public ::testing::Test {
     content.at(at) ^= 0x01;
     folder.write("data/" + name, content);
   }
-  // Makes checksums of what a shard holds now, as one would who means harm.
+  // Recomputes the checksums of a modified shard, as an attacker would.
   void mend(const std::string& shard) {
     auto manifest = nlohmann::ordered_json::parse(read_file(folder.path("data/manifest.json")));
     manifest.erase("checksum");
@@ -98,7 +98,7 @@ TEST_F(DatasetTest, MissingShard) {
   expect_error([&] { Dataset dataset(data()); }, {"train-00000.documents", "no such file"});
 }
 
-TEST_F(DatasetTest, DamageIsNoticedWhenItIsTouched) {
+TEST_F(DatasetTest, DetectsDamageWhenABlockIsRead) {
   damage("train-00001.tokens", 80);
   const Dataset dataset(data());
   const TokenView& tokens = dataset.tokens(Split::train);
@@ -112,7 +112,7 @@ TEST_F(DatasetTest, DamageIsNoticedWhenItIsTouched) {
   EXPECT_NE(dataset.damage()[0].find("train-00001.tokens\" is damaged: bytes 64 to"), std::string::npos);
 }
 
-TEST_F(DatasetTest, EveryFlippedBitIsNoticed) {
+TEST_F(DatasetTest, DetectsEveryFlippedBit) {
   testing::Random random(3);
   for (const std::string name :
        {"train-00000.tokens", "train-00001.documents", "train-00000.checks", "manifest.json"}) {
@@ -132,14 +132,14 @@ TEST_F(DatasetTest, EveryFlippedBitIsNoticed) {
       } catch (const Error&) {
         noticed = true;
       }
-      // Blanks between the words of the manifest say nothing.
+      // Whitespace in the manifest is not covered by its checksum.
       EXPECT_TRUE(noticed || (name == "manifest.json" && std::isspace(good[bit / 8]))) << name << " bit " << bit;
     }
     folder.write("data/" + name, good);
   }
 }
 
-TEST_F(DatasetTest, OnlyTouchedBlocksAreRead) {
+TEST_F(DatasetTest, ReadsOnlyRequestedBlocks) {
   TokenizeOptions options;
   options.inputs = {folder.write("long.txt", std::string(100'000, 'x'))};
   options.tokenizer = "byte";
@@ -162,8 +162,8 @@ TEST_F(DatasetTest, OnlyTouchedBlocksAreRead) {
             std::string::npos);
 }
 
-// As they were made before there were checksums of blocks and of the manifest.
-TEST_F(DatasetTest, OldShardsAreCheckedWhole) {
+// Older shards without checksums of blocks and of the manifest.
+TEST_F(DatasetTest, ChecksOldShardsCompletely) {
   auto manifest = nlohmann::ordered_json::parse(read_file(folder.path("data/manifest.json")));
   manifest.erase("checksum");
   for (const char* split : {"train", "test"})
@@ -182,7 +182,7 @@ TEST_F(DatasetTest, OldShardsAreCheckedWhole) {
                {"train-00001.tokens", "CRC-32"});
 }
 
-TEST_F(DatasetTest, IdsOutsideTheVocabularyAreNotGivenOut) {
+TEST_F(DatasetTest, NeverReturnsIdsOutsideTheVocabulary) {
   damage("train-00000.tokens", 65);  // the high byte of the first id
   damage("train-00000.tokens", 64);
   std::string content = read_file(folder.path("data/train-00000.tokens"));
@@ -217,7 +217,7 @@ TEST_F(DatasetTest, DamagedManifest) {
   expect_error([&] { Dataset dataset(data()); }, {"manifest.json", "format"});
 }
 
-TEST_F(DatasetTest, CountsThatNoFileCanHave) {
+TEST_F(DatasetTest, RefusesImpossibleCounts) {
   std::string manifest = read_file(folder.path("data/manifest.json"));
   const size_t begin = manifest.find("\"tokens\":", manifest.find("\"shards\""));
   ASSERT_NE(begin, std::string::npos);

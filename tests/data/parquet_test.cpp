@@ -72,7 +72,7 @@ TEST(Parquet, BothKindsOfStringsInAnyRowGroups) {
   }
 }
 
-TEST(Parquet, NullAndEmptyTextsAreLeftOut) {
+TEST(Parquet, SkipsNullAndEmptyTexts) {
   const TemporaryFolder folder;
   const auto read = [&](const Texts& texts) {
     return read_all({write_parquet(folder.path("a.parquet"), text_column<arrow::StringBuilder>(texts), 2)}).documents;

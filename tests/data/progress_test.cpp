@@ -21,7 +21,7 @@ using testing::read_file;
 using testing::read_folder;
 using testing::TemporaryFolder;
 
-// Work that was interrupted, and what it would have become.
+// An interrupted run and the result of an uninterrupted one.
 class ProgressTest : public ::testing::Test {
  protected:
   ProgressTest() {
@@ -48,7 +48,7 @@ class ProgressTest : public ::testing::Test {
   }
   std::string progress() const { return read_file(folder.path("kept/progress.json")); }
   void write(const std::string& text) { folder.write("out/progress.json", text); }
-  void write_sealed(Json json) {  // as by someone who knows the checksum
+  void write_sealed(Json json) {  // with a correct checksum
     json["checksum"] = checksum_of(json);
     write(json.dump());
   }
@@ -57,7 +57,7 @@ class ProgressTest : public ::testing::Test {
   TokenizeOptions options;
 };
 
-TEST_F(ProgressTest, EveryChangeOfOneByteIsNoticed) {
+TEST_F(ProgressTest, DetectsEveryChangeOfOneByte) {
   const std::string text = progress();
   int changes = 0;
   for (size_t at = 0; at < text.size(); ++at) {
@@ -84,12 +84,12 @@ TEST_F(ProgressTest, EveryFieldIsChecked) {
         value.is_array() ? visit(inside, place / static_cast<size_t>(std::stoul(key))) : visit(inside, place / key);
     if (place.empty() || place.to_string() == "/checksum") return;
     ++fields;
-    const bool optional = place.back() == "checks_crc32";  // shards made before there were such checks have none
+    const bool optional = place.back() == "checks_crc32";  // older shards have no such checks
     std::vector<Json> wrong = {"text", -1, 1.5, nullptr, Json::object()};
     if (value.is_number()) wrong.push_back(INT64_MAX);
     if (value.is_object()) wrong.back() = Json::array();
     for (const Json& other : wrong) {
-      if (place.to_string() == "/replaced_utf8" && other == INT64_MAX) continue;  // a count that nothing tells
+      if (place.to_string() == "/replaced_utf8" && other == INT64_MAX) continue;  // an unknown count
       if (optional && other.is_null()) continue;
       Json changed = good;
       changed[place] = other;
@@ -110,7 +110,7 @@ TEST_F(ProgressTest, EveryFieldIsChecked) {
   EXPECT_EQ(read_folder(options.out), read_folder(folder.path("whole")));
 }
 
-TEST_F(ProgressTest, PlacesThatTheInputDoesNotHave) {
+TEST_F(ProgressTest, RefusesPositionsOutsideTheInput) {
   Json json = Json::parse(progress());
   for (const int64_t file : {int64_t{3}, int64_t{100}, INT64_MAX, int64_t{-1}}) {
     json["position"]["file"] = file;
@@ -122,7 +122,7 @@ TEST_F(ProgressTest, PlacesThatTheInputDoesNotHave) {
   expect_error([&] { tokenize_corpus(options); }, {"position.offset"});
 }
 
-TEST_F(ProgressTest, ShardsThatDoNotFitAreNoticed) {
+TEST_F(ProgressTest, DetectsMismatchedShards) {
   const auto refused = [&](const std::string& name, const auto& change, const std::vector<std::string>& parts) {
     std::string content = read_file(folder.path("out/" + name));
     change(content);
@@ -152,7 +152,7 @@ TEST_F(ProgressTest, DeepOrDamagedPlan) {
   expect_error([&] { tokenize_corpus(options); }, {"plan.json", "not JSON"});
 }
 
-TEST_F(ProgressTest, ManifestsThatMakeNoSense) {
+TEST_F(ProgressTest, RefusesInconsistentManifests) {
   const std::string path = folder.path("whole/manifest.json");
   const Json good = Json::parse(read_file(path));
   const auto refused = [&](const std::string& place, const Json& value, const std::vector<std::string>& parts) {

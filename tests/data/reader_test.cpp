@@ -44,7 +44,7 @@ TEST(Reader, AConcatenationOfCompressedFilesIsOneFile) {
   EXPECT_EQ(read_all({folder.write("a.jsonl.zst", zstd_of(first) + zstd_of(second))}).documents, expected);
 }
 
-TEST(Reader, ATextFileIsOneDocumentHoweverItIsCut) {
+TEST(Reader, ATextFileIsOneDocumentForAnyBlockSize) {
   Random random(2);
   const TemporaryFolder folder;
   const std::string text = random_sentence(random, 500);
@@ -79,7 +79,7 @@ TEST(Reader, PiecesAfterTheFirstBeginWithTheSpace) {
   while (reader.next(block)) EXPECT_TRUE(!block.begin.inside || block.bytes.starts_with(" word")) << block.bytes;
 }
 
-TEST(Reader, BlankLinesSeparateDocumentsWhereAsked) {
+TEST(Reader, BlankLinesSeparateDocumentsOnRequest) {
   const TemporaryFolder folder;
   const std::string path = folder.write("a.txt", "\n\none\nstill one\n\n\ntwo\r\n\r\nthree \n \t\nfour\nfour");
   ReaderOptions options;
@@ -92,7 +92,7 @@ TEST(Reader, BlankLinesSeparateDocumentsWhereAsked) {
   }
 }
 
-TEST(Reader, LongJsonDocumentsComeInPieces) {
+TEST(Reader, SplitsLongJsonDocuments) {
   Random random(4);
   const TemporaryFolder folder;
   const std::vector<std::string> documents = {random_sentence(random, 300), "short", random_sentence(random, 300)};
@@ -123,7 +123,7 @@ TEST(Reader, ContinuesFromAnyBlock) {
   }
 }
 
-TEST(Reader, EmptyDocumentsAndFilesAreLeftOut) {
+TEST(Reader, SkipsEmptyDocumentsAndFiles) {
   const TemporaryFolder folder;
   const std::vector<std::string> inputs = {
       folder.write("a.txt", ""), folder.write("b.jsonl", "\n \n{\"text\": \"\"}\n"), folder.write("c.txt", "x")};
@@ -150,7 +150,7 @@ TEST(Reader, LoneSurrogatesInJsonAreReplaced) {
   EXPECT_EQ(result.replaced, 2);
 }
 
-TEST(Reader, FieldIsSelectableAndNestedOnesAreNotMistaken) {
+TEST(Reader, FieldIsSelectableAndNestedFieldsAreIgnored) {
   const TemporaryFolder folder;
   ReaderOptions options;
   options.field = "body";
@@ -159,7 +159,7 @@ TEST(Reader, FieldIsSelectableAndNestedOnesAreNotMistaken) {
   EXPECT_EQ(read_all({path}, options).documents, std::vector<std::string>{"yes"});
 }
 
-TEST(Reader, ErrorsNameThePlace) {
+TEST(Reader, ErrorsNameThePosition) {
   const TemporaryFolder folder;
   const auto jsonl = [&](const std::string& content) { read_all({folder.write("bad.jsonl", content)}); };
   const std::string good = json_line("fine");  // 16 bytes
@@ -191,7 +191,7 @@ TEST(Reader, TruncatedAndDamagedCompressionIsNamed) {
   expect_error([&] { read_all({folder.write("b.txt.gz", text)}); }, {"b.txt.gz", "damaged", "gzip"});
 }
 
-TEST(Reader, ALineThatIsTooLongIsNamed) {
+TEST(Reader, RefusesALineThatIsTooLong) {
   const TemporaryFolder folder;
   ReaderOptions options = small_blocks(64);
   options.longest_line = 1000;
@@ -211,7 +211,7 @@ TEST(FindInputs, FoldersGlobsAndOrder) {
             (std::vector<std::string>{"c", "b"}));
 }
 
-TEST(FindInputs, SaysWhatIsWrong) {
+TEST(FindInputs, ErrorsNameTheProblem) {
   const TemporaryFolder folder;
   folder.write("empty/readme.md", "x");
   expect_error([&] { find_inputs({folder.path("none.txt")}); }, {"none.txt", "does not exist"});

@@ -10,7 +10,7 @@ using testing::expect_error;
 using testing::gzip_of;
 using testing::TemporaryFolder;
 
-// Lines across the borders of what is read at once, with and without a line break at the end, blank ones between.
+// Lines across the borders of read blocks, with and without a final line break, with blank lines between.
 TEST(Records, LinesOfEveryLength) {
   const TemporaryFolder folder;
   std::vector<size_t> sizes{0, 5, (1 << 20) - 10, 1 << 20, 3 << 20, 1, 7};
@@ -31,7 +31,7 @@ TEST(Records, LinesOfEveryLength) {
   }
 }
 
-// What is not wanted is not looked at.
+// Skipped records are not parsed.
 TEST(Records, OnlyWantedOnes) {
   const TemporaryFolder folder;
   const std::string path = folder.write("a.jsonl", "{\"a\": 0}\nbroken\n{\"a\": 2}\n");
@@ -45,7 +45,7 @@ TEST(Records, OnlyWantedOnes) {
   expect_error([&] { for_each_record(path, {"a"}, visitor); }, {"line 2", "damaged"});
 }
 
-// Records are visited while the rest is not read yet, and a line without an end is not read to it.
+// Records are visited before the rest is read, and an endless line is not read to its end.
 TEST(Records, HoldOneLineAtATime) {
   const TemporaryFolder folder;
   int64_t seen = 0;

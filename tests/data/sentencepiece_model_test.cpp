@@ -27,7 +27,7 @@ void refused_map(const Charsmap& map, const std::string& part) {
   refused({.charsmap = map.bytes()}, {"t.model", "precompiled_charsmap", part});
 }
 
-TEST(SentencePieceFile, MadeByHandWorks) {
+TEST(SentencePieceFile, ReadsAHandMadeFile) {
   for (const int type : {kUnigram, kBytePair, kWord, kCharacter}) {
     const auto tokenizer = make_sentencepiece(sentencepiece_file({.type = type, .rules = sample_rules()}), "test");
     EXPECT_EQ(tokenizer->vocabulary_size(), static_cast<int32_t>(sample_pieces().size()));
@@ -65,7 +65,7 @@ TEST(SentencePieceFile, NormalizersOfTheLibraryAreAccepted) {
   EXPECT_NO_THROW(check_sentencepiece_model(small_model(), "test"));
 }
 
-TEST(SentencePieceFile, TriesThatLeadOutsideAreRefused) {
+TEST(SentencePieceFile, RefusesTriesWithOutOfRangeUnits) {
   const Charsmap good(sample_rules());
   EXPECT_NO_THROW(make_sentencepiece(sentencepiece_file({.charsmap = good.bytes()}), "t.model"));
   for (const std::string& bytes : {std::string("abc"), std::string("\0\0\0\0", 4), std::string("\4\0\0\0", 4),
@@ -107,7 +107,7 @@ TEST(SentencePieceFile, RulesThatMatchAtOnePlaceAreCounted) {
   refused_map(map, "itself");
 }
 
-TEST(SentencePieceFile, PiecesThatTheLibraryCannotHoldAreRefused) {
+TEST(SentencePieceFile, RefusesPiecesThatTheLibraryDoesNotSupport) {
   const auto with = [](std::vector<PieceSpec> more) {
     std::vector<PieceSpec> pieces = sample_pieces();
     pieces.insert(pieces.end(), more.begin(), more.end());
@@ -131,7 +131,7 @@ TEST(SentencePieceFile, PiecesThatTheLibraryCannotHoldAreRefused) {
 }
 
 // Bytes of the trie, lengths and pieces changed at random: a file is refused or works, and nothing crashes.
-TEST(SentencePieceFile, DamagedAnywhereItDoesNotCrash) {
+TEST(SentencePieceFile, DamageNeverCrashes) {
   Random random(3);
   int accepted = 0, refusals = 0;
   const auto count = [&](bool ok) { ++(ok ? accepted : refusals); };

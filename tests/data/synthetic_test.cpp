@@ -18,7 +18,7 @@ RecallOptions small_recall() {
   return {.batch = 5, .length = 40, .pairs = 6, .vocabulary_size = 32, .seed = 9};
 }
 
-TEST(RecallTask, EveryKeyIsAskedForOnceAndAnsweredRight) {
+TEST(RecallTask, EveryKeyIsQueriedOnceWithItsValue) {
   const RecallTask task(small_recall());
   for (int64_t step = 0; step < 20; ++step) {
     const Batch batch = task.at(step);
@@ -49,7 +49,7 @@ LookupOptions small_lookup() {
   return {.batch = 6, .length = 41, .pairs = 7, .vocabulary_size = 32, .seed = 9};
 }
 
-TEST(LookupTask, AKeyThatCameBeforeIsAskedForInEveryDocument) {
+TEST(LookupTask, EveryDocumentAsksForAnEarlierKey) {
   const LookupTask task(small_lookup());
   std::set<int64_t> lengths;
   int64_t targets_in_all = 0;
@@ -77,7 +77,7 @@ TEST(LookupTask, AKeyThatCameBeforeIsAskedForInEveryDocument) {
   EXPECT_TRUE(lengths.contains(4) && *lengths.rbegin() >= 40);
 }
 
-TEST(NeedleTask, TheLastKeyStoodAtItsDepth) {
+TEST(NeedleTask, TheLastKeyIsAtItsDepth) {
   for (const double depth : {-1.0, 0.0, 0.5, 1.0}) {
     const NeedleTask task({.batch = 20, .pairs = 9, .vocabulary_size = 32, .depth = depth, .seed = 4});
     EXPECT_EQ(task.length(), 19);
@@ -106,7 +106,7 @@ PasskeyOptions small_passkey() {
   return {.batch = 4, .length = 30, .digits = 3, .vocabulary_size = 20, .depth = -1, .seed = 9};
 }
 
-TEST(PasskeyTask, TheKeyStandsOnceAndIsAskedForAtTheEnd) {
+TEST(PasskeyTask, KeyOccursOnceAndIsAskedForAtTheEnd) {
   const PasskeyTask task(small_passkey());
   std::set<int> places;
   for (int64_t step = 0; step < 100; ++step) {
@@ -165,7 +165,7 @@ TEST(SyntheticTasks, AreAPureFunctionOfSeedStepAndRow) {
   expect_pure(PasskeyTask(small_passkey()), PasskeyTask(small_passkey()), PasskeyTask(passkey));
 }
 
-TEST(SyntheticTasks, SayWhatDoesNotFit) {
+TEST(SyntheticTasks, ErrorsSayWhatDoesNotFit) {
   RecallOptions recall = small_recall();
   recall.length = 23;
   expect_error([&] { RecallTask task(recall); }, {"6 pairs", "length 24", "not 23"});

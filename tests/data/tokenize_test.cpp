@@ -57,7 +57,7 @@ class TokenizeTest : public ::testing::Test {
   std::string input = folder.write("in.jsonl", json_lines(documents));
 };
 
-TEST_F(TokenizeTest, DocumentsComeBackInOrderAndInOneSplit) {
+TEST_F(TokenizeTest, DocumentsRoundTripInOrderInOneSplit) {
   for (const std::string& tokenizer : {std::string("byte"), folder.write("t.model", small_model())}) {
     TokenizeOptions options = options_for({input}, folder.path("out-" + fs::path(tokenizer).filename().string()));
     options.tokenizer = tokenizer;
@@ -98,7 +98,7 @@ TEST_F(TokenizeTest, FilesOfTheTestPart) {
   EXPECT_EQ(documents_of(Dataset(options.out), Split::train), train);
   EXPECT_EQ(documents_of(Dataset(options.out), Split::test), test);
 
-  // It is another piece of work without them, or with the file in the other part.
+  // Without them, or with the file in the other part, it is a different job.
   std::swap(options.inputs, options.test_inputs);
   expect_error([&] { tokenize_corpus(options); }, {"both", "of other options"});
   options.inputs = {folder.path("a.jsonl"), folder.path("b.jsonl")};
@@ -138,7 +138,7 @@ TEST_F(TokenizeTest, TheSplitDoesNotDependOnTheOrder) {
   for (const std::string& document : documents) EXPECT_EQ(some.contains(document), all.contains(document));
 }
 
-TEST_F(TokenizeTest, AnotherSeedHoldsOutOthers) {
+TEST_F(TokenizeTest, SeedSelectsTheTestDocuments) {
   int differences = 0;
   for (const std::string& document : documents)
     differences += is_held_out(document, 1, 0.2) != is_held_out(document, 2, 0.2);
@@ -149,8 +149,8 @@ TEST_F(TokenizeTest, AnotherSeedHoldsOutOthers) {
   }
 }
 
-// Stops after every block, again and again, until the work is done.
-TEST_F(TokenizeTest, StoppedAnywhereItEndsWithTheSameBytes) {
+// Stops after every block until all input is processed.
+TEST_F(TokenizeTest, ResumesAnywhereWithTheSameBytes) {
   const std::string text = folder.write("long.txt", random_sentence(random, 4000) + "\xFF");
   TokenizeOptions options = options_for({input, text}, folder.path("whole"));
   tokenize_corpus(options);
@@ -170,8 +170,8 @@ TEST_F(TokenizeTest, StoppedAnywhereItEndsWithTheSameBytes) {
   EXPECT_EQ(read_folder(folder.path("whole")), read_folder(folder.path("pieces")));
 }
 
-// A process that dies leaves bytes behind its last checkpoint.
-TEST_F(TokenizeTest, WhatWasWrittenAfterACheckpointIsWrittenAnew) {
+// A killed process leaves bytes after its last checkpoint.
+TEST_F(TokenizeTest, RewritesDataAfterTheCheckpoint) {
   TokenizeOptions options = options_for({input}, folder.path("whole"));
   options.shard_tokens = 1 << 20;
   tokenize_corpus(options);
@@ -189,7 +189,7 @@ TEST_F(TokenizeTest, WhatWasWrittenAfterACheckpointIsWrittenAnew) {
   EXPECT_EQ(read_folder(folder.path("whole")), read_folder(folder.path("killed")));
 }
 
-TEST_F(TokenizeTest, AnotherCommandOnTheSameFolderIsRefused) {
+TEST_F(TokenizeTest, RefusesAFolderInUse) {
   const TokenizeOptions options = options_for({input}, folder.path("out"));
   TokenizeHooks hooks;
   hooks.stop = [] { return true; };
@@ -216,7 +216,7 @@ TEST_F(TokenizeTest, AnotherCommandOnTheSameFolderIsRefused) {
   expect_error([&] { tokenize_corpus(options); }, {"in.jsonl", "has changed"});
 }
 
-TEST_F(TokenizeTest, AFailedAttemptLeavesNoTrace) {
+TEST_F(TokenizeTest, AFailedAttemptLeavesNoFiles) {
   TokenizeOptions options = options_for({input}, folder.path("out"));
   options.reader.field = "body";
   expect_error([&] { tokenize_corpus(options); }, {"in.jsonl", "line 1", "\"body\"", "text"});
@@ -226,7 +226,7 @@ TEST_F(TokenizeTest, AFailedAttemptLeavesNoTrace) {
   EXPECT_EQ(Dataset(options.out).damage(), std::vector<std::string>());
 }
 
-TEST_F(TokenizeTest, ErrorsComeAfterEverythingBeforeThem) {
+TEST_F(TokenizeTest, ErrorsNameTheFirstBadLineForAnyNumberOfThreads) {
   std::string lines = json_lines(documents);
   lines += "broken\n";
   TokenizeOptions options = options_for({folder.write("bad.jsonl", lines)}, folder.path("out"));
@@ -252,7 +252,7 @@ TEST_F(TokenizeTest, AOneTokenDocument) {
   EXPECT_EQ(data.tokens(Split::test).size(), 0);
 }
 
-TEST_F(TokenizeTest, BosWhereAsked) {
+TEST_F(TokenizeTest, BosOnRequest) {
   TokenizeOptions options = options_for({folder.write("one.txt", "x")}, folder.path("out"));
   options.test_fraction = 0;
   options.bos = true;
@@ -262,7 +262,7 @@ TEST_F(TokenizeTest, BosWhereAsked) {
   EXPECT_EQ(ids, (std::vector<int32_t>{256, 'x', 257}));
 }
 
-TEST_F(TokenizeTest, ALongDocumentIsEncodedAsIfWhole) {
+TEST_F(TokenizeTest, EncodesALongDocumentAsAWhole) {
   const std::string text = random_sentence(random, 3000);
   TokenizeOptions options = options_for({folder.write("long.txt", text)}, folder.path("out"));
   options.tokenizer = folder.write("t.model", small_model());
@@ -284,7 +284,7 @@ TEST_F(TokenizeTest, InvalidUtf8IsCountedInTheManifest) {
   EXPECT_EQ(read_manifest(options.out).replaced, 2);
 }
 
-// Compressed nothing has a header: a file of 0 bytes was not written completely.
+// A compressed empty text has a header: a file of 0 bytes was not written completely.
 TEST_F(TokenizeTest, AnEmptyCompressedFileIsAnErrorAndAnEmptyTextIsNot) {
   for (const char* name : {"empty.jsonl.gz", "empty.txt.zst"}) {
     const TokenizeOptions options = options_for({input, folder.write(name, "")}, folder.path("out"));
@@ -300,7 +300,7 @@ TEST_F(TokenizeTest, AnEmptyCompressedFileIsAnErrorAndAnEmptyTextIsNot) {
             documents_of(Dataset(folder.path("alone")), Split::train));
 }
 
-// Threads that the system does not give: their stacks are larger than the address space.
+// Thread creation fails: stacks are larger than the address space limit.
 class NoThreads {
  public:
   NoThreads() {
@@ -320,7 +320,7 @@ class NoThreads {
   pthread_attr_t before_;
 };
 
-TEST_F(TokenizeTest, WithoutThreadsItWorksByItself) {
+TEST_F(TokenizeTest, WorksWithoutThreads) {
   TokenizeOptions options = options_for({input}, folder.path("with"));
   tokenize_corpus(options);
   options.out = folder.path("without");

@@ -91,7 +91,7 @@ TEST_F(AgreementTest, StreamedPiecesAreTheText) {
   }
 }
 
-TEST_F(AgreementTest, TheFirstPieceHasNoSpaceOfItsOwn) {
+TEST_F(AgreementTest, FirstPieceHasNoAddedSpace) {
   for (const std::string text : {"the snake", " the", "\xC3\xA9t\xC3\xA9", "\xF0\x9F\x90\x8D"}) {
     const std::vector<int32_t> ids = ours->encode(text);
     std::string pieces = ours->first_piece(ids[0]);
@@ -101,7 +101,7 @@ TEST_F(AgreementTest, TheFirstPieceHasNoSpaceOfItsOwn) {
   EXPECT_EQ(load_tokenizer("byte")->first_piece(' '), " ");
 }
 
-TEST(ByteTokenizer, EveryByteComesBack) {
+TEST(ByteTokenizer, EveryByteRoundTrips) {
   const auto tokenizer = load_tokenizer("byte");
   std::string text;
   for (int byte = 0; byte < 256; ++byte) text += static_cast<char>(byte);
@@ -128,7 +128,7 @@ TEST(LoadTokenizer, ReadsWhatWasSaved) {
   const TemporaryFolder folder;
   const std::filesystem::path path = folder.path("");
   const auto sentencepiece = make_sentencepiece(small_model(), "test");
-  // Each takes the place of the one before.
+  // Each replaces the previous one.
   for (const auto& tokenizer : {load_tokenizer("byte"), sentencepiece, load_tokenizer("byte")}) {
     save_tokenizer(path, *tokenizer);
     const auto loaded = load_tokenizer(path);
@@ -137,7 +137,7 @@ TEST(LoadTokenizer, ReadsWhatWasSaved) {
   }
 }
 
-// What transformers needs to give the same ids: its defaults put bos first and treat blanks otherwise.
+// Fields that transformers needs to give the same ids: by default it adds bos and treats spaces differently.
 TEST(LoadTokenizer, SavesSentencePieceForLlamaTokenizer) {
   const TemporaryFolder folder;
   for (const bool bos : {false, true}) {
@@ -157,11 +157,11 @@ TEST(LoadTokenizer, ReadsAFolderOfHuggingFace) {
   EXPECT_EQ(load_tokenizer(folder.path(""))->model(), small_model());
 }
 
-TEST(LoadTokenizer, SaysWhatIsWrong) {
+TEST(LoadTokenizer, ErrorsNameTheProblem) {
   const TemporaryFolder folder;
   expect_error([&] { load_tokenizer(folder.path("")); }, {"tokenizer.model", "does not exist", "\"byte\""});
   folder.write("odd/tokenizer_config.json", R"({"tokenizer_class": 3})");
-  expect_error([&] { load_tokenizer(folder.path("odd")); }, {"tokenizer_config.json", "tokenizer_class", "a text"});
+  expect_error([&] { load_tokenizer(folder.path("odd")); }, {"tokenizer_config.json", "tokenizer_class", "a string"});
   folder.write("odd/tokenizer_config.json", "{");
   expect_error([&] { load_tokenizer(folder.path("odd")); }, {"tokenizer_config.json", "not JSON"});
   expect_error([&] { load_tokenizer(folder.path("none.model")); }, {"none.model", "does not exist", "\"byte\""});
@@ -188,7 +188,7 @@ class FewLines final : public LineSource {
   int left_ = 3;
 };
 
-TEST(TrainTokenizer, SaysWhatIsWrong) {
+TEST(TrainTokenizer, ErrorsNameTheProblem) {
   NoLines none;
   expect_error([&] { train_sentencepiece(none, {400, 1000, 1}); }, {"no text"});
   FewLines few;

@@ -12,7 +12,7 @@ std::string repaired(std::string_view text, int64_t expected_count) {
   return result;
 }
 
-TEST(Utf8, ValidTextStays) {
+TEST(Utf8, KeepsValidText) {
   const std::string text = "plain, wörld, 日本語, 🐍, \x7F, and more than eight bytes of ASCII";
   EXPECT_EQ(valid_utf8_prefix(text), text.size());
   EXPECT_EQ(repaired(text, 0), text);
@@ -48,7 +48,7 @@ TEST(Utf8Streamer, InvalidBytesDoNotStopTheStream) {
   EXPECT_EQ(streamer.push("b"), "\uFFFDb");
 }
 
-TEST(Utf8Streamer, AnyCutGivesTheWholeText) {
+TEST(Utf8Streamer, AnySplitGivesTheWholeText) {
   testing::Random random(1);
   const std::string text = "aö日🐍\xFFz\xE2\x82 end 🐍";
   int64_t count = 0;
@@ -67,7 +67,7 @@ TEST(Utf8Streamer, AnyCutGivesTheWholeText) {
   }
 }
 
-TEST(Utf8, BytesOfAnyKindAndBack) {
+TEST(Utf8, ArbitraryBytesRoundTrip) {
   for (const std::string text : {"", "/data/x", "/däta/日本", "50 %", "C:\\x", "percent"})
     EXPECT_EQ(utf8_of_bytes(text), text);
   EXPECT_EQ(utf8_of_bytes("/a\xff%b\n"), "percent:/a%FF%25b%0A");

@@ -14,7 +14,7 @@ class Batch {
   Batch(const LanguageModel& model, int64_t rows) : decoder_(model, rows) {
     for (int64_t i = 0; i < rows; ++i) slots_.push_back(decoder_.start());
   }
-  // Goes on from what another one holds, on any device.
+  // Restores the slots of another batch, on any device.
   Batch(const LanguageModel& model, const std::vector<SlotContents>& contents)
       : Batch(model, static_cast<int64_t>(contents.size())) {
     for (size_t i = 0; i < contents.size(); ++i) decoder_.restore(slots_[i], contents[i]);

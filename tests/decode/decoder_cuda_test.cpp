@@ -28,7 +28,7 @@ std::vector<ModelConfig> presets_and_random_switches(Random& random) {
   return configs;
 }
 
-TEST(DecoderCuda, ReadsAsTheCpuAndTakesOverItsMemory) {
+TEST(DecoderCuda, MatchesTheCpuAndRestoresItsSlots) {
   SKIP_WITHOUT_GPU();
   Random random(1);
   for (const ModelConfig& config : presets_and_random_switches(random)) {
@@ -43,7 +43,7 @@ TEST(DecoderCuda, ReadsAsTheCpuAndTakesOverItsMemory) {
     };
     read_both(0, kFirst);
     for (int64_t t = kFirst; t < kLength; ++t) {
-      if (t % 97 == 0) {  // each goes on from what the other remembers
+      if (t % 97 == 0) {  // each continues from the other's slots
         const std::vector<SlotContents> from_cpu = here.contents(), from_gpu = there.contents();
         here = Batch(cpu, from_gpu);
         there = Batch(gpu, from_cpu);
@@ -81,7 +81,7 @@ TEST(DecoderCuda, RoundedWeightsAndActivations) {
 
 // A token is the persistent kernel exactly where that kernel runs every operation of the plan, before the first fold
 // and after it.
-TEST(DecoderCuda, WhatRunsAsThePersistentKernel) {
+TEST(DecoderCuda, SelectsThePersistentKernel) {
   SKIP_WITHOUT_GPU();
   if (TokenProgram::resident_blocks(kGpu, 0) == 0) GTEST_SKIP() << "this device has no code for the kernel";
   Random random(6);
@@ -114,8 +114,8 @@ TEST(DecoderCuda, WhatRunsAsThePersistentKernel) {
   EXPECT_FALSE(with("softmax-qk-norm", unchanged));
 }
 
-// A step that was recorded long ago, and one that runs for the first time.
-TEST(DecoderCuda, RecordedStepsGiveTheSameBits) {
+// A step captured long ago, and one captured now.
+TEST(DecoderCuda, CapturedStepsGiveTheSameBits) {
   SKIP_WITHOUT_GPU();
   Random random(3);
   for (const char* name :
@@ -126,7 +126,7 @@ TEST(DecoderCuda, RecordedStepsGiveTheSameBits) {
     Batch cache(model, 2);
     for (int64_t t = 0; t < kLength; ++t) {
       const Tensor part = part_of(tokens, t, 1);
-      if (t == 100) model.set_compute(compute_in(DType::bf16, kGpu));  // the record is no longer good
+      if (t == 100) model.set_compute(compute_in(DType::bf16, kGpu));  // needs a new capture
       if (t % 7 != 3) {
         cache.step(part);
         continue;
@@ -138,7 +138,7 @@ TEST(DecoderCuda, RecordedStepsGiveTheSameBits) {
   }
 }
 
-// Ids [batch, 1] as a sampler leaves them on the device: each has a neighbour.
+// Ids [batch, 1] on the device with a row stride of 2, as a sampler returns them.
 Tensor as_chosen(const Tensor& ids) {
   const Tensor pairs = Tensor::empty({ids.size(0), 2}, DType::i32);
   copy(pairs.slice(1, 0, 1), ids);
@@ -146,7 +146,7 @@ Tensor as_chosen(const Tensor& ids) {
   return to_device(pairs, kGpu).slice(1, 0, 1);
 }
 
-TEST(DecoderCuda, MoreSequencesThanThePersistentKernelHasRunAsAGraph) {
+TEST(DecoderCuda, ManySequencesRunAsAGraph) {
   SKIP_WITHOUT_GPU();
   if (TokenProgram::resident_blocks(kGpu, 0) == 0) GTEST_SKIP() << "this device has no code for the kernel";
   Random random(7);
@@ -164,7 +164,7 @@ TEST(DecoderCuda, MoreSequencesThanThePersistentKernelHasRunAsAGraph) {
 
 // Models of many shapes, whose caches have folded where they have a state: a token as one kernel, as a graph of
 // kernels, and on the CPU.
-TEST(DecoderCuda, OneKernelReadsAsManyDo) {
+TEST(DecoderCuda, PersistentKernelMatchesSeparateKernels) {
   SKIP_WITHOUT_GPU();
   if (TokenProgram::resident_blocks(kGpu, 0) == 0) GTEST_SKIP() << "this device has no code for the kernel";
   Random random(4);
@@ -220,7 +220,7 @@ TEST(DecoderCuda, OneKernelReadsAsManyDo) {
 }
 
 // Kernels of several caches that follow each other, without the host waiting between them.
-TEST(DecoderCuda, SeveralCachesByTurns) {
+TEST(DecoderCuda, AlternatesBetweenDecoders) {
   SKIP_WITHOUT_GPU();
   Random random(5);
   ModelConfig config = little(preset("2mamba"));

@@ -30,7 +30,7 @@ std::vector<int32_t> random_text(Random& random, int64_t length, int64_t vocabul
   return text;
 }
 
-// What one sequence writes in a decoder of its own.
+// The text of one sequence alone in a decoder.
 std::vector<int32_t> alone(const LanguageModel& model, const std::vector<int32_t>& prompt, const Sampling& sampling,
                            int64_t tokens) {
   Decoder decoder(model, 1);
@@ -45,7 +45,7 @@ std::vector<int32_t> alone(const LanguageModel& model, const std::vector<int32_t
 class DecoderOf : public ::testing::TestWithParam<const char*> {};
 
 // Slots with prompts, lengths and sampling of their own that start and stop at different times, in changing orders.
-TEST_P(DecoderOf, SlotsWriteWhatEachWritesAlone) {
+TEST_P(DecoderOf, SlotsAreIndependent) {
   Random random(2);
   const LanguageModel model = lively_model(little(preset(GetParam())));
   struct Sequence {
@@ -92,7 +92,7 @@ TEST_P(DecoderOf, SlotsWriteWhatEachWritesAlone) {
   }
 }
 
-TEST_P(DecoderOf, LogitsAreThoseOfTheFullPass) {
+TEST_P(DecoderOf, LogitsMatchTheFullPass) {
   Random random(3);
   const LanguageModel model = lively_model(little(preset(GetParam())));
   const std::vector<int32_t> text = random_text(random, 150, model.config().vocabulary);
@@ -109,7 +109,7 @@ TEST_P(DecoderOf, LogitsAreThoseOfTheFullPass) {
   EXPECT_EQ(decoder.tokens(slot), 150);
 }
 
-TEST_P(DecoderOf, ForksGoOnToTheBit) {
+TEST_P(DecoderOf, ForksContinueBitForBit) {
   Random random(4);
   const LanguageModel model = lively_model(little(preset(GetParam())));
   const std::vector<int32_t> prompt = random_text(random, 210, model.config().vocabulary);
@@ -121,7 +121,7 @@ TEST_P(DecoderOf, ForksGoOnToTheBit) {
   const int64_t before = decoder.bytes(a);
   EXPECT_EQ(decoder.bytes(b), before);
   for (int i = 0; i < 80; ++i) {
-    if (i == 40) {  // the fork of a fork, after the original is gone
+    if (i == 40) {  // a fork of a fork, after the original was released
       decoder.stop(a);
       EXPECT_EQ(decoder.free_slots(), 2);
       const int32_t c = decoder.fork(b);
@@ -135,7 +135,7 @@ TEST_P(DecoderOf, ForksGoOnToTheBit) {
 }
 
 // In memory and in a file.
-TEST_P(DecoderOf, SnapshotsGoOnToTheBit) {
+TEST_P(DecoderOf, SnapshotsContinueBitForBit) {
   Random random(5);
   const TemporaryDirectory folder;
   const LanguageModel model = lively_model(little(preset(GetParam())));
@@ -156,7 +156,7 @@ TEST_P(DecoderOf, SnapshotsGoOnToTheBit) {
   std::vector<int32_t> restored;
   for (size_t i = 0; i < 2; ++i) {
     restored.push_back(other.start());
-    other.read(restored.back(), random_text(random, 70, model.config().vocabulary));  // what is there goes
+    other.read(restored.back(), random_text(random, 70, model.config().vocabulary));  // is replaced by restore
     other.restore(restored.back(), i == 0 ? contents[0] : loaded[1]);
     other.set_sampling(restored.back(), sampling);
     EXPECT_EQ(other.tokens(restored[i]), decoder.tokens(slots[i]));
@@ -176,7 +176,7 @@ INSTANTIATE_TEST_SUITE_P(Presets, DecoderOf,
                            return name;
                          });
 
-TEST(Decoder, WhatCannotBeIsAnError) {
+TEST(Decoder, RefusesInvalidArguments) {
   const LanguageModel model = lively_model(little(preset("2mamba")));
   expect_error([&] { Decoder(model, 0); }, {"0 slots", "expected 1 or more"});
   Decoder decoder(model, 2);

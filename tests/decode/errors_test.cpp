@@ -1,4 +1,4 @@
-// What the public headers promise: whatever goes wrong is a furious::Error with words for the user.
+// The contract of the public headers: every failure is a furious::Error with a message for the user.
 #include <sys/stat.h>
 
 #include <filesystem>
@@ -46,9 +46,9 @@ class PublicErrors : public ::testing::Test {
   int copies = 0;
 };
 
-const std::string kLongName = std::string(300, 'n');  // longer than a file system takes
+const std::string kLongName = std::string(300, 'n');  // longer than file systems allow
 
-TEST_F(PublicErrors, OfLoading) {
+TEST_F(PublicErrors, Loading) {
   const auto refused = [](const std::string& path, const std::vector<std::string>& parts, LoadOptions options = {}) {
     SCOPED_TRACE(path);
     expect_error([&] { Model::load(path, options); }, parts);
@@ -81,7 +81,7 @@ TEST_F(PublicErrors, OfLoading) {
   refused(good, {"heads"}, with_option(&LoadOptions::heads, -1));
 }
 
-TEST_F(PublicErrors, OfSessions) {
+TEST_F(PublicErrors, Sessions) {
   const Model model = Model::load(folder.path("model"));
   expect_error([&] { Session(model, 0); }, {"0 sequences"});
   expect_error([&] { model.decode({1 << 20}); }, {"id 1048576"});
@@ -103,10 +103,10 @@ TEST_F(PublicErrors, OfSessions) {
   expect_error([&] { session.load(folder.write("bad", std::string(64, 'x'))); }, {"bad"});
   struct Own {};
   const auto show = [](std::string_view, int) -> bool { throw Own(); };
-  EXPECT_THROW(session.write(WriteOptions(), show), Own);  // what the caller throws is the caller's
+  EXPECT_THROW(session.write(WriteOptions(), show), Own);  // exceptions of a callback pass unchanged
 }
 
-TEST_F(PublicErrors, OfTraining) {
+TEST_F(PublicErrors, Training) {
   TrainOptions options;
   options.data = folder.path("none");
   options.out = folder.path("run");

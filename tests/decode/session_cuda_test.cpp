@@ -53,7 +53,7 @@ std::string written_by(const Model& model, int thread, const std::filesystem::pa
 
 class SessionsInThreadsCuda : public ::testing::TestWithParam<std::pair<const char*, DType>> {};
 
-TEST_P(SessionsInThreadsCuda, ThreadsWriteWhatEachWritesAlone) {
+TEST_P(SessionsInThreadsCuda, ConcurrentSessionsAreIndependent) {
   SKIP_WITHOUT_GPU();
   const TemporaryDirectory folder;
   const auto [arch, dtype] = GetParam();

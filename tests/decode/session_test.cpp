@@ -46,7 +46,7 @@ std::string read_state(const std::filesystem::path& path) {
   return read_file(path.string());
 }
 
-TEST(Session, OneThatWasMovedFromSaysSo) {
+TEST(Session, UseAfterMoveIsAnError) {
   Session session(random_model("2mamba"));
   session.read("text");
   const Session other = std::move(session);
@@ -63,8 +63,8 @@ TEST(Session, OneThatWasMovedFromSaysSo) {
 
 class SessionOfEveryPreset : public ::testing::TestWithParam<Preset> {};
 
-// The next texts and the state after them, from a session that went on and from one that was loaded.
-TEST_P(SessionOfEveryPreset, SavedAndLoadedItGoesOnToTheBit) {
+// The next texts and the state after them, of an uninterrupted session and of a loaded one.
+TEST_P(SessionOfEveryPreset, ContinuesBitForBitAfterSaveAndLoad) {
   const TemporaryDirectory folder;
   const Model model = random_model(GetParam().name);
   const std::string text = "a prompt of some length, long enough for a fold or two: the window has 64 tokens at most.";
@@ -113,7 +113,7 @@ INSTANTIATE_TEST_SUITE_P(Session, SessionOfEveryPreset, ::testing::ValuesIn(pres
   return name;
 });
 
-TEST(Session, SeveralSequencesAreEachAlone) {
+TEST(Session, SequencesAreIndependent) {
   for (const char* arch : {"2mamba", "softmax", "mamba2"}) {
     const Model model = random_model(arch);
     Session several(model, 3);
@@ -130,7 +130,7 @@ TEST(Session, SeveralSequencesAreEachAlone) {
 }
 
 // The device chooses the most probable tokens and reads ahead, or the host does, among one candidate.
-TEST(SessionCuda, ChoosesAsTheHostWould) {
+TEST(SessionCuda, SamplesTheSameTokensAsTheHost) {
   SKIP_WITHOUT_GPU();
   for (const char* arch : {"2mamba", "softmax"}) {
     const Model model = random_model(arch, 1, "byte", kGpu);
@@ -149,7 +149,7 @@ TEST(SessionCuda, ChoosesAsTheHostWould) {
   }
 }
 
-TEST(Session, ShowsWhatItReturns) {
+TEST(Session, ShowsTheReturnedText) {
   const Model model = random_model("2mamba");
   Session session(model, 2);
   session.read("x");
@@ -260,7 +260,7 @@ TEST(Session, RefusesWhatIsNotItsState) {
     content.replace(content.find(from), from.size(), to);
     std::ofstream(folder / "bad", std::ios::binary) << content;
     expect_error([&] { session.load(folder / "bad"); }, {"header or metadata differs from its checksum"});
-    content.replace(content.find("furious.checksums"), 7, "another");  // so that the state's own are asked
+    content.replace(content.find("furious.checksums"), 7, "another");  // tests the checksums of the state itself
     return content;
   };
   refused(replaced("furious state", "furious stale"), {"not a state file"});
@@ -271,10 +271,11 @@ TEST(Session, RefusesWhatIsNotItsState) {
 
   Session other_weights(random_model("2mamba", 2)), other_arch(random_model("softmax"));
   expect_error([&] { other_weights.load(folder / "good"); }, {"another model", "other weights"});
-  expect_error([&] { other_arch.load(folder / "good"); }, {"another model: 2mamba", "width 24", "this one is softmax"});
+  expect_error([&] { other_arch.load(folder / "good"); },
+               {"another model, 2mamba", "width 24", "this model is softmax"});
 }
 
-TEST(Session, Checks) {
+TEST(Session, ChecksArguments) {
   const Model model = random_model("2mamba");
   expect_error([&] { Session(model, 0); }, {"0 sequences"});
   Session session(model);
@@ -296,7 +297,7 @@ TEST(Model, TextsBeginWithBosWhereTheModelWasTrainedSo) {
   EXPECT_EQ(Model::Parts(LanguageModel(config, 1), byte, false).start, byte->bos());
 }
 
-TEST(StateFile, FingerprintsSeeEveryWeight) {
+TEST(StateFile, FingerprintsDependOnEveryWeight) {
   const ModelConfig config = config_of("mamba2");
   const LanguageModel model(config, 1);
   const std::string before = fingerprint(model, "t");

@@ -13,7 +13,7 @@ std::string all_of(TextStream stream, const std::vector<std::string>& pieces) {
   return text + stream.finish();
 }
 
-TEST(TextStream, ShowsWholeCharacters) {
+TEST(TextStream, EmitsCompleteCharacters) {
   TextStream stream({});
   EXPECT_EQ(stream.push("a\xC3"), "a");
   EXPECT_EQ(stream.push("\xA9z"), "\xC3\xA9z");
@@ -22,7 +22,7 @@ TEST(TextStream, ShowsWholeCharacters) {
   EXPECT_FALSE(stream.stopped());
 }
 
-TEST(TextStream, HoldsBackWhatMayBecomeAStopString) {
+TEST(TextStream, HoldsBackPossibleStopStrings) {
   TextStream stream({"END", "\n\n"});
   EXPECT_EQ(stream.push("some E"), "some ");
   EXPECT_EQ(stream.push("N"), "");
@@ -34,7 +34,7 @@ TEST(TextStream, HoldsBackWhatMayBecomeAStopString) {
   EXPECT_EQ(stream.finish(), "");
 }
 
-TEST(TextStream, TheStopStringThatIsCompleteFirstCounts) {
+TEST(TextStream, TheStopStringThatEndsFirstCounts) {
   EXPECT_EQ(all_of(TextStream({"bc", "ab"}), {"xabc"}), "x");
   EXPECT_EQ(all_of(TextStream({"abcd", "bc"}), {"xa", "b", "c", "d"}), "xa");
   EXPECT_EQ(all_of(TextStream({"abcd", "bc"}), {"xabcd"}), "xa");
@@ -42,12 +42,12 @@ TEST(TextStream, TheStopStringThatIsCompleteFirstCounts) {
   EXPECT_EQ(all_of(TextStream({"\xC3\xA9"}), {"caf\xC3", "\xA9!"}), "caf");
 }
 
-TEST(TextStream, WhatWaitedComesAtTheEnd) {
+TEST(TextStream, FinishReturnsHeldBackText) {
   EXPECT_EQ(all_of(TextStream({"stop"}), {"do not sto"}), "do not sto");
 }
 
-// However a text is cut into pieces, the same comes out.
-TEST(TextStream, PiecesDoNotMatter) {
+// The output does not depend on how a text is split into tokens.
+TEST(TextStream, ResultDoesNotDependOnTheSplitIntoTokens) {
   Random random(1);
   for (int round = 0; round < 300; ++round) {
     std::string text;
@@ -55,7 +55,7 @@ TEST(TextStream, PiecesDoNotMatter) {
     std::vector<std::string> stop(random.integer(1, 2));
     for (std::string& s : stop)
       for (int64_t i = random.integer(2, 5); i > 0; --i) s += static_cast<char>('a' + random.integer(0, 1));
-    size_t end = text.size();  // of what is shown
+    size_t end = text.size();  // of the text shown
     for (size_t at = 1; at <= text.size() && end == text.size(); ++at)
       for (const std::string& s : stop)
         if (text.substr(0, at).ends_with(s)) end = std::min(end, at - s.size());
@@ -66,7 +66,7 @@ TEST(TextStream, PiecesDoNotMatter) {
   }
 }
 
-TEST(TextStream, RefusesStopStringsThatAreNoText) {
+TEST(TextStream, RefusesEmptyAndInvalidStopStrings) {
   expect_error([] { TextStream({"x", ""}); }, {"stop string is empty"});
   expect_error([] { TextStream({"x\xC3"}); }, {"not valid UTF-8"});
 }

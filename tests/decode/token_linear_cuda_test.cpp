@@ -30,7 +30,7 @@ double softplus(double x) {
   return std::max(x, 0.0) + std::log1p(std::exp(-std::fabs(x)));
 }
 
-// One input and one part, and what they come to in double precision.
+// One input and one part, and the expected results in double precision.
 struct Case {
   int64_t rows, in, out, window = 0;
   Numbers x, gate, norm, weight, second, bias, conv_weight, conv_state, a_log, residual;
@@ -54,7 +54,7 @@ struct Case {
       if (random.coin()) a_log = {random.normal_tensor({out}), DType::f32};
     }
     if (kind == Kind::value) set_value(random);
-    // From the last but one down: two slots stay as they are.
+    // In descending order, without two of the slots, which must not change.
     for (int64_t row = 0; row < rows; ++row) slots.push_back(static_cast<int32_t>(rows - row));
     bind();
   }
@@ -113,7 +113,7 @@ struct Case {
   }
 };
 
-// Numbers are of the order of one; of a single one that happens to be small nothing more is asked.
+// Numbers are of order one; the tolerance for a small one is absolute.
 void expect_close(const Tensor& gpu, const std::vector<double>& expected, std::string_view what) {
   const double floor = std::sqrt(static_cast<double>(expected.size()));
   const Tensor reference = Tensor::empty(gpu.shape(), DType::f32);
@@ -146,7 +146,7 @@ TEST(TokenLinearCuda, AgreesWithTheOracle) {
   }
 }
 
-// Several parts in one call are what each is alone.
+// Several parts in one call equal separate calls.
 TEST(TokenLinearCuda, PartsOfOneCall) {
   SKIP_WITHOUT_GPU();
   Random random(2);
@@ -169,7 +169,7 @@ TEST(TokenLinearCuda, PartsOfOneCall) {
   }
 }
 
-TEST(TokenLinearCuda, SaysWhereThereIsNoKernel) {
+TEST(TokenLinearCuda, ReturnsFalseForUnsupportedCalls) {
   SKIP_WITHOUT_GPU();
   Random random(3);
   const auto runs = [&](int64_t rows, int64_t in, DType dtype) {

@@ -55,7 +55,7 @@ TEST(TokenPlan, OfMambaTwo) {
   EXPECT_NE(out.norm, kNo);
 }
 
-TEST(TokenPlan, RotaryPositionsBelongToTheMixer) {
+TEST(TokenPlan, FusesRotaryPositionsWithTheMixer) {
   const TokenPlan plan = plan_tokens(plan_layer(little(preset("softmax"))));
   const FusedMixer mixer = all_of<FusedMixer>(plan).at(0);
   ASSERT_TRUE(mixer.rope.has_value());
@@ -63,7 +63,7 @@ TEST(TokenPlan, RotaryPositionsBelongToTheMixer) {
   EXPECT_EQ(plan.plan.values[mixer.k].name, "k");
 }
 
-TEST(TokenPlan, ActivationsOfQueriesAndKeysBelongToTheirProduct) {
+TEST(TokenPlan, FusesActivationsOfQueriesAndKeysWithTheirProduct) {
   const TokenPlan plan = plan_tokens(plan_layer(little(preset("linear"))));
   const FusedLinear first = all_of<FusedLinear>(plan).at(0);
   EXPECT_EQ(first.parts[0].qk_activation, Activation::relu);
@@ -75,8 +75,8 @@ TEST(TokenPlan, ActivationsOfQueriesAndKeysBelongToTheirProduct) {
   EXPECT_EQ(first.parts[0].qk_width, (config.q_heads + config.k_heads) * config.qk_dim);
 }
 
-// Functions that no joined kernel computes stay operations of their own.
-TEST(TokenPlan, OtherFunctionsStayAsTheyAre) {
+// Functions that no fused kernel computes remain separate operations.
+TEST(TokenPlan, KeepsOtherFunctionsUnfused) {
   ModelConfig config = little(preset("2mamba"));
   config.block.decay = DecayKind::log_sigmoid;
   const TokenPlan plan = plan_tokens(plan_layer(config));
@@ -85,7 +85,7 @@ TEST(TokenPlan, OtherFunctionsStayAsTheyAre) {
   EXPECT_EQ(all_of<FusedLinear>(plan).at(0).parts.at(1).kind, Kind::value);
 }
 
-// Every operation of the plan is run, and none is run before what it reads, whether joined ones run as such or not.
+// Every operation runs, and none before its inputs, with fused operations or with those they cover.
 TEST(TokenPlan, CoversThePlanInOrder) {
   Random random(2);
   std::vector<ModelConfig> configs;

@@ -28,12 +28,12 @@ TEST(WorldCommunicator, GathersInTheOrderOfRanks) {
   EXPECT_LT(world().local_rank(), world().local_size());
 }
 
-TEST(WorldCommunicator, AllFailWithWhatOneFailsWith) {
+TEST(WorldCommunicator, AnErrorOfOneRankIsThrownOnAll) {
   const int last = world().size() - 1;
   world().agree([] {});
   expect_error([&] { world().agree([&] { require(world().rank() != last, "the disk of {} is full", last); }); },
                {fmt::format("the disk of {} is full", last), last > 0 ? fmt::format("rank {} (", last) : "the disk"});
-  EXPECT_EQ(world().all_gather(1).size(), static_cast<size_t>(world().size()));  // it goes on
+  EXPECT_EQ(world().all_gather(1).size(), static_cast<size_t>(world().size()));  // it still works
 }
 
 TEST(WorldCommunicator, WaitsForARankThatWorksAlone) {
@@ -96,7 +96,7 @@ TEST(WorldShardedOptimizer, SumsTheGradientsOfAllRanks) {
         Tape tape;
         model.run(tape, world().rank());
         shards.finish();
-        // An update that takes the sums over as parameters: p − lr·m̂/(√v̂ + ε) of nothing is not what is tested here.
+        // An update that copies the sums to the parameters; AdamW itself is not tested here.
         for (const AdamWTensors& own : shards.to_update()) copy(own.parameter, own.gradient);
         shards.gather_parameters();
         shards.end_step();
@@ -172,7 +172,7 @@ TEST(ShardedOptimizer, CountsAnUnusedParameterAsZero) {
   }
 }
 
-TEST(Communicator, KnowsWhatStartedIt) {
+TEST(Communicator, DetectsItsLauncher) {
   EXPECT_GE(launched_processes(), 1);
   EXPECT_EQ(Communicator::alone().size(), 1);
   EXPECT_TRUE(Communicator::alone().leads());

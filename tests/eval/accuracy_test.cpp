@@ -11,7 +11,7 @@ namespace {
 using testing::expect_error;
 using testing::int_tensor_of;
 
-// Batches that were written down.
+// Batches with fixed contents.
 class Fixed final : public BatchSource {
  public:
   Fixed(Tensor inputs, Tensor targets) : batch_{std::move(inputs), std::move(targets), {}} {}

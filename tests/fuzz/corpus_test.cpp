@@ -26,7 +26,7 @@ TEST(FuzzCorpus, IsReadWithoutACrash) {
   }
 }
 
-TEST(FuzzCorpus, GoodFilesAreAcceptedAndTheirBeginningsAreNot) {
+TEST(FuzzCorpus, AcceptsGoodFilesAndRefusesTheirPrefixes) {
   const char* const write_to = std::getenv("FURIOUS_WRITE_CORPUS");
   int number = 0;
   for (const auto& [name, bytes] : fuzz::good_files()) {

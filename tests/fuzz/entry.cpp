@@ -1,4 +1,4 @@
-// What libFuzzer calls; FUZZ_TARGET is the name of a function of targets.h.
+// The entry point of libFuzzer; FUZZ_TARGET is the name of a function of targets.h.
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
@@ -6,8 +6,8 @@
 #include "fuzz/targets.h"
 #include "ops/mixer/mixer.h"
 
-// The size of a cache is in the same source as the configuration, and needs these of the mixer, which takes minutes to
-// compile. No fuzzer asks for it.
+// Stubs: the source of the configuration also computes the size of a cache, which needs the mixer: minutes to
+// compile. No fuzz target calls it.
 int64_t furious::state_rows(const MixerSpec&, int64_t) {
   std::abort();
 }

@@ -71,7 +71,7 @@ Charsmap::Charsmap(const Rules& rules) : units(256) {
     texts += text;
     texts += '\0';
   }
-  // A unit of no node must not look like the child of a byte: its label is another's.
+  // An unused unit must not look like the child for a byte: it gets another label.
   for (uint32_t i = 0; i < units.size(); ++i)
     if (units[i] == 0) units[i] = 0x80000000u;
 }

@@ -1,4 +1,4 @@
-// SentencePiece model files made by hand, small and with parts as odd as a test wants them.
+// Small SentencePiece model files made by hand, with unusual or invalid parts as a test needs.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ struct PieceSpec {
   int type = kNormal;
 };
 
-using Rules = std::map<std::string, std::string>;  // of a normalizer: what becomes what
+using Rules = std::map<std::string, std::string>;  // of a normalizer: replacements
 
 struct ModelSpec {
   int type = kUnigram;

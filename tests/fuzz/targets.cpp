@@ -52,7 +52,7 @@ class MemoryFile {
   int descriptor_;
 };
 
-// A file with a name of its own; removed with the last of the process.
+// A file with a unique name; removed when the process ends.
 class NamedFile {
  public:
   explicit NamedFile(const std::string& ending)

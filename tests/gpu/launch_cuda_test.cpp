@@ -1,5 +1,5 @@
-// A kernel that starts before the previous one has ended must not see what that one has yet to write: chains of such
-// kernels give the same bits when each waits for the one before it.
+// A kernel that starts before the previous one has ended must not read its results too early: chains of such
+// kernels give the same bits as kernels launched in order.
 #ifdef FURIOUS_CUDA
 #include "cuda.h"
 #include "decode/batch.h"

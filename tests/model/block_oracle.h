@@ -1,5 +1,5 @@
-// The whole model in double precision, one sequence at a time, written out from the formulas: no operation of the
-// library is used, and nothing is shared between tokens but the numbers.
+// The whole model in double precision, one sequence at a time, directly from the formulas: no operation of the
+// library is used.
 #pragma once
 
 #include <algorithm>
@@ -136,7 +136,7 @@ class Oracle {
     }
     return 0;
   }
-  // Turns the pairs of a head at a position.
+  // Applies rotary positions to the pairs of a head.
   void turn(double* head, size_t position) const {
     const int64_t dim = config_.qk_dim;
     const bool halves = config_.block.rope_pairing == RopePairing::halves;

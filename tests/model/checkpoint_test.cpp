@@ -73,7 +73,7 @@ class Checkpoint : public ::testing::Test {
   fs::path weights_ = directory_ / "model.safetensors";
 };
 
-TEST_F(Checkpoint, EveryPresetComesBack) {
+TEST_F(Checkpoint, EveryPresetRoundTrips) {
   for (const Preset& preset : presets()) {
     SCOPED_TRACE(preset.name);
     const LanguageModel model = saved(testing::little(preset));
@@ -84,7 +84,7 @@ TEST_F(Checkpoint, EveryPresetComesBack) {
   }
 }
 
-TEST_F(Checkpoint, EverySwitchComesBack) {
+TEST_F(Checkpoint, EverySwitchRoundTrips) {
   ModelConfig config = little("softmax");
   config.norm_eps = 3.3e-6f;
   config.block.rope_base = 1e6 / 3;
@@ -95,9 +95,9 @@ TEST_F(Checkpoint, EverySwitchComesBack) {
   EXPECT_NE(config_to_json(little("2mamba")).find("\"rms_norm_eps\": 1e-05"), std::string::npos);
 }
 
-// State files know a model by this text, and earlier readers know these keys only: what is new is written only where it
-// says something.
-TEST(Switches, TheTextOfAModelStaysTheSame) {
+// State files identify a model by this text, and older readers know only these keys: a new key is written only where
+// its value differs from the default.
+TEST(Switches, ConfigJsonHasAFixedText) {
   EXPECT_EQ(config_to_json(model_config("2mamba-dt", "tiny", 258)), R"({
   "architectures": [
     "FuriousForCausalLM"
@@ -151,7 +151,7 @@ TEST(Switches, AreSetByTheirKeys) {
   expected.rope_base = 5e5;
   EXPECT_EQ(block, expected);
   EXPECT_EQ(switch_names().size(), 22u);
-  for (const std::string& key : switch_names())  // each one has a value that it takes
+  for (const std::string& key : switch_names())  // each key has a valid value
     expect_error([&] { set_switch(block, key, "[]"); }, {key});
   expect_error([&] { set_switch(block, "conv_windw", "2"); }, {"unknown switch", "did you mean \"conv_window\""});
   expect_error([&] { set_switch(block, "conv_window", "5"); }, {"conv_window", "5", "0 to 4"});
@@ -215,7 +215,7 @@ TEST_F(Checkpoint, ReadsShards) {
   expect_same_logits(model, load_model(directory_.path()));
 }
 
-TEST_F(Checkpoint, StoresWhatOthersExpect) {
+TEST_F(Checkpoint, StoresHuggingFaceShapesAndFields) {
   saved(little("mamba2"));
   EXPECT_EQ(tensors()["model.layers.0.self_attn.conv1d.weight"].shape(), (Shape{72, 1, 4}));
   EXPECT_EQ(SafetensorsReader(weights_).metadata().at("format"), "pt");
@@ -339,7 +339,7 @@ class LlamaCheckpoint : public Checkpoint {
     write(weights());
   }
 
-  // As Hugging Face's library names them; queries, keys and values apart.
+  // Hugging Face's names; queries, keys and values are separate.
   Tensors weights() {
     const auto& [hidden, intermediate, layers, heads, kv_heads, dim, vocabulary, eps, base] = sizes_;
     Tensors all;
@@ -382,7 +382,7 @@ class LlamaCheckpoint : public Checkpoint {
                  {"torch_dtype", "float32"}};
 };
 
-TEST_F(LlamaCheckpoint, ComputesWhatALlamaComputes) {
+TEST_F(LlamaCheckpoint, MatchesTheLlamaOracle) {
   const LanguageModel model = load_model(directory_.path());
   EXPECT_EQ(model.config().arch, "softmax");
   EXPECT_EQ(model.config().k_heads, 2);
@@ -393,7 +393,7 @@ TEST_F(LlamaCheckpoint, ComputesWhatALlamaComputes) {
   expect_same_logits(model, load_model(directory_.path()));
 }
 
-TEST_F(LlamaCheckpoint, ReadsEveryWayToSayIt) {
+TEST_F(LlamaCheckpoint, ReadsEveryEquivalentConfiguration) {
   const ModelConfig config = load_config(directory_.path());
   EXPECT_EQ(config.norm_eps, 2e-5f);
   EXPECT_EQ(config.head_dim, 8);
@@ -418,8 +418,8 @@ TEST_F(LlamaCheckpoint, ReadsEveryWayToSayIt) {
   EXPECT_EQ(load_config(directory_.path()), newer);
 }
 
-// Python's json module writes words that JSON does not have.
-TEST_F(LlamaCheckpoint, ReadsInfinityAndNaNAsNothing) {
+// Python's json module writes Infinity and NaN, which are not JSON.
+TEST_F(LlamaCheckpoint, ReadsInfinityAndNaNAsNull) {
   const std::string before = llama_.dump();
   const auto with = [&](const std::string& more) {
     write_text(directory_ / "config.json", before.substr(0, before.size() - 1) + more + "}");
@@ -445,7 +445,7 @@ TEST_F(LlamaCheckpoint, RefusesWhatWouldBeComputedWrongly) {
   refused("hidden_act", "gelu", {"gelu", "silu"});
   refused("model_type", "mistral", {"mistral", "\"furious\" or \"llama\""});
   refused("num_attention_heads", 5, {"divisor"});
-  refused("hidden_size", nullptr, {"null", "a whole number"});
+  refused("hidden_size", nullptr, {"null", "an integer"});
   write(llama_);
   expect_refused({"softmax, not 2mamba", "--arch"}, "2mamba");
   Tensors all = tensors();
@@ -480,7 +480,7 @@ TEST_F(ReleaseCheckpoint, DimensionsFollowFromShapes) {
   for (ModelConfig config : {little("2mamba"), mamba2, softmax, wide, little("mamba2"), little("outnorm-d")}) {
     SCOPED_TRACE(config.arch);
     config.bos = true;
-    const int64_t heads = config.arch == "softmax" ? 2 : 0;  // no tensor tells it
+    const int64_t heads = config.arch == "softmax" ? 2 : 0;  // no tensor determines it
     const LanguageModel model = released(config);
     for (const fs::path& path : {directory_.path(), weights_}) {
       EXPECT_EQ(load_config(path, config.arch, heads), config);
@@ -489,7 +489,7 @@ TEST_F(ReleaseCheckpoint, DimensionsFollowFromShapes) {
   }
 }
 
-TEST_F(ReleaseCheckpoint, AsksForTheArchitecture) {
+TEST_F(ReleaseCheckpoint, RequiresTheArchitecture) {
   released(little("2mamba"));
   expect_refused({"--arch", "its tensors are those of 2mamba, 2mamba-e"});
   expect_refused({"no tensor", "dt_proj", "another architecture"}, "2mamba-dt");
@@ -502,7 +502,7 @@ TEST_F(ReleaseCheckpoint, AsksForTheArchitecture) {
   expect_refused({"no tensor \"model.embed_tokens.weight\""}, "2mamba");
 }
 
-TEST_F(ReleaseCheckpoint, AsksForHeadsThatNothingTells) {
+TEST_F(ReleaseCheckpoint, RequiresHeadsThatTensorsDoNotDetermine) {
   released(little("softmax"));
   expect_refused({"no tensor tells", "24 dimensions", "--heads"}, "softmax");
   released(little("2mamba"));
@@ -559,12 +559,12 @@ TEST_F(Checkpoint, NamesTheKeyThatIsWrong) {
   for (const char* key : {"vocab_size", "hidden_size", "num_hidden_layers", "q_heads", "head_dim", "conv_window"})
     for (const Json& value :
          {Json(-1), Json(1.5), Json("3"), Json(nullptr), Json(1e300), Json(UINT64_MAX), Json(INT64_MAX)})
-      refused(key, value, {"expected a whole number"});
+      refused(key, value, {"expected an integer"});
   refused("tie_word_embeddings", 1, {"true or false"});
   refused("rms_norm_eps", 0, {"is 0, expected a number from"});
   refused("rope_theta", "10000", {"expected a number from"});
   refused("score", "sqared", {"sqared", "did you mean \"squared\""});
-  refused("decay", 3, {"is 3, expected a text"});
+  refused("decay", 3, {"is 3, expected a string"});
   refused("num_attention_heads", 7, {"is 7, expected 3"});
   refused("model_type", "fast", {"expected \"furious\""});
   for (const auto& item : valid.items()) {
@@ -587,8 +587,8 @@ TEST_F(Checkpoint, NamesTheKeyThatIsWrong) {
   expect_error([&] { load_config(directory_.path()); }, {config_.string(), "2 heads"});
 }
 
-// Sizes that no machine has room for, with which a file of a few kilobytes cannot agree.
-TEST_F(Checkpoint, AllocatesNothingThatTheFileDoesNotHold) {
+// Sizes beyond any memory, which contradict a file of a few kilobytes.
+TEST_F(Checkpoint, AllocatesNoMoreThanTheFileContains) {
   saved(little("2mamba"));
   const Json valid = config();
   for (const auto& [key, value] : std::map<std::string, int64_t>{{"vocab_size", 1 << 22},
@@ -600,7 +600,7 @@ TEST_F(Checkpoint, AllocatesNothingThatTheFileDoesNotHold) {
     write(changed);
     expect_refused({"tensor"});
   }
-  // A dtype that nobody knows may claim any shape.
+  // A tensor of an unknown dtype may have any shape.
   const std::string header =
       R"({"model.embed_tokens.weight":{"dtype":"X","shape":[4194304,4194304],"data_offsets":[0,0]}})";
   const uint64_t length = header.size();
@@ -690,7 +690,7 @@ TEST_F(Checkpoint, FuzzedTensorSets) {
           case 0:
             all.erase(at);
             break;
-          case 1:  // as another one's
+          case 1:  // under another name
             all[std::next(all.begin(), random_.integer(0, static_cast<int64_t>(all.size()) - 1))->first] = tensor;
             break;
           case 2:

@@ -80,7 +80,7 @@ TEST(LanguageModelCuda, EveryModelAgreesWithTheCpu) {
                   dtype == DType::bf16 && small_sums ? 1.0 : limit)
             << name_of(dtype);
         if (dtype == DType::bf16) continue;
-        for (size_t i = 0; i < here.parameters().size(); ++i)  // of a few numbers, in some of which much cancels
+        for (size_t i = 0; i < here.parameters().size(); ++i)  // few numbers, some of which cancel
           EXPECT_LT(relative_error(to_cpu(there.parameters()[i].value.gradient()),
                                    here.parameters()[i].value.gradient(), 1e-6),
                     3 * limit)
@@ -105,7 +105,7 @@ TEST(LanguageModelCuda, NewWeightsHaveTheBitsOfTheCpu) {
     }
 }
 
-TEST(LanguageModelCuda, CheckpointsKnowNoDevice) {
+TEST(LanguageModelCuda, CheckpointsAreIndependentOfTheDevice) {
   SKIP_WITHOUT_GPU();
   const TemporaryDirectory folder;
   const LanguageModel there(little(preset("mamba2")), 5, kGpu);
@@ -118,7 +118,7 @@ TEST(LanguageModelCuda, CheckpointsKnowNoDevice) {
   }
 }
 
-TEST(LanguageModelCuda, FindsWhatIsNotFinite) {
+TEST(LanguageModelCuda, FindsTheFirstModuleThatIsNotFinite) {
   SKIP_WITHOUT_GPU();
   Random random(2);
   LanguageModel model(little(preset("2mamba")), 5, kGpu);

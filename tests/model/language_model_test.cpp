@@ -10,7 +10,7 @@
 
 namespace furious {
 
-// How a failing test names its preset.
+// The name of the preset in the name of a test.
 void PrintTo(const Preset& preset, std::ostream* out);
 void PrintTo(const Preset& preset, std::ostream* out) {
   *out << preset.name;
@@ -20,7 +20,7 @@ namespace {
 
 using namespace furious::testing;
 
-// Tokens [begin, begin + count) of every row, on their own.
+// A contiguous copy of tokens [begin, begin + count) of every row.
 Tensor tokens_of(const Tensor& tokens, int64_t begin, int64_t count) {
   const Tensor part = Tensor::empty({tokens.size(0), count}, DType::i32);
   copy(part, tokens.slice(1, begin, count));
@@ -50,7 +50,7 @@ void expect_logits_of_the_oracle(const ModelConfig& config) {
   }
 }
 
-// Along its own gradient, each parameter must change the loss as that gradient says.
+// The directional derivative along each parameter's gradient, by finite differences.
 void expect_gradients_of_finite_differences(const ModelConfig& config) {
   Random random(1);
   const LanguageModel model(config, 7);
@@ -77,8 +77,8 @@ void expect_gradients_of_finite_differences(const ModelConfig& config) {
         x.data<float>()[i] = before.data<float>()[i] + static_cast<float>(distance * gradient[i] / norm);
       return loss();
     };
-    // Short steps meet the rounding of an f32 loss, long ones the kinks of ReLU and of norms of nearly nothing: the
-    // best of several must fit.
+    // Small steps are limited by f32 rounding of the loss, large ones by kinks of ReLU and of norms near zero: the
+    // best of several must match.
     double slope = 0;
     for (const double size : {5e-3, 2e-3, 1e-3, 5e-4, 2e-4}) {
       const double step = size / std::max(1.0, norm);
@@ -113,15 +113,15 @@ void expect_decoding_to_give_the_full_pass(const ModelConfig& config) {
 
 class EveryPreset : public ::testing::TestWithParam<Preset> {};
 
-TEST_P(EveryPreset, LogitsAreTheOracles) {
+TEST_P(EveryPreset, LogitsMatchTheOracle) {
   expect_logits_of_the_oracle(little(GetParam()));
 }
 
-TEST_P(EveryPreset, GradientsAreFiniteDifferences) {
+TEST_P(EveryPreset, GradientsMatchFiniteDifferences) {
   expect_gradients_of_finite_differences(little(GetParam()));
 }
 
-TEST_P(EveryPreset, CacheGivesTheLogitsOfTheFullPass) {
+TEST_P(EveryPreset, DecodingMatchesTheFullPass) {
   expect_decoding_to_give_the_full_pass(little(GetParam()));
 }
 
@@ -385,7 +385,7 @@ TEST(Initialization, Distributions) {
   expect_error([] { initialization_from_name("pytorhc"); }, {"unknown initialization \"pytorhc\"", "\"pytorch\""});
 }
 
-// A switch, or another start of the convolution, moves no other parameter's numbers.
+// A switch, or another initialization of the convolution, changes no other parameter.
 TEST(Initialization, EveryParameterHasItsOwnStream) {
   const auto expect_same_where_shared = [](const LanguageModel& a, const LanguageModel& b,
                                            const std::set<std::string>& but) {
@@ -413,8 +413,8 @@ TEST(Initialization, EveryParameterHasItsOwnStream) {
                             "down_proj.weight", "conv1d.bias", "z_gate_proj.bias"});
 }
 
-// The precision of the mixer's products reaches it, in training and prefill; a CPU has one only.
-TEST(LanguageModel, MixerPrecisionIsTheMixers) {
+// Compute::mixer_precision reaches the mixer in training and prefill; a CPU supports only one.
+TEST(LanguageModel, MixerPrecisionReachesTheMixer) {
   LanguageModel model(little(preset("2mamba")), 5);
   const Tensor tokens = int_tensor_of({1, 2, 3, 4}, {1, 4});
   for (const MixerPrecision precision : {MixerPrecision::automatic, MixerPrecision::f32}) {
@@ -427,7 +427,7 @@ TEST(LanguageModel, MixerPrecisionIsTheMixers) {
   expect_error([&] { cache.read(tokens); }, {"precision", "bf16", "CPU"});
 }
 
-TEST(LanguageModel, TakesWeightsFromElsewhere) {
+TEST(LanguageModel, LoadsWeightsFromACallback) {
   const LanguageModel a(little(preset("mamba2")), 5);
   size_t next = 0;
   const LanguageModel b(a.config(), [&](const std::string& name, const Tensor& out) {
@@ -439,7 +439,7 @@ TEST(LanguageModel, TakesWeightsFromElsewhere) {
   EXPECT_TRUE(same_bits(a.logits(tokens), b.logits(tokens)));
 }
 
-TEST(LanguageModel, FindsTheFirstPlaceThatIsNotFinite) {
+TEST(LanguageModel, FindsTheFirstModuleThatIsNotFinite) {
   Random random(6);
   const Tensor tokens = random_tokens(random, {1, 7}, 23);
   const auto broken_at = [&](const std::string& parameter) {

@@ -1,4 +1,4 @@
-// What the model tests share: a model small enough to try everything with, and tokens for it.
+// Shared by the model tests: a small model and tokens for it.
 #pragma once
 
 #include "model/config.h"
@@ -18,7 +18,7 @@ inline ModelConfig little(const Preset& preset) {
   return config;
 }
 
-// A model whose switches and dimensions are drawn at random. Scores are those that have a preset of their own in every
+// A model with random switches and dimensions. Scores are those that have a preset in every
 // combination: linear, squared and exponential.
 inline ModelConfig random_config(Random& random) {
   ModelConfig config = little(preset("2mamba"));

@@ -35,8 +35,8 @@ TEST(Plan, OfMambaTwo) {
                                            "rms_norm", "linear", "swiglu", "linear"}));
 }
 
-// Whatever the switches: a value is written once and before it is read, every weight has a reader, and a value is
-// released after its last reader and not before.
+// For all switches: a value is written once and before it is read, every weight has a reader, and a value is
+// released right after its last reader.
 TEST(Plan, IsAProgramOfSingleAssignments) {
   Random random(1);
   std::vector<ModelConfig> configs;

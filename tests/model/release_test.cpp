@@ -24,7 +24,7 @@ using Tensors = std::map<std::string, Tensor>;
 
 const fs::path kFolders = FURIOUS_RELEASE_DATA;
 
-// Every attention_type of the authors' trainer, and what it is here.
+// Every attention_type of the authors' trainer and the equivalent configuration.
 const std::vector<std::pair<std::string, std::string>> kTypes = {
     {"softmax", "softmax"},
     {"mamba", "mamba2-paper"},
@@ -75,7 +75,7 @@ double largest_difference(const Tensor& a, const Tensor& b) {
   return largest;
 }
 
-// The stored logits: of the whole text at once, and of every token decoded after the ones before it.
+// The stored logits: of the whole text in one pass, and of decoding token by token.
 void expect_logits(const LanguageModel& model, const fs::path& folder, double tolerance) {
   const SafetensorsReader stored(folder / "logits.safetensors");
   const std::vector<Tensor> sequences = sequences_of(folder);
@@ -107,7 +107,7 @@ class ReleaseTest : public ::testing::Test {
   }
   Json config() const { return Json::parse(read_text(directory_ / "config.json")); }
   void write(const Json& json) const { write_text(directory_ / "config.json", json.dump()); }
-  // Of floats only: masks are not weights.
+  // Floating-point tensors only: masks are not weights.
   Tensors tensors() const {
     const SafetensorsReader reader(directory_.path());
     Tensors tensors;
@@ -150,7 +150,7 @@ TEST(Release, LogitsOfEveryAttentionType) {
   }
 }
 
-TEST_F(ReleaseTest, SavedAsOursItIsTheSameModel) {
+TEST_F(ReleaseTest, SavedInOurFormatItIsTheSameModel) {
   for (const auto& [type, arch] : kTypes) {
     SCOPED_TRACE(type);
     const LanguageModel model = load_model(kFolders / type);
@@ -170,7 +170,7 @@ TEST_F(ReleaseTest, WithoutItsConfiguration) {
     const LanguageModel model = load_model(directory_.path());
     fs::remove(directory_ / "config.json");
     const int64_t heads = told_heads(SafetensorsReader(directory_.path()));
-    // What has a parameter per head or per frequency tells; the rest must be told.
+    // Parameters per head or per frequency determine the heads; other blocks need the flag.
     const bool tells = arch == "softmax" || arch == "mamba2-paper" || arch == "outnorm-d" || arch == "outnorm-dt" ||
                        type.find("A_mask") != std::string::npos;
     EXPECT_EQ(heads, tells ? 2 : 0);
@@ -187,8 +187,8 @@ TEST_F(ReleaseTest, WithoutItsConfiguration) {
   }
 }
 
-// A preset leaves the window to the tensors, an attention_type names it.
-TEST_F(ReleaseTest, TheWindowOfBareWeights) {
+// For a preset the tensors determine the window; an attention_type names it.
+TEST_F(ReleaseTest, ConvolutionWindowOfWeightsWithoutConfiguration) {
   use("squared__sm_norm__A_mask_type_neg_softplus__in_conv_k_2");
   fs::remove(directory_ / "config.json");
   EXPECT_EQ(load_config(directory_.path(), "2mamba").block.conv_window, 2);
@@ -202,7 +202,7 @@ TEST_F(ReleaseTest, TheWindowOfBareWeights) {
   }
 }
 
-TEST_F(ReleaseTest, HeadsAreToldByTensorsOrByFlag) {
+TEST_F(ReleaseTest, HeadsComeFromTensorsOrTheFlag) {
   use("softmax");
   fs::remove(directory_ / "config.json");
   const Tensors with_frequencies = tensors();
@@ -221,7 +221,7 @@ TEST_F(ReleaseTest, HeadsAreToldByTensorsOrByFlag) {
   EXPECT_EQ(load_config(directory_.path(), "softmax", 4).q_heads, 4);
   const LanguageModel model = load_model(directory_.path(), "softmax", {}, 2);
   expect_logits(model, source_, 1e-4);
-  // With a configuration there is nothing to tell.
+  // With a configuration the flag is not needed.
   EXPECT_EQ(load_config(source_, "softmax", 2).heads(), 2);
   expect_error([&] { load_config(source_, "", 4); }, {"config.json", "2 heads, not 4", "--heads"});
   EXPECT_EQ(load_config(kFolders / "mamba", "", 2).heads(), 1);
@@ -237,7 +237,7 @@ TEST_F(ReleaseTest, ArchMustAgreeWithTheConfiguration) {
   refused({"--arch", "A_mask_type_neg_sofplus", "did you mean \"A_mask_type_neg_softplus\""},
           "linear__out_norm__A_mask_type_neg_sofplus");
   refused({"unknown architecture", "2mamba"}, "2mambo");
-  // An attention_type says the window; a preset leaves it to the tensors.
+  // An attention_type determines the window; for a preset the tensors do.
   use("linear__output_norm__in_conv_k_3");
   fs::remove(directory_ / "config.json");
   EXPECT_EQ(load_config(directory_.path(), "outnorm-conv2", 2).block.conv_window, 3);
@@ -279,9 +279,9 @@ TEST_F(ReleaseTest, AttentionTypeIsRead) {
     Json json = valid;
     json["attention_type"] = value;
     write(json);
-    refused({"config.json", "\"attention_type\" is " + value.dump(), "expected a text"});
+    refused({"config.json", "\"attention_type\" is " + value.dump(), "expected a string"});
   }
-  // Of another block, the tensors say so.
+  // The tensors are of another block.
   Json json = valid;
   json["attention_type"] = "softmax";
   write(json);
@@ -312,7 +312,7 @@ TEST(ReleaseTokens, EveryOneIsASwitch) {
   EXPECT_EQ(release_architecture("squared__in_conv_k_2__A_mask_type_neg_softplus__sm_norm", "test").name, "2mamba");
 }
 
-TEST(ReleaseTokens, WhatIsNotUnderstoodIsRefusedByName) {
+TEST(ReleaseTokens, RefusesUnknownTokensByName) {
   const auto refused = [](const std::string& type, std::vector<std::string> parts) {
     SCOPED_TRACE(type);
     parts.push_back("test");
@@ -376,7 +376,7 @@ TEST_F(ReleaseTest, BiasOfDt) {
   EXPECT_TRUE(same_bits(load_model(directory_.path()).logits(tokens), model.logits(tokens)));
 }
 
-TEST_F(ReleaseTest, MambaOfAnotherState) {
+TEST_F(ReleaseTest, MambaWithAnotherStateSize) {
   use("mamba");
   const Tensors valid = tensors();
   const auto rows = [](const Tensor& x, int64_t first, int64_t count) { return x.slice(0, first, count); };
@@ -432,7 +432,7 @@ TEST_F(ReleaseTest, MambaOfAnotherState) {
   refused({"mamba_layer.A_log", "[2], expected [1]"});
 }
 
-TEST_F(ReleaseTest, PicklesAreNamedAndNotRead) {
+TEST_F(ReleaseTest, RefusesPickles) {
   use("softmax");
   EXPECT_TRUE(load_notes(directory_.path()).empty());
   write_text(directory_ / "config.pt", "not even a pickle");
@@ -454,7 +454,7 @@ TEST_F(ReleaseTest, TextsBeginWithBos) {
   EXPECT_EQ(model.arch(), "2mamba");
   EXPECT_EQ(model.parts().tokenizer->bos(), 1);
   EXPECT_EQ(model.parts().start, 1);
-  // Bare weights, too; and still after they are saved as ours.
+  // Also weights without a configuration, and after saving in our format.
   use("2mamba-squared");
   fs::remove(directory_ / "config.json");
   LoadOptions options;
@@ -466,7 +466,7 @@ TEST_F(ReleaseTest, TextsBeginWithBos) {
   save_model(directory_.path(), load_model(folder));
   options.heads = 0;
   EXPECT_EQ(Model::load(directory_.path(), options).parts().start, 1);
-  // A model of ours begins with eos unless bos is asked for.
+  // A model in our format begins with eos unless bos is requested.
   Json json = config();
   json.erase("bos");
   write(json);
@@ -475,7 +475,7 @@ TEST_F(ReleaseTest, TextsBeginWithBos) {
   EXPECT_EQ(Model::load(directory_.path(), options).parts().start, 1);
 }
 
-// Whatever stands there, it loads or is an Error.
+// Any text either loads or is an Error.
 TEST_F(ReleaseTest, FuzzedAttentionTypes) {
   Random random(1);
   std::vector<std::string> tokens = {"softmax", "mamba", "linear", "squared", "exp", "sm_norm", "output_norm", "", "_"};

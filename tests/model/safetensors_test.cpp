@@ -23,7 +23,7 @@ using testing::tensor_of;
 using testing::to_doubles;
 
 void put(const fs::path& path, std::string_view bytes) {
-  fs::remove(path);  // some file systems sync a file that was cut to nothing and written again
+  fs::remove(path);  // avoids the implicit sync of some file systems when a truncated file is rewritten
   std::ofstream(path, std::ios::binary).write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
 }
 
@@ -270,11 +270,11 @@ TEST_F(Safetensors, BadEntries) {
   expect_entry_refused(R"({"dtype":"F32","data_offsets":[0,8]})", {"\"x\" has no \"shape\""});
   expect_entry_refused(R"({"dtype":"F32","shape":[2]})", {"\"x\" has no \"data_offsets\""});
   expect_entry_refused(R"({"dtype":3,"shape":[2],"data_offsets":[0,8]})", {"\"x\": \"dtype\" holds a number"});
-  expect_entry_refused(R"({"dtype":"F32","shape":"2","data_offsets":[0,8]})", {"\"x\": \"shape\" holds a text"});
+  expect_entry_refused(R"({"dtype":"F32","shape":"2","data_offsets":[0,8]})", {"\"x\": \"shape\" holds a string"});
   expect_entry_refused(R"({"dtype":"F32","shape":2,"data_offsets":[0,8]})", {"\"x\": \"shape\" holds a number"});
   expect_entry_refused(R"({"dtype":"F32","shape":[[2]],"data_offsets":[0,8]})", {"\"x\": \"shape\" holds a list"});
   expect_entry_refused(R"({"dtype":"F32","shape":[2.0],"data_offsets":[0,8]})", {"\"x\": \"shape\" holds a fraction"});
-  expect_entry_refused(R"({"dtype":"F32","shape":["2"],"data_offsets":[0,8]})", {"\"x\": \"shape\" holds a text"});
+  expect_entry_refused(R"({"dtype":"F32","shape":["2"],"data_offsets":[0,8]})", {"\"x\": \"shape\" holds a string"});
   expect_entry_refused(R"({"dtype":"F32","shape":[-2],"data_offsets":[0,8]})", {"\"x\": \"shape\" holds a negative"});
   expect_entry_refused(R"({"dtype":"F32","shape":[2],"data_offsets":[-8,0]})", {"\"data_offsets\" holds a negative"});
   expect_entry_refused(R"({"dtype":"F32","shape":[2],"data_offsets":[0]})", {"\"x\": \"data_offsets\" has one end"});
@@ -297,7 +297,7 @@ TEST_F(Safetensors, BadShapes) {
   refused("18446744073709551615", "too large");
   refused("99999999999999999999999", "fraction or too large");
   refused("4294967296,4294967296", "too large");
-  refused("2305843009213693954", "too large");      // · 32 bits wraps round to 64 bits
+  refused("2305843009213693954", "too large");      // · 32 bits overflows to 64 bits
   refused("0,4294967296,4294967296", "too large");  // no elements, but strides that overflow
   refused("1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,2", "over 32 dimensions");
   expect_entry_refused(R"({"dtype":"F4","shape":[3],"data_offsets":[0,1]})", {"\"x\"", "12 bits"});
@@ -361,8 +361,8 @@ TEST_F(Safetensors, EveryTruncationIsRefused) {
   }
 }
 
-// Each bit of the file, but for those of the JSON's blanks: nothing is loaded that was not written.
-TEST_F(Safetensors, EveryFlippedBitIsNoticed) {
+// Flips each bit of the file except those of JSON whitespace: only data that was written is loaded.
+TEST_F(Safetensors, DetectsEveryFlippedBit) {
   const std::map<std::string, Tensor> tensors = some_tensors();
   const std::map<std::string, std::string> metadata = {{"format", "pt"}, {"steps", "1234"}};
   write_safetensors(path_, tensors, metadata);
@@ -377,7 +377,7 @@ TEST_F(Safetensors, EveryFlippedBitIsNoticed) {
     SCOPED_TRACE(bit);
     try {
       const SafetensorsReader reader = open(flipped);
-      // The key of the checksums itself, or offsets of empty tensors: all that was written is there.
+      // The key of the checksums itself, or offsets of empty tensors: the data is intact.
       std::map<std::string, std::string> found = reader.metadata();
       std::erase_if(found, [](const auto& entry) {
         return entry.first.find("checksums") != std::string::npos || entry.first.starts_with("furious");
@@ -448,7 +448,7 @@ TEST_F(SafetensorsIndex, LoadsFromSeveralFiles) {
   EXPECT_EQ(SafetensorsReader(index_).tensors().size(), 3u);
 }
 
-TEST_F(SafetensorsIndex, ADirectoryWithASingleFileNeedsNone) {
+TEST_F(SafetensorsIndex, ADirectoryWithASingleFileNeedsNoIndex) {
   expect_error([&] { SafetensorsReader reader(directory_.path()); },
                {directory_.path().string(), "neither model.safetensors nor model.safetensors.index.json"});
   write_safetensors(path_, {{"single", tensor_of({1}, {1})}});
@@ -473,7 +473,7 @@ TEST_F(SafetensorsIndex, BadIndexes) {
   expect_index_refused(R"({"weight_map":{"a":"three.safetensors"}})", {"\"a\"", "\"three.safetensors\"", "is missing"});
 }
 
-TEST_F(SafetensorsIndex, FilesLieBesideTheIndex) {
+TEST_F(SafetensorsIndex, FilesAreInTheDirectoryOfTheIndex) {
   fs::create_directory(directory_ / "sub");
   fs::copy(directory_ / "one.safetensors", directory_ / "sub/one.safetensors");
   const std::string up = "../" + directory_.path().filename().string() + "/one.safetensors";
@@ -517,7 +517,7 @@ TEST_F(Safetensors, FullDiskKeepsThePreviousFile) {
   EXPECT_EQ(to_doubles(SafetensorsReader(path_).load("x")), std::vector<double>{1});
 }
 
-// Damages a valid text in one of the ways that files are damaged, or that someone with bad intentions would try.
+// Damages a valid text as a failing disk or an attacker would.
 std::string mutated(Random& random, std::string bytes, size_t header_end) {
   static const std::vector<std::string> kValues = {"0",
                                                    "1",
@@ -559,7 +559,7 @@ std::string mutated(Random& random, std::string bytes, size_t header_end) {
       case 2:
         bytes.resize(position(bytes.size()));
         break;
-      case 3:  // a value where a number or a text was
+      case 3:  // a value replaces a number or a string
       {
         const size_t begin = bytes.find_first_of("0123456789\"[{", position(header_end));
         if (begin == bytes.npos) break;
@@ -580,7 +580,7 @@ std::string mutated(Random& random, std::string bytes, size_t header_end) {
   return bytes;
 }
 
-// What holds for every file that is accepted, whatever was done to it. Reads every byte of every tensor.
+// Invariants of every accepted file. Reads every byte of every tensor.
 void check_accepted(const SafetensorsReader& reader) {
   for (const StoredTensor& tensor : reader.tensors()) {
     const std::span<const std::byte> file = tensor.file->bytes();
@@ -613,7 +613,7 @@ void record(Outcomes& outcomes, Open&& open) {
   }
 }
 
-// The length prefix mended, so that the damage reaches the parser and the checks behind it.
+// Corrects the length prefix, so that the damage reaches the parser and later checks.
 void mend_length(std::string& bytes, size_t data_bytes) {
   if (bytes.size() < data_bytes + 8) return;
   bytes.replace(0, 8, length_prefix(bytes.size() - 8 - data_bytes));
@@ -625,7 +625,7 @@ TEST_F(Safetensors, FuzzedFiles) {
   std::string valid = read_text(path_);
   const size_t checksums = valid.find("furious.checksums");
   ASSERT_NE(checksums, valid.npos);
-  valid[checksums] = 'F';  // of another program, it seems: what is behind the checksums is tried, too
+  valid[checksums] = 'F';  // without checksums, as from another program: the checks after them run, too
   uint64_t length = 0;
   std::memcpy(&length, valid.data(), sizeof length);
   Outcomes outcomes;

@@ -30,7 +30,7 @@ TEST(Boundaries, EveryTokenItsOwnDocument) {
   EXPECT_EQ(segments({0, 1, 2, 3}, 2, 2), expected);
 }
 
-TEST(Boundaries, NothingOfNothing) {
+TEST(Boundaries, EmptyInput) {
   EXPECT_TRUE(segments_of("test", {}, 0, 5).empty());
   EXPECT_TRUE(segments_of("test", {}, 5, 0).empty());
 }
@@ -58,7 +58,7 @@ TEST(Boundaries, CoverEachTokenOnceInOrder) {
   }
 }
 
-TEST(Boundaries, BadOnesAreNamed) {
+TEST(Boundaries, RefusesBadBoundaries) {
   expect_error([] { segments({0, 3, 3}, 2, 4); }, {"test", "\"boundaries\"", "holds 3 at position 2 after 3"});
   expect_error([] { segments({5, 2}, 2, 4); }, {"test", "\"boundaries\"", "holds 2 at position 1 after 5"});
   expect_error([] { segments({1, 8}, 2, 4); }, {"test", "\"boundaries\"", "holds 8 at position 1", "0..7"});

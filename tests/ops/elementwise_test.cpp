@@ -80,7 +80,7 @@ TEST(Elementwise, CopyOfIntegers) {
   expect_error([&] { copy(Tensor::empty({2, 2}, DType::f32), x); }, {"copy", "\"out\"", "f32", "i32"});
 }
 
-TEST(Elementwise, FillAndAddIntoLeaveWhatLiesAroundAView) {
+TEST(Elementwise, FillAndAddIntoWriteOnlyTheView) {
   const Tensor x = tensor_of({1, 2, 3, 4, 5, 6}, {2, 3});
   fill(x.slice(1, 1, 1), 9);
   EXPECT_EQ(to_doubles(x), (Values{1, 9, 3, 4, 9, 6}));
@@ -90,7 +90,7 @@ TEST(Elementwise, FillAndAddIntoLeaveWhatLiesAroundAView) {
   EXPECT_EQ(to_doubles(x), (Values{2, 11, 6, 5, 13, 11}));
 }
 
-TEST(Elementwise, LargeTensorsAreSharedOut) {
+TEST(Elementwise, LargeTensorsRunInParallel) {
   testing::Random random(3);
   const Tensor a = random.normal_tensor({50'001}), b = random.normal_tensor({50'001});
   const Tensor sum = testing::with_threads(4, [&] { return add_forward(a, b); });

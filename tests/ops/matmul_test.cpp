@@ -52,7 +52,7 @@ void check_product(testing::Random& random, const Case& size, DType b_dtype, Mat
   const Tensor b = options.transpose_b ? random_matrix(random, size.columns, size.inner, b_dtype)
                                        : random_matrix(random, size.inner, size.columns, b_dtype);
   const Tensor whole = random.normal_tensor({size.rows, size.columns + 2});
-  if (!options.accumulate) fill(whole, NAN);  // what was there before must not matter
+  if (!options.accumulate) fill(whole, NAN);  // previous contents must not matter
   const Tensor out = whole.slice(1, 1, size.columns);
   const std::vector<double> before = to_doubles(whole);
   std::vector<double> start(size.rows * size.columns, 0.0);
@@ -101,7 +101,7 @@ TEST(Matmul, AgreesWithTheOracleOnALargerShape) {
   for (int i = 0; i < 4; ++i) check_product(random, {193, 257, 301}, DType::f32, MatmulPrecision::f32, 1e-6);
 }
 
-TEST(Matmul, TakesBf16AndF16Weights) {
+TEST(Matmul, AcceptsBf16AndF16Weights) {
   testing::Random random(13);
   for (DType dtype : {DType::bf16, DType::f16})
     for (int i = 0; i < 10; ++i)
@@ -126,7 +126,7 @@ TEST(Matmul, Bf16ProductsRoundTheFactorsOnly) {
                     MatmulPrecision::bf16, 1e-2);
 }
 
-TEST(Matmul, Bf16ProductsAreRefusedWhereThereAreNone) {
+TEST(Matmul, RefusesUnsupportedBf16Products) {
   if (matmul_supports(MatmulPrecision::bf16)) GTEST_SKIP() << matmul_library() << " has them here";
   const Tensor x = Tensor::zeros({2, 2}, DType::f32);
   expect_error(
@@ -222,8 +222,8 @@ TEST(Matmul, SameBitsForAnyNumberOfThreads) {
   }
 }
 
-// The library has threads of its own, which would be as many for each thread that multiplies.
-TEST(Matmul, MakesNoThreadsButThoseOfThePool) {
+// The library could create threads of its own for each thread that calls it.
+TEST(Matmul, CreatesNoThreadsOutsideThePool) {
   const auto tasks = [] {
     return std::distance(std::filesystem::directory_iterator("/proc/self/task"), std::filesystem::directory_iterator());
   };
@@ -236,7 +236,7 @@ TEST(Matmul, MakesNoThreadsButThoseOfThePool) {
 }
 
 // A handler's frame would lie where kernels of oneDNN 2 keep data.
-TEST(Matmul, SameBitsWithSignalsAllTheTime) {
+TEST(Matmul, SameBitsUnderConstantSignals) {
   testing::Random random(18);
   for (const auto precision : {MatmulPrecision::f32, MatmulPrecision::bf16}) {
     if (!matmul_supports(precision)) continue;

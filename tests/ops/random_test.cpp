@@ -160,7 +160,7 @@ TEST(FillRandomCuda, SameBitsAsTheCpu) {
   EXPECT_TRUE(same_bits(back, uniform_tensor(kCount, 11, 5, -0.3f, 1.7f)));
 }
 
-TEST(FillRandomCuda, CopiesThereAndBack) {
+TEST(FillRandomCuda, CopyRoundTrips) {
   if (describe_cuda_devices().empty()) GTEST_SKIP() << "no CUDA device";
   const Tensor here = normal_tensor(1000, 1, 1);
   const Tensor there = Tensor::empty({1000}, DType::f32, {DeviceKind::cuda, 0});

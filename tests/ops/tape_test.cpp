@@ -45,12 +45,12 @@ TEST(Tape, GradientTargetOfAConstantIsRefused) {
   testing::expect_error([] { Variable(tensor_of({1.0f}, {1})).gradient_target(); }, {"tape", "needs none"});
 }
 
-TEST(Tape, AnAbsentVariableHasNoValue) {
+TEST(Tape, AnUndefinedVariableHasNoValue) {
   EXPECT_FALSE(Variable().value().defined());
   EXPECT_FALSE(Variable().needs_gradient());
 }
 
-// linear adds into gradient_target(), which for a part is no memory of its own.
+// linear accumulates into gradient_target(), which for a part is a view of the whole gradient.
 TEST(Tape, PartsOfALinearLayersInputReachTheWhole) {
   Tape tape;
   const Variable x(tensor_of({1, 2, 3, 4}, {4}), true);
@@ -62,7 +62,7 @@ TEST(Tape, PartsOfALinearLayersInputReachTheWhole) {
   EXPECT_EQ(testing::to_doubles(x.gradient()), (std::vector<double>{0, 0, 10, 20}));
 }
 
-TEST(Tape, TellsWhenTheGradientOfASettledVariableIsComplete) {
+TEST(Tape, ReportsWhenTheGradientOfASettledVariableIsComplete) {
   const Variable w(testing::tensor_of({1, 2}, {1, 2}), true);
   const Tensor value = to_dtype(w.value(), DType::f32), gradient = Tensor::empty_like(value);
   int complete = 0;
@@ -75,7 +75,7 @@ TEST(Tape, TellsWhenTheGradientOfASettledVariableIsComplete) {
     };
     complete = 0;
     Tape abandoned;
-    twice(abandoned, x);  // its backward pass never comes
+    twice(abandoned, x);  // its backward pass never runs
     w.clear_gradient();
     Tape tape;
     const Variable y = recompute ? recomputed(tape, x, twice) : twice(tape, x);

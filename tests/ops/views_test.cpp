@@ -24,7 +24,7 @@ TEST(Views, SplitSharesMemoryAndGathersGradients) {
   EXPECT_EQ(to_doubles(x.gradient()), (Values{10, 1, 2, 3, 20, 4, 5, 6}));
 }
 
-TEST(Views, NewGradientOfAPartLiesInTheFusedGradient) {
+TEST(Views, NewGradientOfAPartIsAViewOfTheFusedGradient) {
   Tape tape;
   const Variable x(tensor_of({1, 2, 3, 4, 5, 6}, {2, 3}), true);
   const std::vector<Variable> parts = split(tape, x, {1, 2});
@@ -57,7 +57,7 @@ TEST(Views, NoPartWithGradientMeansNone) {
   EXPECT_FALSE(x.gradient());
 }
 
-// Contributions come in every order: into the place, beside it, several, and while the place is given out.
+// Contributions in every order: into the view, as separate tensors, several, and while the view is in use.
 TEST(Views, GradientsOfAPartAddUp) {
   for (int order = 0; order < 4; ++order) {
     Tape tape;
@@ -95,7 +95,7 @@ TEST(Views, PartsOfPartsWriteIntoOneGradient) {
   const Tensor place = inner[1].new_gradient();
   fill(place, 7);
   inner[1].add_gradient(place);
-  outer[1].add_gradient(tensor_of({1, 2, 3, 4, 5, 6}, {1, 6}));  // while the inner parts hold its place
+  outer[1].add_gradient(tensor_of({1, 2, 3, 4, 5, 6}, {1, 6}));  // while the inner parts use its memory
   inner[0].add_gradient(tensor_of({10, 20, 30, 40}, {1, 2, 2}));
   tape.backward(Variable(tensor_of({0}, {1})));
   EXPECT_EQ(to_doubles(x.gradient()), (Values{0, 0, 11, 22, 33, 44, 12, 13}));

@@ -55,14 +55,14 @@ Ablation small_ablation() {
   return ablation;
 }
 
-// The golden files are what `actual` was when somebody looked at it; FURIOUS_UPDATE_GOLDEN=1 writes them anew.
+// The golden files were inspected when they were written; FURIOUS_UPDATE_GOLDEN=1 rewrites them.
 void expect_golden(const std::string& name, const std::string& actual) {
   const std::string path = std::string(FURIOUS_GOLDEN) + "/" + name;
   if (std::getenv("FURIOUS_UPDATE_GOLDEN") != nullptr) std::ofstream(path) << actual;
   EXPECT_EQ(actual, read_file(path)) << path;
 }
 
-// Without style and places: what is drawn, in order.
+// The elements in order, without style and coordinates.
 std::string structure_of(const std::string& svg) {
   std::string lines = std::regex_replace(svg, std::regex("<style>[^]*?</style>\n"), "");
   return std::regex_replace(lines, std::regex(" (x|y|x1|x2|y1|y2|points|width|height|viewBox|transform)=\"[^\"]*\""),
@@ -73,7 +73,7 @@ TEST(AblationReport, Table) {
   expect_golden("ablation.txt", to_text(ablation_table(small_ablation())) + "\n" + ablation_notes(small_ablation()));
 }
 
-TEST(AblationReport, ColumnsThatSayNothingAreLeftOut) {
+TEST(AblationReport, OmitsEmptyColumns) {
   Ablation ablation = small_ablation();
   ablation.rows = {row_of("2mamba", "2mamba", {run_of(1, 3, 3.5)})};
   EXPECT_EQ(to_text(ablation_table(ablation)),
@@ -102,8 +102,8 @@ TEST(AblationReport, CountsPairsInTheOrderOfThePaper) {
       << ablation_notes(ablation);
 }
 
-// Rows beside losses of several models of the paper: only those of one model have an order, and it is said which.
-TEST(AblationReport, SettingsOfThePaperAreKeptApart) {
+// Rows with losses of several models of the paper: only rows of one model are ordered, and the note names it.
+TEST(AblationReport, SeparatesSettingsOfThePaper) {
   Ablation ablation;
   ablation.words = {"lengths"};
   const auto add = [&](const char* length, PaperRow paper, double loss) {
@@ -156,7 +156,7 @@ TEST(AblationReport, Charts) {
   EXPECT_EQ(first.high, (std::vector<double>{5.9, 4.9}));
 }
 
-TEST(AblationReport, LengthsAreDrawnWhereTheyDiffer) {
+TEST(AblationReport, DrawsLengthsIfTheyDiffer) {
   Ablation ablation = small_ablation();
   ablation.rows = {row_of("softmax", "softmax:length=64", {run_of(1, 3, 3.5)}),
                    row_of("softmax", "softmax:length=128", {run_of(1, 3, 3.25)})};
@@ -168,7 +168,7 @@ TEST(AblationReport, LengthsAreDrawnWhereTheyDiffer) {
   EXPECT_EQ(charts.back().chart.series[0].y, (std::vector<double>{3.5, 3.25}));
 }
 
-TEST(AblationReport, JsonComesBack) {
+TEST(AblationReport, JsonRoundTrips) {
   const Ablation ablation = small_ablation();
   const std::string json = ablation_to_json(ablation);
   const Ablation again = ablation_from_json(json, "test");
@@ -182,7 +182,7 @@ TEST(AblationReport, JsonComesBack) {
   expect_error([&] { ablation_from_json(json.substr(0, json.size() / 2), "half"); }, {"half"});
 }
 
-TEST(AblationReport, ThePageNeedsNoNetwork) {
+TEST(AblationReport, HtmlLoadsNoExternalResources) {
   const std::string page = ablation_page(small_ablation());
   for (const char* tag : {"<script", "<link", "<img", "src=", "href=", "url(", "@import"})
     EXPECT_EQ(page.find(tag), std::string::npos) << tag;
@@ -190,7 +190,7 @@ TEST(AblationReport, ThePageNeedsNoNetwork) {
   EXPECT_NE(page.find("<td>a &amp; b</td>"), std::string::npos);
   EXPECT_NE(page.find("<td class=\"number\">3.12</td>"), std::string::npos);
   EXPECT_NE(page.find("the loss is not a number"), std::string::npos);
-  // What opens closes.
+  // Every element that is opened is closed.
   for (const std::string tag : {"html", "body", "table", "tr", "td", "svg", "details", "figure", "p"}) {
     const auto count = [&](const std::string& text) {
       size_t found = 0;

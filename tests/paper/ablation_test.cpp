@@ -1,4 +1,4 @@
-// Many trainings in one folder: whole, interrupted, resumed.
+// Many training runs in one folder: complete, interrupted, resumed.
 #include "paper/ablation.h"
 
 #include <cmath>
@@ -55,7 +55,7 @@ std::vector<std::string> suite_names() {
   return names;
 }
 
-TEST_P(EverySuite, InterruptedAndResumedItFindsTheSame) {
+TEST_P(EverySuite, ResumedRunGivesTheSameResults) {
   Random random(21);
   const std::string suite = GetParam();
   const Ablation whole = run_ablation(options_for("whole", {suite}));
@@ -108,7 +108,7 @@ TEST_F(AblationTest, SeedsAndASyntheticTask) {
   }
   EXPECT_EQ(ablation.rows[1].options.at("lr"), "0.02");
   EXPECT_TRUE(fs::exists(folder.path("seeds/runs/softmax-lr=0.02/seed-124/latest/model.safetensors")));
-  // More seeds later: those that are there stay.
+  // Seeds added later: existing results are kept.
   options.seeds = 3;
   order.clear();
   size_t steps = 0;
@@ -117,14 +117,14 @@ TEST_F(AblationTest, SeedsAndASyntheticTask) {
   EXPECT_EQ(steps, 4u);
 }
 
-TEST_F(AblationTest, RowsSeeTheSameBatches) {
+TEST_F(AblationTest, RowsTrainOnTheSameBatches) {
   // Two rows that are the same model: any difference would come from the data, its order or the weights.
   const Ablation ablation = run_ablation(options_for("same", {"2mamba", "2mamba:score=squared"}));
   EXPECT_EQ(ablation.rows[0].runs[0].training.y, ablation.rows[1].runs[0].training.y);
   EXPECT_EQ(ablation.rows[0].runs[0].test.y, ablation.rows[1].runs[0].test.y);
 }
 
-TEST_F(AblationTest, ARowThatDivergesIsAResult) {
+TEST_F(AblationTest, ReportsADivergedRow) {
   AblationOptions options = options_for("diverged", {"2mamba:lr=100", "2mamba"});
   options.base.warmup = 0;
   options.base.steps = 12;
@@ -135,7 +135,7 @@ TEST_F(AblationTest, ARowThatDivergesIsAResult) {
   EXPECT_LT(broken.steps, 12);
   EXPECT_NE(broken.diverged.find("step"), std::string::npos);
   EXPECT_EQ(ablation.rows[1].runs[0].steps, 12);
-  // Called again, it is not tried again.
+  // A second call does not repeat the run.
   size_t steps = 0;
   AblationObserver observer;
   observer.step = [&](const RowResult&, uint64_t, const TrainStep&) { ++steps; };
@@ -143,7 +143,7 @@ TEST_F(AblationTest, ARowThatDivergesIsAResult) {
   EXPECT_EQ(steps, 0u);
 }
 
-TEST_F(AblationTest, AFolderWithOtherRunsIsNotGoneOnWith) {
+TEST_F(AblationTest, RefusesToResumeInAFolderOfOtherRuns) {
   AblationOptions options = options_for("mine", {"linear"});
   run_ablation(options);
   const auto refused = [&](const std::function<void(TrainOptions&)>& change, const std::vector<std::string>& parts) {
@@ -156,7 +156,7 @@ TEST_F(AblationTest, AFolderWithOtherRunsIsNotGoneOnWith) {
   refused([](TrainOptions& o) { o.data = "synthetic:passkey"; }, {"data = ", "synthetic:passkey"});
   options.base.save_every = 1;
   EXPECT_TRUE(run_ablation(options).finished());
-  // A run of a version that did not know an option had its default.
+  // A run of a version without an option has its default.
   const std::string toml = folder.path("mine/runs/linear/seed-123/run.toml");
   std::string text = read_file(toml);
   const size_t at = text.find("\neps = ") + 1;
@@ -164,7 +164,7 @@ TEST_F(AblationTest, AFolderWithOtherRunsIsNotGoneOnWith) {
   folder.write("mine/runs/linear/seed-123/run.toml", text.erase(at, text.find('\n', at) + 1 - at));
   EXPECT_TRUE(run_ablation(options).finished());
   refused([](TrainOptions& o) { o.eps = 0.5; }, {"eps = 1e-08", "eps = 0.5"});
-  // Before there was a choice, weights were drawn otherwise.
+  // Runs without the option `initialization` used another initialization.
   text = read_file(toml);
   const size_t line = text.find("\ninitialization = ") + 1;
   ASSERT_GT(line, 0u);

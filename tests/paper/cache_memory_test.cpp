@@ -20,9 +20,9 @@ ModelConfig one_head(const std::string& arch, int64_t dim) {
   return config;
 }
 
-// The arena knows what was allocated, whatever a cache says of itself.
+// Compares the reported size of a cache with the bytes that the arena allocated.
 TEST(CacheMemory, MeasuredBytesAreAllocatedBytes) {
-  constexpr int64_t kDim = 16, kTokens = 200, kWaste = 511;  // of a tensor, which takes whole blocks
+  constexpr int64_t kDim = 16, kTokens = 200, kWaste = 511;  // per tensor, whose size is rounded up to blocks
   const CacheMemory memory = measure_cache_memory(kDim, kTokens);
   for (const auto& [name, arch] : {std::pair{"softmax", "softmax"}, {kLazyName, "2mamba"}}) {
     SCOPED_TRACE(name);
@@ -30,7 +30,7 @@ TEST(CacheMemory, MeasuredBytesAreAllocatedBytes) {
     const LanguageModel model(config, 1);
     Decoder decoder(model, 1);
     const int32_t slot = decoder.start(), token = 0;
-    // Without what an empty slot holds, and what the decoder has besides.
+    // Without the memory of an empty slot and of the decoder itself.
     const auto empty = decoder.bytes();
     const size_t before = Arena::of({}).usage().live;
     for (int64_t n = 1; n <= kTokens; ++n) {
@@ -52,7 +52,7 @@ TEST(CacheMemory, FormulasOfThePaper) {
     EXPECT_EQ(memory.curve("linear").formula[0], 4 * dim * (dim + 1));
     EXPECT_EQ(memory.curve("2mamba").formula[0], 4 * (dim * (dim + 1) * (dim + 1) / 2 + 3 * dim));
     EXPECT_EQ(memory.curve(kLazyName).formula[2], 4 * (2 * 3 * dim + 3 * dim));
-    // States hold what is counted, to the byte.
+    // States have the counted size, to the byte.
     for (const char* name : {"linear", "2mamba"}) EXPECT_EQ(memory.curve(name).measured, memory.curve(name).formula);
     const int64_t even = break_even_formula(dim);
     EXPECT_GT(2 * even * dim, dim * (dim + 1) * (dim + 1) / 2 + 3 * dim);
@@ -62,11 +62,11 @@ TEST(CacheMemory, FormulasOfThePaper) {
 
 TEST(CacheMemory, BreakEvenAndLazyFold) {
   const CacheMemory memory = measure_cache_memory(16, 300);
-  // A cache grows by pages, so the break-even comes within one of the formula.
+  // A cache grows in pages, so the break-even is within one page of the formula.
   EXPECT_NEAR(static_cast<double>(memory.break_even()), static_cast<double>(break_even_formula(16)),
               CachePage::kTokens);
   const auto &lazy = memory.curve(kLazyName).measured, &plain = memory.curve("softmax").measured;
-  // Beside keys and values it holds a decay for each token, and the convolution's input.
+  // Besides keys and values it contains a decay for each token, and the convolution's inputs.
   for (size_t i = 0; i < plain.size(); ++i) EXPECT_LE(lazy[i], plain[i] + plain[i] / 32 + 3 * 16 * 4) << i + 1;
   EXPECT_LT(lazy.back(), plain.back() / 2);
   EXPECT_EQ(lazy.back(), lazy[250]);
@@ -74,7 +74,7 @@ TEST(CacheMemory, BreakEvenAndLazyFold) {
   EXPECT_EQ(measure_cache_memory(16, 20).break_even(), 0);
 }
 
-TEST(CacheMemory, RefusesWhatCannotBe) {
+TEST(CacheMemory, RefusesInvalidArguments) {
   expect_error([] { measure_cache_memory(64, 0); }, {"0 tokens"});
   expect_error([] { measure_cache_memory(4, 10); }, {"head dimension 4"});
   expect_error([] { measure_cache_memory(8, 1).curve("mamba"); }, {"mamba"});

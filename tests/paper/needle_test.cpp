@@ -21,7 +21,7 @@ NeedleGridOptions small_grid() {
   return options;
 }
 
-TEST(Needle, StandsAtItsDepthAndIsAskedForAtTheEnd) {
+TEST(Needle, NeedleIsAtItsDepthAndTheQuestionAtTheEnd) {
   Random random(11);
   NeedleGridOptions options = small_grid();
   options.lengths = {random.integer(300, 500), random.integer(2000, 3000)};
@@ -53,7 +53,7 @@ TEST(Needle, StandsAtItsDepthAndIsAskedForAtTheEnd) {
   EXPECT_NE(make_needles(options)[7].answer, needles[7].answer);
 }
 
-TEST(Needle, HayOfOnesOwn) {
+TEST(Needle, CustomHaystack) {
   NeedleGridOptions options = small_grid();
   options.hay = {"größer als der Rest wird es nie", "und dann kam gar nichts mehr"};
   for (const Needle& needle : make_needles(options)) {
@@ -74,7 +74,7 @@ TEST(Needle, HayOfOnesOwn) {
   }
 }
 
-TEST(Needle, OptionsThatCannotBe) {
+TEST(Needle, RefusesInvalidOptions) {
   NeedleGridOptions options = small_grid();
   options.lengths = {100};
   expect_error([&] { make_needles(options); }, {"length of 100", "alone have"});
@@ -88,7 +88,7 @@ TEST(Needle, OptionsThatCannotBe) {
   expect_error([&] { make_needles(options); }, {"0 questions"});
 }
 
-TEST(Needle, AnAnswerIsRightOnlyAsAWhole) {
+TEST(Needle, OnlyACompleteAnswerIsCorrect) {
   EXPECT_TRUE(answers("48213", "48213"));
   EXPECT_TRUE(answers(" 48213. Remember", "48213"));
   EXPECT_TRUE(answers("\n48213\n", " 48213 "));
@@ -100,7 +100,7 @@ TEST(Needle, AnAnswerIsRightOnlyAsAWhole) {
 }
 
 // Each text judged by both rules.
-TEST(Needle, TheAuthorsTakeTheDigitsOfTheFirstWord) {
+TEST(Needle, AuthorsProcedureUsesTheDigitsOfTheFirstWord) {
   struct Case {
     std::string text;
     bool whole, paper;
@@ -127,7 +127,7 @@ TEST(Needle, TheAuthorsTakeTheDigitsOfTheFirstWord) {
 }
 
 // Ten tokens; where eos comes early, the end of the prompt is before them.
-TEST(Needle, TheAuthorsReadTheLastTenTokens) {
+TEST(Needle, AuthorsProcedureReadsTheLastTenTokens) {
   const LanguageModel language_model(model_config("2mamba", "tiny", 258), 5);
   const auto tokenizer = load_tokenizer("byte");
   const Needle needle{"The pass key is", "12345", 15, 0};
@@ -146,8 +146,8 @@ TEST(Needle, TheAuthorsReadTheLastTenTokens) {
   EXPECT_EQ(last_tokens_text(*tokenizer, "a", {"", 1, Ending::eos}, 10), "a");
 }
 
-// A model that finds needles of the last half only, and one cell not at all.
-TEST(Needle, CountsWhatAFakeModelKnows) {
+// A model that finds only needles in the last half, and none of one cell.
+TEST(Needle, CountsCorrectAnswersOfAFakeModel) {
   const std::vector<Needle> needles = make_needles(small_grid());
   const auto answerer = [](const Needle& needle) {
     const bool known = needle.depth >= 50 && !(needle.depth == 100 && needle.length == 900);
@@ -187,7 +187,7 @@ TEST(Needle, AModelAnswersGreedilyAndTheSameAgain) {
   EXPECT_EQ(session.write(options).front().text, text);
 }
 
-TEST(Needle, SmallModelsAreAskedOverTheWholeGrid) {
+TEST(Needle, EvaluatesASmallModelOverTheGrid) {
   const LanguageModel model(model_config("2mamba", "tiny", 66), 5);
   const NeedleGrid grid = ask_small_model(model, {8, 2, 32}, {100, 0}, 10, 3);
   EXPECT_EQ(grid.lengths, (std::vector<int64_t>{2, 8, 32}));
@@ -272,7 +272,7 @@ TEST(Needle, ThePapersRows) {
   for (const int64_t one : rows) EXPECT_NE(one % 6, 5);
 }
 
-TEST(Needle, RowsThatCannotBe) {
+TEST(Needle, RefusesInvalidRows) {
   const TemporaryFolder folder;
   const std::string path = folder.write("a.jsonl", row(0, 100) + row(1, 200));
   const auto read = [&](const NeedleRows& rows) { read_needles(path, rows); };
@@ -320,7 +320,7 @@ TEST(Needle, BadFilesAreNamed) {
                {"cut.jsonl.gz"});
 }
 
-// Knows the letters a to z and loses everything else.
+// Encodes the letters a to z and drops everything else.
 class LettersOnly final : public Tokenizer {
  public:
   std::vector<int32_t> encode(std::string_view text) const override {
@@ -343,7 +343,7 @@ class LettersOnly final : public Tokenizer {
   std::string model() const override { return {}; }
 };
 
-TEST(Needle, TokenizersThatLoseTheAnswerAreRefused) {
+TEST(Needle, RefusesTokenizersThatLoseTheAnswer) {
   const std::vector<Needle> needles = make_needles(small_grid());
   check_expressible(needles, *load_tokenizer("byte"));
   expect_error([&] { check_expressible(needles, LettersOnly()); },

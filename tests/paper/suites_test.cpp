@@ -74,7 +74,7 @@ TEST(Suites, RowsOfTheTablesAreWhatTheirLabelsSay) {
 
 // One run of theirs is drawn in several tables and figures. Figure 5b draws for 2Mamba the run that Figure 10 calls
 // 2Mamba-E.
-TEST(Suites, ThePaperSaysTheSameOfARowInEveryTable) {
+TEST(Suites, FiguresOfARowAgreeAcrossTables) {
   std::map<std::string, std::pair<double, double>> seen;
   std::map<std::string, int> rows;
   for (const PaperRow& row : paper_rows()) {
@@ -121,7 +121,7 @@ TEST(Suites, Rows) {
       EXPECT_EQ(row.options.batch, 8) << row.name;
       EXPECT_EQ(row.options.steps, base_options().steps);
       EXPECT_EQ(row.options.seed, base_options().seed);
-      model_config(row.options, 300);  // is one that can be
+      model_config(row.options, 300);  // is a valid configuration
     }
   }
 }
@@ -199,7 +199,7 @@ TEST(Suites, LengthsKeepTheBatch) {
   for (const AblationRow& row : ablation_rows({"lengths"}, odd)) EXPECT_EQ(row.options.batch, 7);
 }
 
-// The paper's losses stand beside the rows they are of: test loss, where it has one, and the figure.
+// Each row has its losses in the paper: test loss, if given, and the figure.
 TEST(Suites, FiguresOfThePaper) {
   const auto said = [](const std::string& suite, const TrainOptions& options) {
     std::map<std::string, std::pair<std::string, double>> found;
@@ -252,18 +252,18 @@ TEST(Suites, FiguresOfThePaper) {
   EXPECT_EQ(said("pile", paper_options("medium")).at("2mamba"), std::pair(std::string("the Pile (appendix)"), 2.5));
   EXPECT_EQ(said("slimpajama", paper_options("medium")).at("2mamba"),
             std::pair(std::string("SlimPajama (appendix)"), 2.79));
-  // A row that two suites have is trained once, and has the losses of the first that knows some.
+  // A row of two suites is trained once, with the paper's losses of the first suite that has some.
   const std::vector<AblationRow> both = ablation_rows({"compare", "exp"}, paper_options("mini"));
   EXPECT_EQ(both.size(), 7u);
   EXPECT_EQ(row_named(both, "2mamba").paper->table, "Figure 10");
   EXPECT_EQ(row_named(both, "softmax").paper->table, "Figure 5a");
-  // A size that the paper does not have: the small model's.
+  // For a size that is not in the paper: figures of the small model.
   EXPECT_EQ(said("compare", paper_options("mini")), said("compare", paper_options("small")));
   EXPECT_EQ(said("compare", base_options()), said("compare", paper_options("small")));
   EXPECT_TRUE(said("lengths", base_options()).empty()) << "it has other lengths";
 }
 
-TEST(Suites, WhichChangesLeaveARowThePapers) {
+TEST(Suites, ChangesThatKeepThePapersFigures) {
   TrainOptions options = paper_options("medium");
   options.length = 8192;
   const auto has = [&](const std::string& word) { return ablation_rows({word}, options).front().paper.has_value(); };
@@ -282,7 +282,7 @@ TEST(Suites, WhichChangesLeaveARowThePapers) {
   EXPECT_EQ(row_named(ablation_rows({"2mamba"}, options), "2mamba").paper->table, "Figure 6");
 }
 
-TEST(Suites, StabilityTakesThePrecisionsOfTheDevice) {
+TEST(Suites, StabilityUsesThePrecisionsOfTheDevice) {
   const std::vector<AblationRow> rows = ablation_rows({"stability"}, base_options());
   const bool bf16 = matmul_supports(MatmulPrecision::bf16);
   ASSERT_EQ(rows.size(), bf16 ? 3u : 2u);
@@ -303,7 +303,7 @@ TEST(Suites, StabilityOnAGpuIsAboutTheMixer) {
                           "2mamba:mixer-precision=bf16"}));
 }
 
-TEST(Suites, RowsOfOnesOwn) {
+TEST(Suites, CustomRows) {
   const auto rows = ablation_rows(
       {"2mamba:conv_window=4,norm=none,lr=0.5", "softmax", "mamba2:length=32", "exp", "2mamba:batch=4,length=128"},
       base_options());
@@ -342,7 +342,7 @@ TEST(Suites, ASyntheticTaskHasNoFiguresInThePaper) {
   }
 }
 
-TEST(Suites, BadWords) {
+TEST(Suites, RefusesBadWords) {
   const auto refused = [](const Words& words, const Words& parts) {
     expect_error([&] { ablation_rows(words, base_options()); }, parts);
   };

@@ -138,7 +138,7 @@ TEST(Chart, HasALineAndANamePerSeries) {
   EXPECT_TRUE(names[0].has_class("s2"));
 }
 
-TEST(Chart, PointsThatCannotBeDrawnLeaveGaps) {
+TEST(Chart, InvalidPointsLeaveGaps) {
   Chart chart = chart_of({{"a", {0, 1, 2, 3, 4, 5, 6, 7}, {1, 2, kNaN, 3, -1, 4, 5, kInfinity}}});
   auto elements = drawn(chart);
   EXPECT_EQ(of_class(elements, "line").size(), 2u);
@@ -152,7 +152,7 @@ TEST(Chart, PointsThatCannotBeDrawnLeaveGaps) {
   EXPECT_EQ(of_class(elements, "point").size(), 2u);
 }
 
-TEST(Chart, OnePointNoPointsAndNothing) {
+TEST(Chart, OnePointNoPointsAndNoSeries) {
   auto elements = drawn(chart_of({{"dot", {3}, {4}}, {"empty", {}, {}}, {"broken", {1, 2}, {kNaN, kNaN}}}));
   EXPECT_EQ(of_class(elements, "point").size(), 1u);
   EXPECT_EQ(of_class(elements, "line").size(), 0u);
@@ -253,7 +253,7 @@ TEST(Chart, Smooth) {
   EXPECT_TRUE(smooth({}, 3).empty());
 }
 
-TEST(Chart, MarksStandAtTheirPlaces) {
+TEST(Chart, MarksAreAtTheirCoordinates) {
   Chart chart = chart_of({{"a", {1, 100}, {1, 2}}});
   chart.log_x = true;
   chart.marks = {{"early", 10}, {"late", 50}, {"outside", 1000}, {"nowhere", -1}};

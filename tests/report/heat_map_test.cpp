@@ -15,14 +15,14 @@ HeatMap small_map(const std::string& title) {
       title, "tokens", "depth", {"8", "16", "32"}, {"0%", "100%"}, {{0, 4}, {1, 300}, {2, 4}, {299, 300}, {4, 4}, {}}};
 }
 
-// Everything but the style, which says how and not what.
+// Everything but the style.
 std::string structure_of(std::string svg) {
   const size_t begin = svg.find("<style>"), end = svg.find("</style>\n");
   EXPECT_NE(begin, svg.npos);
   return svg.erase(begin, end + 9 - begin);
 }
 
-// The golden files are what was drawn when somebody looked at it; FURIOUS_UPDATE_GOLDEN=1 writes them anew.
+// The golden files were inspected when they were written; FURIOUS_UPDATE_GOLDEN=1 rewrites them.
 void expect_golden_file(const std::string& name, const std::string& actual) {
   const std::string path = std::string(FURIOUS_GOLDEN) + "/" + name;
   if (std::getenv("FURIOUS_UPDATE_GOLDEN") != nullptr) write_text(path, actual);
@@ -44,7 +44,7 @@ TEST(HeatMap, TextInATerminalAndElsewhere) {
             " 100%  99% 299/300     100% 4/4            -\n");
 }
 
-TEST(HeatMap, ProportionsThatSomebodyStates) {
+TEST(HeatMap, ProportionsWithoutCounts) {
   HeatMap map{"t", "tokens", "model", {"8", "16", "32"}, {"ours", "theirs"}, {{1, 4}, {4, 4}, {}}};
   for (const double proportion : {0.027, 1.0, 0.0}) map.cells.push_back({0, 0, proportion});
   EXPECT_EQ(to_text(map, false),

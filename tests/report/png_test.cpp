@@ -13,7 +13,7 @@ namespace fs = std::filesystem;
 
 constexpr const char* kSvg = R"(<svg xmlns="http://www.w3.org/2000/svg" width="10" height="5"/>)";
 
-// A PATH of one's own for the time of a test.
+// Replaces PATH during a test.
 class PngTest : public ::testing::Test {
  protected:
   TemporaryFolder folder;
@@ -35,7 +35,7 @@ TEST_F(PngTest, WithoutAConverterThePackageIsNamed) {
   EXPECT_FALSE(fs::exists(folder.path("x.png")));
 }
 
-TEST_F(PngTest, TakesWhatTheConverterMakes) {
+TEST_F(PngTest, KeepsTheOutputOfTheConverter) {
   for (const char* name : {"inkscape", "rsvg-convert"}) {
     program(name, fmt::format(
                       R"sh(for word; do case "$word" in --output=*|--export-filename=*) out="${{word#*=}}";; esac; done
@@ -51,13 +51,13 @@ TEST_F(PngTest, AConverterThatFailsLeavesTheOldFile) {
   program("rsvg-convert", "exit 3");
   expect_error([&] { write_png(folder.path("x.png"), kSvg); }, {"rsvg-convert", "failed"});
   EXPECT_EQ(read_file(folder.path("x.png")), "old");
-  program("rsvg-convert", "exit 0");  // and makes nothing
+  program("rsvg-convert", "exit 0");  // and writes nothing
   expect_error([&] { write_png(folder.path("x.png"), kSvg); }, {"chart.png"});
   EXPECT_EQ(read_file(folder.path("x.png")), "old");
   expect_error([&] { write_png(folder.path("nowhere/x.png"), kSvg); }, {"nowhere"});
 }
 
-TEST_F(PngTest, IsAPicture) {
+TEST_F(PngTest, WritesAPng) {
   try {
     check_png();
   } catch (const Error&) {

@@ -40,7 +40,7 @@ TEST(Table, NumbersWithASpread) {
   EXPECT_EQ(to_text({{"a"}, {{"3.21 ± much"}, {"5"}}}), "a\n3.21 ± much\n5\n");
 }
 
-TEST(Table, CharactersCountNotBytes) {
+TEST(Table, WidthsCountCharactersNotBytes) {
   EXPECT_EQ(to_text({{"größe", "x"}, {{"a", "b"}}}), "größe  x\na      b\n");
 }
 

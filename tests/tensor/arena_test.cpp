@@ -9,7 +9,7 @@ namespace {
 
 constexpr size_t kMiB = size_t{1} << 20;
 
-// Allocates all, releases every other one first: the order in which a step frees is not the order in which it takes.
+// Releases in another order than it allocates, as a training step does.
 std::vector<void*> step(Arena& arena, const std::vector<size_t>& sizes) {
   std::vector<void*> pointers;
   for (size_t size : sizes) {
@@ -21,7 +21,7 @@ std::vector<void*> step(Arena& arena, const std::vector<size_t>& sizes) {
   return pointers;
 }
 
-TEST(Arena, AStepAfterTheFirstAsksForNothingAndFindsTheSameAddresses) {
+TEST(Arena, LaterStepsAllocateNothingAndReuseTheSameAddresses) {
   Arena arena{Device{}};
   testing::Random random(1);
   std::vector<size_t> sizes;
@@ -79,7 +79,7 @@ TEST(Arena, NeighboursMergeInEveryOrder) {
   }
 }
 
-TEST(Arena, PeakIsTheMostThatWasLive) {
+TEST(Arena, PeakIsTheMaximumOfLive) {
   Arena arena{Device{}};
   void* const a = arena.allocate(kMiB);
   void* const b = arena.allocate(kMiB);
@@ -93,7 +93,7 @@ TEST(Arena, PeakIsTheMostThatWasLive) {
   arena.release(b);
 }
 
-TEST(Arena, TrimGivesBackWhatHoldsNothing) {
+TEST(Arena, TrimReleasesEmptySegments) {
   Arena arena{Device{}};
   void* const large = arena.allocate(16 * kMiB);
   void* const small = arena.allocate(kMiB);
@@ -112,35 +112,35 @@ TEST(Arena, TrimGivesBackWhatHoldsNothing) {
   EXPECT_EQ(arena.usage().segments_made, 3u);
 }
 
-TEST(Arena, AtItsLimitItGivesBackWhatIsNotUsedAndThenSaysWhatIsMissing) {
+TEST(Arena, AtTheLimitReleasesUnusedSegmentsThenThrowsOutOfMemory) {
   Arena arena{Device{}};
   arena.set_limit(20 * kMiB);
   arena.release(arena.allocate(8 * kMiB));
-  void* const large = arena.allocate(16 * kMiB);  // fits once the first segment has gone
+  void* const large = arena.allocate(16 * kMiB);  // fits after the first segment is released
   EXPECT_GE(arena.usage().reserved, 16 * kMiB);
   EXPECT_LT(arena.usage().reserved, 17 * kMiB);  // under sanitizers a block is a little larger
   testing::expect_error([&] { arena.allocate(8 * kMiB); },
-                        {"out of memory on cpu", "8.0 MiB more were needed", "4.0 MiB of 20.0 are free"});
+                        {"out of memory on cpu", "8.0 MiB requested", "4.0 MiB of 20.0 are free"});
   arena.release(large);
   arena.release(arena.allocate(19 * kMiB));
 }
 
-// A graph has the addresses of blocks that are free again.
-TEST(Arena, KeptSegmentsAreNeverGivenBack) {
+// A graph contains addresses of blocks that are free by now.
+TEST(Arena, KeptSegmentsAreNeverReleased) {
   Arena arena{Device{}};
   arena.set_limit(20 * kMiB);
   arena.keep_segments();
   void* const block = arena.allocate(8 * kMiB);
   arena.release(block);
   const size_t reserved = arena.usage().reserved;
-  testing::expect_error([&] { arena.allocate(16 * kMiB); }, {"out of memory on cpu", "16.0 MiB more were needed"});
+  testing::expect_error([&] { arena.allocate(16 * kMiB); }, {"out of memory on cpu", "16.0 MiB requested"});
   arena.trim();
   EXPECT_EQ(arena.usage().reserved, reserved);
   EXPECT_EQ(arena.allocate(8 * kMiB), block);
   arena.release(block);
 }
 
-TEST(Arena, ReservedMemoryIsOneSegmentAndTooMuchIsNoError) {
+TEST(Arena, ReserveAllocatesOneSegmentAndIgnoresOutOfMemory) {
   Arena arena{Device{}};
   arena.set_limit(64 * kMiB);
   arena.reserve(32 * kMiB);
@@ -154,7 +154,7 @@ TEST(Arena, ReservedMemoryIsOneSegmentAndTooMuchIsNoError) {
 }
 
 // A search over all blocks would take a minute here.
-TEST(Arena, FortyThousandBlocksAreUsedAgain) {
+TEST(Arena, ReusesFortyThousandBlocks) {
   Arena arena{Device{}};
   std::vector<void*> blocks;
   for (int i = 0; i < 40000; ++i) blocks.push_back(arena.allocate(256));
@@ -168,10 +168,10 @@ TEST(Arena, FortyThousandBlocksAreUsedAgain) {
 TEST(Arena, ForeignAndDoubleReleasesAreErrors) {
   Arena arena{Device{}};
   int foreign = 0;
-  testing::expect_error([&] { arena.release(&foreign); }, {"arena of cpu", "does not hold"});
+  testing::expect_error([&] { arena.release(&foreign); }, {"arena of cpu", "not an allocated block"});
   void* const block = arena.allocate(10);
   arena.release(block);
-  testing::expect_error([&] { arena.release(block); }, {"arena of cpu", "does not hold"});
+  testing::expect_error([&] { arena.release(block); }, {"arena of cpu", "not an allocated block"});
 }
 
 TEST(Arena, OnePerDevice) {

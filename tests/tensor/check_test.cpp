@@ -34,7 +34,7 @@ TEST(ArgumentCheck, MessagesNameOperationArgumentAndBothSides) {
   expect_error([&] { kCheck.unit_inner_stride("x", strided); }, {"op: argument \"x\"", "stride 2", "expected 1"});
 }
 
-TEST(ArgumentCheck, DenseAsksForEverything) {
+TEST(ArgumentCheck, DenseChecksEveryProperty) {
   const Tensor x = Tensor::zeros({2, 3}, DType::f32);
   kCheck.dense("x", x, DType::f32, {2, ArgumentCheck::kAny});
   expect_error([&] { kCheck.dense("x", {}, DType::f32, {2, 3}); }, {"missing"});
@@ -44,11 +44,11 @@ TEST(ArgumentCheck, DenseAsksForEverything) {
   expect_error([&] { kCheck.dense("x", x, DType::f32, {2, 3}, {DeviceKind::cuda, 0}); }, {"cuda:0"});
 }
 
-TEST(ArgumentCheck, RowsMayLieApart) {
+TEST(ArgumentCheck, RowsMayHaveAnyStride) {
   const Tensor x = Tensor::zeros({2, 3}, DType::f32);
   kCheck.rows("x", x.slice(1, 0, 2));
   kCheck.rows("x", x.slice(1, 0, 2), Tensor::zeros({2, 2}, DType::f32));
-  kCheck.rows("x", Tensor::zeros({2, 1, 2}, DType::f32).slice(2, 1, 1));  // the stride of a single element is no matter
+  kCheck.rows("x", Tensor::zeros({2, 1, 2}, DType::f32).slice(2, 1, 1));  // any stride for a single element
   expect_error([&] { kCheck.rows("x", Tensor::zeros({2, 3, 2}, DType::f32).select(2, 0)); }, {"\"x\"", "stride 2"});
   expect_error([&] { kCheck.rows("x", x, Tensor::zeros({2, 2}, DType::f32)); }, {"[2, 3]", "[2, 2]"});
   expect_error([&] { kCheck.rows("x", Tensor::zeros({}, DType::f32)); }, {"\"x\"", "rank 0"});

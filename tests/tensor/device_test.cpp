@@ -5,7 +5,7 @@
 namespace furious {
 namespace {
 
-TEST(Device, NamesBothWays) {
+TEST(Device, NamesRoundTrip) {
   EXPECT_EQ(device_from_name("cpu"), Device{});
   EXPECT_EQ(device_from_name("cuda"), (Device{DeviceKind::cuda, 0}));
   EXPECT_EQ(device_from_name("cuda:3"), (Device{DeviceKind::cuda, 3}));
@@ -18,7 +18,7 @@ TEST(Device, UnknownNamesAreQuoted) {
     testing::expect_error([&] { device_from_name(name); }, {std::string("\"") + name + "\"", "cuda:N"});
 }
 
-TEST(Device, UsableOnesAreThere) {
+TEST(Device, UsableDevicesExist) {
   EXPECT_TRUE(usable_device("cpu").is_cpu());
   EXPECT_EQ(usable_device("auto").is_cpu(), describe_cuda_devices().empty());
   testing::expect_error([] { usable_device("cuda:4000"); }, {"cuda:4000"});

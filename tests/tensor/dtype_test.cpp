@@ -70,7 +70,7 @@ TYPED_TEST(HalfFloat, EveryPatternMeansWhatTheFormatSaysAndComesBack) {
 TYPED_TEST(HalfFloat, RoundsToNearestEven) {
   for (uint32_t bits = 0; bits < this->kInfinityBits; ++bits) {
     const double low = this->value(bits);
-    // Behind the largest number lies, for rounding, the next power of two.
+    // For rounding, the successor of the largest number is the next power of two.
     const double high = bits + 1 == this->kInfinityBits ? 2 * low - this->value(bits - 1) : this->value(bits + 1);
     const float middle = static_cast<float>(low + (high - low) / 2);
     ASSERT_EQ(middle, low + (high - low) / 2);

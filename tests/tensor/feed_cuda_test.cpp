@@ -6,7 +6,7 @@ namespace {
 
 using namespace furious::testing;
 
-TEST(FeedCuda, WhatIsNextArrivesWhenItsTurnComes) {
+TEST(FeedCuda, CopiesArriveInOrder) {
   SKIP_WITHOUT_GPU();
   const Tensor place = Tensor::empty({5000}, DType::i32, kGpu), copied = Tensor::empty_like(place);
   Feed feed(place);

@@ -5,7 +5,7 @@
 namespace furious {
 namespace {
 
-TEST(Feed, WhatIsNextArrivesWhenItsTurnComes) {
+TEST(Feed, CopiesArriveInOrder) {
   const Tensor place = Tensor::zeros({3}, DType::i32);
   Feed feed(place);
   for (int32_t round = 1; round < 4; ++round) {

@@ -12,7 +12,7 @@ namespace {
 
 using namespace furious::testing;
 
-TEST(GraphCuda, RunsAgainInItsOwnMemory) {
+TEST(GraphCuda, ReplaysInItsOwnArena) {
   SKIP_WITHOUT_GPU();
   const Tensor in = to_gpu(tensor_of({1, 2, 3}, {3}));
   Tensor out;
@@ -22,7 +22,7 @@ TEST(GraphCuda, RunsAgainInItsOwnMemory) {
   };
   twice();
   const Graph graph(kGpu, twice);
-  // Nobody else is given the memory between.
+  // No other tensor gets the memory between runs.
   const Tensor other = Tensor::empty({3}, DType::f32, kGpu), more = Tensor::empty({3}, DType::f32, kGpu);
   fill(other, 7);
   fill(more, 7);
@@ -35,8 +35,8 @@ TEST(GraphCuda, RunsAgainInItsOwnMemory) {
   out = {};
 }
 
-// What another thread does on the device while a graph is captured runs at once, and is no part of the graph.
-TEST(GraphCuda, TakesInNothingOfOtherThreads) {
+// Launches of another thread during a capture run immediately and are not part of the graph.
+TEST(GraphCuda, DoesNotCaptureOtherThreads) {
   SKIP_WITHOUT_GPU();
   const Tensor in = to_gpu(tensor_of({1, 2}, {2})), other = to_gpu(tensor_of({0, 0}, {2}));
   Tensor out;
@@ -55,7 +55,7 @@ TEST(GraphCuda, TakesInNothingOfOtherThreads) {
   graph.run();
   EXPECT_TRUE(same_bits(to_cpu(out), tensor_of({2, 4}, {2})));
   EXPECT_TRUE(same_bits(to_cpu(other), tensor_of({3, 3}, {2}))) << "the graph wrote what the other thread had written";
-  out = {};  // before the graph, in whose memory it lies
+  out = {};  // destroyed before the graph, which owns its memory
 }
 
 // Several threads capture and run graphs of their own at the same time.
@@ -94,8 +94,8 @@ TEST(GraphCuda, WorkThatFailsLeavesTheDeviceUsable) {
   EXPECT_TRUE(same_bits(to_cpu(x), tensor_of({3, 3}, {2})));
 }
 
-// The copy holds its tensor, so that the next one of the same size does not come to lie there.
-TEST(HostCopyCuda, IsRightWhenTheTensorIsGone) {
+// The copy keeps its tensor alive, so that the next one of the same size gets other memory.
+TEST(HostCopyCuda, KeepsTheTensorAlive) {
   SKIP_WITHOUT_GPU();
   const Tensor expected = Tensor::empty({1000}, DType::f32);
   for (int i = 0; i < 20; ++i) {

@@ -35,7 +35,7 @@ TEST(Tensor, CopyBetweenOnTheCpu) {
   EXPECT_TRUE(testing::same_bits(to, from));
   expect_error([&] { copy_between(Tensor::empty({4}, DType::f32), from); }, {"[2, 2]", "[4]"});
   expect_error([&] { copy_between(Tensor::empty({2, 2}, DType::bf16), from); }, {"f32", "bf16"});
-  expect_error([&] { copy_between(Tensor::empty({2, 1}, DType::f32), from.slice(1, 0, 1)); }, {"not contiguous"});
+  expect_error([&] { copy_between(Tensor::empty({2, 1}, DType::f32), from.slice(1, 0, 1)); }, {"needs contiguous"});
 }
 
 TEST(ArgumentCheck, TokenIdsNamesTheFirstBadOne) {
@@ -66,7 +66,7 @@ TEST(Shape, ElementsEqualityAndText) {
   expect_error([] { Shape({1, 1, 1, 1, 1, 1, 1}); }, {"rank 7", "6"});
 }
 
-TEST(Tensor, NotThereUntilMade) {
+TEST(Tensor, UndefinedByDefault) {
   const Tensor none;
   EXPECT_FALSE(none.defined());
   EXPECT_FALSE(none);
@@ -129,14 +129,14 @@ TEST(Tensor, AViewKeepsTheMemoryAlive) {
   EXPECT_EQ(to_doubles(view), (Values{2, 3}));
 }
 
-TEST(Tensor, WrapsForeignMemory) {
+TEST(Tensor, WrapsExternalMemory) {
   float values[] = {1, 2, 3, 4};
   const Tensor x = Tensor::wrap(values, {2, 2}, DType::f32);
   x.data<float>()[3] = 9;
   EXPECT_EQ(values[3], 9);
 }
 
-TEST(Tensor, ErrorsSayWhatCame) {
+TEST(Tensor, ErrorsNameTheArguments) {
   const Tensor x = counting({2, 3});
   expect_error([&] { x.view({4}); }, {"6 elements", "[2, 3]", "[4]"});
   expect_error([&] { x.slice(1, 0, 2).view({4}); }, {"[2, 2]", "not contiguous"});

@@ -16,7 +16,7 @@ std::vector<double> weights_of(const Trainer& trainer) {
   return all;
 }
 
-TEST(DataParallelCuda, OfOneIsTheProcessAlone) {
+TEST(DataParallelCuda, OneRankEqualsASingleProcess) {
   SKIP_WITHOUT_GPU();
   if (!nccl_library().starts_with("NCCL 2")) GTEST_SKIP() << "no NCCL: " << nccl_library();
   const TemporaryFolder folder;
@@ -43,7 +43,7 @@ TEST(DataParallelCuda, OfOneIsTheProcessAlone) {
   }
 }
 
-TEST(DataParallelCuda, SavesWhatTheProcessAloneSaves) {
+TEST(DataParallelCuda, SavesTheSameCheckpointAsASingleProcess) {
   SKIP_WITHOUT_GPU();
   if (!nccl_library().starts_with("NCCL 2")) GTEST_SKIP() << "no NCCL: " << nccl_library();
   const TemporaryFolder folder;

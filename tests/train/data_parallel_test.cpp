@@ -50,7 +50,7 @@ TEST_F(WorldTrainer, LearnsWhatOneProcessLearns) {
   for (const int64_t bucket : {64, 1000, 5000, 0}) expect_same({ranks, true, bucket}, 2e-4, fmt::format("{}", bucket));
 }
 
-TEST_F(WorldTrainer, InEveryWayThereIs) {
+TEST_F(WorldTrainer, MatchesASingleProcessForOtherOptions) {
   for (const char* packing : {"isolated", "rows"}) {
     options.packing = packing;
     options.clip = 0.5;
@@ -73,7 +73,7 @@ TEST_F(WorldTrainer, SendsInBf16) {
   expect_same({ranks, true, 512}, 2e-2, "bf16");
 }
 
-TEST_F(WorldTrainer, DivergesOnAllRanksWithTheOneThatDid) {
+TEST_F(WorldTrainer, DivergenceOfOneRankIsReportedOnAll) {
   const int last = ranks.size() - 1;
   for (const char* name : {"model.layers.1.self_attn.A_mask_proj.weight", "lm_head.weight"}) {
     Trainer trainer(options, {ranks, true, 512});
@@ -83,7 +83,7 @@ TEST_F(WorldTrainer, DivergesOnAllRanksWithTheOneThatDid) {
     const std::string rank = last > 0 ? fmt::format("rank {}: step 2", last) : "step 2";
     expect_error([&] { trainer.step(); }, {rank, "not finite"});
   }
-  // The loss of all has exploded: no rank is to blame.
+  // All ranks diverged: no single rank is named.
   options.lr = 10;
   options.warmup = 0;
   Trainer trainer(options, {ranks, true, 512});
@@ -94,8 +94,8 @@ TEST_F(WorldTrainer, DivergesOnAllRanksWithTheOneThatDid) {
       {"train: step ", "exploded"});
 }
 
-// One rank with shards does what one without does, to the bit, and remembers it the same way.
-TEST(DataParallel, OfOneIsTheProcessAlone) {
+// One rank with a sharded optimizer equals a single process bit for bit, including its checkpoint.
+TEST(DataParallel, OneRankEqualsASingleProcess) {
   const TemporaryFolder folder;
   TrainOptions options = small_options(small_data(folder), folder.path("run"));
   options.accumulate = 2;
@@ -112,7 +112,7 @@ TEST(DataParallel, OfOneIsTheProcessAlone) {
   EXPECT_EQ(weights_of(sharded_on), weights_of(plain_on));
 }
 
-TEST(DataParallel, ABatchThatRanksCannotShareIsRefused) {
+TEST(DataParallel, RefusesABatchThatRanksCannotShare) {
   TrainOptions options;
   options.batch = 12;
   options.accumulate = 2;

@@ -9,7 +9,7 @@ namespace {
 
 using testing::TemporaryFolder;
 
-TEST(Log, LinesComeBack) {
+TEST(Log, LinesRoundTrip) {
   TrainStep step;
   step.step = 7;
   step.loss = 3.1415926535897931;
@@ -39,7 +39,7 @@ TEST(Log, LinesComeBack) {
   }
 }
 
-TEST(Log, WhatIsNoStepIsPassedOver) {
+TEST(Log, SkipsLinesThatAreNotSteps) {
   const TemporaryFolder folder;
   EXPECT_TRUE(read_log(folder.path("nowhere")).steps.empty());
   folder.write("log.jsonl", "\n[1]\n{}\n{\"step\": \"x\"}\n{\"step\": 1.5}\n{\"step\": 3, \"loss\": null}\nnonsense\n");

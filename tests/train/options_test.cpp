@@ -9,7 +9,7 @@ namespace {
 
 using testing::expect_error;
 
-TEST(TrainOptions, TextsSayEverything) {
+TEST(TrainOptions, TextsRoundTrip) {
   TrainOptions options;
   options.lr = 3.0000001e-4;
   options.data = "a \"quoted\\ folder";
@@ -26,7 +26,7 @@ TEST(TrainOptions, TextsSayEverything) {
   for (const TrainOption& option : train_options()) EXPECT_TRUE(names.insert(option.name).second) << option.name;
 }
 
-TEST(TrainOptions, Refuses) {
+TEST(TrainOptions, RefusesBadValues) {
   TrainOptions options;
   expect_error([&] { set_train_option(options, "stepz", "3"); }, {"unknown option \"stepz\"", "\"steps\""});
   expect_error([&] { set_train_option(options, "steps", "3x"); }, {"steps", "3x", "is not an integer"});
@@ -54,7 +54,7 @@ TEST(TrainOptions, Refuses) {
   expect_error([&] { check_train_options(options); }, {"eps is 0", "1e-30 to 1"});
 }
 
-TEST(TrainOptions, ACpuMixesInF32) {
+TEST(TrainOptions, MixerPrecisionOnACpuIsF32) {
   TrainOptions options;
   options.device = "cpu";
   for (const char* precision : {"bf16", "tf32", "tf32x3"}) {
@@ -97,7 +97,7 @@ TEST(TrainOptions, SwitchesReplaceTheArchitectures) {
   expect_error([&] { model_config(options, 300); }, {"linear score", "ReLU"});
 }
 
-TEST(TrainOptions, LearningRateGrowsAndFalls) {
+TEST(TrainOptions, LearningRateWarmsUpAndDecays) {
   TrainOptions options;
   options.lr = 1;
   options.warmup = 4;
@@ -142,7 +142,7 @@ TEST(TrainOptions, SlowPrecisionsOfAGpuAreNamed) {
   }
 }
 
-TEST(TrainOptions, FromTomlIsTheInverse) {
+TEST(TrainOptions, TomlRoundTrips) {
   TrainOptions options;
   options.data = "a \"quoted\\ path";
   options.out = "not \xff UTF-8\n";

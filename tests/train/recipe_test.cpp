@@ -85,7 +85,7 @@ TEST(Recipe, OnAGpuTheMixerComputesInTF32AndActivationsAreBf16) {
   EXPECT_EQ(here.mixer_precision, gpu ? "tf32" : "auto");
 }
 
-TEST(Recipe, TheRateIsStillHighWhenItStops) {
+TEST(Recipe, LearningRateIsStillHighAtTheLastStep) {
   TrainOptions options;
   options.device = "cpu";
   apply_recipe(options, "paper");

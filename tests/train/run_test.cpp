@@ -1,4 +1,4 @@
-// Runs: folders, logs, checkpoints, stopping and going on.
+// Runs: folders, logs, checkpoints, stop and resume.
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
@@ -23,7 +23,7 @@ class RunTest : public ::testing::Test {
   TrainOptions options_for(const std::string& out) { return small_options(data, folder.path(out)); }
 };
 
-// Everything of a checkpoint that a run's history could change; the options may differ in where the run is.
+// The contents of a checkpoint without the options that name the folder.
 std::map<std::string, std::string> contents(const std::string& run) {
   std::map<std::string, std::string> files = read_folder(run + "/latest");
   const auto training = files.extract("training.safetensors");
@@ -79,7 +79,7 @@ TEST_F(RunTest, LeavesLogOptionsAndCheckpoints) {
   expect_error([&] { train(options); }, {"already holds a run", "--resume"});
 }
 
-TEST_F(RunTest, StoppedAnywhereItGoesOnBitForBit) {
+TEST_F(RunTest, ResumesAnywhereBitForBit) {
   Random random(1);
   for (int round = 0; round < 6; ++round) {
     TrainOptions options = options_for(fmt::format("whole-{}", round));
@@ -111,12 +111,12 @@ TEST_F(RunTest, StoppedAnywhereItGoesOnBitForBit) {
   }
 }
 
-TEST_F(RunTest, StepsAfterTheCheckpointAreMadeAgain) {
+TEST_F(RunTest, StepsAfterTheCheckpointAreRepeated) {
   TrainOptions options = options_for("whole");
   train(options);
   const auto expected = contents(options.out);
   options.out = folder.path("lost");
-  options.resume = true;  // with nothing there it begins
+  options.resume = true;  // without a checkpoint it starts a new run
   TrainObserver observer;
   observer.step = [&](const TrainStep& step) {
     if (step.step == 8) throw Error("the power fails");
@@ -131,7 +131,7 @@ TEST_F(RunTest, StepsAfterTheCheckpointAreMadeAgain) {
   EXPECT_EQ(log_of(options.out).size(), 12u);
 }
 
-TEST_F(RunTest, ResumedItGoesOnWithItsEps) {
+TEST_F(RunTest, ResumeKeepsEps) {
   TrainOptions options = options_for("whole");
   options.eps = 1e-2;
   train(options);
@@ -168,11 +168,11 @@ TEST_F(RunTest, ResumeRefusesAnotherRun) {
     change(changed);
     expect_error([&] { train(changed); }, {part, "--init"});
   }
-  EXPECT_EQ(train(options).steps, 14);  // more steps are welcome
+  EXPECT_EQ(train(options).steps, 14);  // more steps are allowed
   EXPECT_FALSE(options_of_run(folder.path("nowhere")).has_value());
 }
 
-TEST_F(RunTest, BeginsWithTheWeightsOfAModel) {
+TEST_F(RunTest, StartsFromTheWeightsOfAModel) {
   TrainOptions first = options_for("first");
   first.steps = 60;
   const double learned = *train(first).last.test_loss;
@@ -199,7 +199,7 @@ TEST_F(RunTest, DivergenceNamesTheLastGoodCheckpoint) {
   options.resume = true;
   options.steps = 100;
   options.lr = 50;
-  // Step 4 spoils the weights and saves them, step 5 meets them.
+  // Step 4 makes the weights diverge and saves them; step 5 detects it.
   expect_error([&] { train(options); }, {"step 5", "last good checkpoint: " + options.out + "/step-00000003 (remove " +
                                                        options.out + "/step-00000004"});
   EXPECT_EQ(log_of(options.out).back()["step"], 5);
@@ -218,7 +218,7 @@ TEST_F(RunTest, DivergenceNamesTheLastGoodCheckpoint) {
   expect_error([&] { train(at_once); }, {"step 2", "no good checkpoint"});
 }
 
-TEST_F(RunTest, OneProcessAtATime) {
+TEST_F(RunTest, ExcludesASecondProcess) {
   TrainOptions options = options_for("run");
   bool refused = false;
   TrainObserver observer;
@@ -234,7 +234,7 @@ TEST_F(RunTest, OneProcessAtATime) {
   EXPECT_EQ(log_of(options.out).size(), 12u);
 }
 
-TEST_F(RunTest, ResumedItSaysWhatIsDifferent) {
+TEST_F(RunTest, ResumeReportsChangedOptions) {
   TrainOptions options = options_for("run");
   train(options);
   std::string messages;
@@ -249,7 +249,7 @@ TEST_F(RunTest, ResumedItSaysWhatIsDifferent) {
   EXPECT_NE(messages.find("learning rate continues with 0.00333"), std::string::npos) << messages;
 }
 
-TEST_F(RunTest, WhatAKilledRunLeftIsPutInOrder) {
+TEST_F(RunTest, CleansUpAfterAKilledRun) {
   TrainOptions options = options_for("run");
   train(options);
   // The link is made after the checkpoint; lines of the log may be anything.
@@ -310,7 +310,7 @@ TEST_F(RunTest, FilesOfACheckpointBelongTogether) {
   text.replace(text.find("batch = 4"), 9, "batch = 6");
   refused(toml, text, {toml, "batch is 6", "trained with 4", "remove it"});
   refused(toml, "batch\n", {toml, "\"batch\" is not an option"});
-  // For inference an edited configuration is worth a note.
+  // For inference an edited configuration causes a note.
   EXPECT_TRUE(load_notes(newest).empty());
   std::ofstream(config, std::ios::app) << " ";
   ASSERT_EQ(load_notes(newest).size(), 1u);
@@ -320,8 +320,8 @@ TEST_F(RunTest, FilesOfACheckpointBelongTogether) {
   EXPECT_NE(load_notes(newest).back().find("tokenizer_config.json: is missing"), std::string::npos);
 }
 
-// Whatever bit of a checkpoint is flipped: it is refused, or what is loaded is what was saved.
-TEST_F(RunTest, EveryFlippedBitIsNoticed) {
+// A checkpoint with any flipped bit is refused, or loads exactly what was saved.
+TEST_F(RunTest, DetectsEveryFlippedBit) {
   Random random(7);
   TrainOptions options = options_for("run");
   train(options);

@@ -1,5 +1,5 @@
-// What several threads of a program may do at the same time, through the public interface: the same as one after
-// another. `make tsan` runs these under the thread sanitizer.
+// Concurrent use of the public interface gives the same results as sequential
+// use. `make tsan` runs these under the thread sanitizer.
 #include <gtest/gtest.h>
 
 #include <thread>
@@ -69,7 +69,7 @@ TEST_F(Threads, SessionsOfOneModel) {
   }
 }
 
-TEST_F(Threads, TrainingsAtOnce) {
+TEST_F(Threads, ConcurrentTraining) {
   const std::vector<std::string> archs = {"2mamba", "2mamba", "mamba2", "softmax"};
   std::vector<std::string> alone, together(archs.size());
   for (const std::string& arch : archs)
@@ -97,7 +97,7 @@ TEST_F(Threads, TheNumberOfThreadsChangesNoBit) {
 }
 
 // A program with a timer: its handler runs on every thread that trains.
-TEST_F(Threads, TrainingsWithSignalsAllTheTime) {
+TEST_F(Threads, TrainingUnderConstantSignals) {
   const auto weights = [&](const std::string& out) {
     TrainOptions with = options(out);
     with.hidden = with.intermediate = 64;

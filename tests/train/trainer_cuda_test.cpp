@@ -51,7 +51,7 @@ TEST_F(TrainerCuda, EveryPresetLearnsWhatTheCpuLearns) {
     const double expected = learned(options);
     EXPECT_LT(expected, 3.5) << preset.name;
     options.device = "cuda";
-    // On a CPU, a rate of learning larger by 1e-4 moves those with a norm of the output by up to 0.06, products in bf16
+    // On a CPU, a learning rate larger by 1e-4 changes those with an output norm by up to 0.06, products in bf16
     // by up to 0.1; others by 0.01.
     const double noise = preset.block.norm == Norm::none ? 0.3 : 0.1;
     for (const char* dtype : {"f32", "tf32", "bf16"}) {
@@ -70,7 +70,7 @@ std::string bits_of(const Trainer& trainer) {
   return bits;
 }
 
-// Two trainers take turns, so that each finds its memory in use by the other now and then.
+// Two trainers alternate, so that each sometimes finds its memory in use by the other.
 TEST_F(TrainerCuda, ACapturedStepHasTheBitsOfOneLaunchedKernelByKernel) {
   SKIP_WITHOUT_GPU();
   for (const char* arch : {"2mamba", "mamba2", "softmax"})
@@ -103,12 +103,12 @@ TEST_F(TrainerCuda, OutOfMemoryInAStepSaysWhatWouldFit) {
   arena.trim();
   arena.set_limit(arena.usage().reserved + (size_t{8} << 20));
   expect_error([&] { trainer.step(); },
-               {"step 1", "out of memory on cuda:0", "more were needed", "are free", "--recompute"});
+               {"step 1", "out of memory on cuda:0", "MiB requested", "are free", "--recompute"});
   arena.set_limit(0);
-  EXPECT_EQ(trainer.step().step, 1);  // and goes on when there is more
+  EXPECT_EQ(trainer.step().step, 1);  // and continues with more memory
 }
 
-TEST_F(TrainerCuda, PartsOfABatchAddUp) {
+TEST_F(TrainerCuda, MicroBatchesAddUp) {
   SKIP_WITHOUT_GPU();
   TrainOptions options = options_for("run");
   options.dtype = "f32";
@@ -137,7 +137,7 @@ std::map<std::string, std::string> contents(const std::string& run) {
   return all;
 }
 
-TEST_F(TrainerCuda, StoppedAnywhereItGoesOnBitForBit) {
+TEST_F(TrainerCuda, ResumesAnywhereBitForBit) {
   SKIP_WITHOUT_GPU();
   for (const char* arch : {"2mamba", "mamba2", "softmax"}) {
     TrainOptions options = options_for(std::string("whole-") + arch);
@@ -158,7 +158,7 @@ TEST_F(TrainerCuda, StoppedAnywhereItGoesOnBitForBit) {
   }
 }
 
-TEST_F(TrainerCuda, TheCpuGoesOnWithACheckpoint) {
+TEST_F(TrainerCuda, CpuResumesFromAGpuCheckpoint) {
   SKIP_WITHOUT_GPU();
   TrainOptions options = options_for("run");
   const TrainResult first = train(options);

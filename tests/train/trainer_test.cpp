@@ -54,13 +54,13 @@ TEST_F(TrainerTest, OutOfMemoryInAStepSaysWhatWouldFit) {
   arena.trim();
   arena.set_limit(arena.usage().reserved + (size_t{8} << 20));
   expect_error([&] { trainer.step(); },
-               {"step 1", "out of memory on cpu", "more were needed", "are free", "--recompute would need"});
+               {"step 1", "out of memory on cpu", "MiB requested", "are free", "--recompute would need"});
   arena.set_limit(0);
   for (int i = 0; i < 2; ++i) EXPECT_EQ(trainer.step().loss, whole.step().loss);  // nothing was lost
   EXPECT_EQ(weights_of(trainer), weights_of(whole));
 }
 
-TEST_F(TrainerTest, PartsOfABatchAddUp) {
+TEST_F(TrainerTest, MicroBatchesAddUp) {
   for (const char* packing : {"packed", "isolated", "rows"}) {
     options.packing = packing;
     options.accumulate = 1;
@@ -118,8 +118,8 @@ TEST_F(TrainerTest, RowsWithBos) {
   EXPECT_GT(trainer.step().loss, 0);
 }
 
-// Whoever loads the model must begin texts as they began in training, also where the weights came from elsewhere.
-TEST_F(TrainerTest, AModelKnowsWhetherItsTextsBeginWithBos) {
+// The checkpoint records how texts begin in training, also if the initial weights came from another model.
+TEST_F(TrainerTest, ModelRecordsWhetherTextsBeginWithBos) {
   options.packing = "rows";
   const std::string path = folder.path("model");
   for (const bool first : {false, true}) {
@@ -141,7 +141,7 @@ TEST_F(TrainerTest, ClippingBoundsTheGradientNotItsReport) {
   options.clip = 1e-3;
   Trainer clipped(options);
   EXPECT_EQ(free.step().gradient_norm, clipped.step().gradient_norm);
-  // Adam forgets the scale of the first gradient, not of the second beside it.
+  // The first step of Adam is independent of the gradient's scale, the second is not.
   free.step();
   clipped.step();
   EXPECT_GT(relative_error(weights_of(clipped), weights_of(free)), 1e-6);
@@ -177,7 +177,7 @@ TEST_F(TrainerTest, Bf16ProductsLearnTheSame) {
   EXPECT_NE(difference, 0);
 }
 
-// The estimate must not be too small, or it promises what cannot be kept; nor so large that it refuses what fits.
+// An estimate too small would run out of memory later; one too large would refuse models that fit.
 TEST_F(TrainerTest, MemoryEstimateIsCloseToThePeak) {
   for (const char* arch : {"2mamba", "mamba2", "softmax", "linear", "mamba2-paper", "2mamba-outnorm-dt", "fox"}) {
     for (const bool recompute : {false, true}) {
@@ -201,7 +201,7 @@ TEST_F(TrainerTest, MemoryEstimateIsCloseToThePeak) {
   }
 }
 
-TEST_F(TrainerTest, StartsAsTheInitializationSays) {
+TEST_F(TrainerTest, AppliesTheInitialization) {
   for (const std::string& name : initialization_names()) {
     options.initialization = name;
     const Trainer trainer(options);
@@ -221,7 +221,7 @@ TEST_F(TrainerTest, TrainsWithADimensionOfQueriesAndKeys) {
   EXPECT_LT(last, first);
 }
 
-TEST_F(TrainerTest, AStepAsksTheSystemForNothing) {
+TEST_F(TrainerTest, StepsAllocateNothingFromTheSystem) {
   Trainer trainer(options);
   for (int i = 0; i < 3; ++i) trainer.step();
   const size_t made = Arena::of({}).usage().segments_made;
@@ -229,14 +229,14 @@ TEST_F(TrainerTest, AStepAsksTheSystemForNothing) {
   EXPECT_EQ(Arena::of({}).usage().segments_made, made);
 }
 
-TEST_F(TrainerTest, TestLossDoesNotDependOnTheParts) {
+TEST_F(TrainerTest, TestLossDoesNotDependOnMicroBatches) {
   Trainer whole(options);
   options.accumulate = 4;
   Trainer parts(options);
   EXPECT_NEAR(*whole.test_loss(), *parts.test_loss(), 1e-6);
 }
 
-TEST_F(TrainerTest, RefusesWhatCannotFit) {
+TEST_F(TrainerTest, RefusesModelsThatDoNotFit) {
   options.data = "synthetic:recall";
   options.batch = 1 << 24;
   options.length = 1 << 26;

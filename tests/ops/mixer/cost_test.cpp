@@ -22,7 +22,7 @@ Form chosen(const MixerSpec& spec, const MixerInputs& in) {
                      default_chunk(spec, shape.qk_dim, shape.v_dim));
 }
 
-TEST(MixerCost, StatesThatAGpuKeeps) {
+TEST(MixerCost, StatesStoredOnAGpu) {
   const MixerSpec squared{.score = Score::squared, .norm = Norm::sum},
       linear{.score = Score::linear, .norm = Norm::none}, exponential{.score = Score::exponential, .norm = Norm::sum};
   const Device gpu{DeviceKind::cuda, 0};
@@ -65,11 +65,11 @@ TEST(MixerCost, ChoosesByLength) {
   EXPECT_EQ(chosen(mixer_spec("mamba2"), zeros_of(1, 2048, 2, 64, 0)), Form::chunked);
 }
 
-TEST(MixerCost, SeesWhatDecayErases) {
+TEST(MixerCost, AccountsForDecay) {
   EXPECT_EQ(chosen(mixer_spec("2mamba"), zeros_of(1, 8192, 2, 64, -1)), Form::parallel);
 }
 
-TEST(MixerCost, SeesShortDocuments) {
+TEST(MixerCost, AccountsForShortDocuments) {
   MixerInputs in = zeros_of(1, 8192, 2, 64, 0);
   std::vector<int32_t> starts;
   for (int32_t t = 0; t < 8192; t += 512) starts.push_back(t);
@@ -93,8 +93,8 @@ TEST(MixerCost, AutomaticAgreesWithTheOracle) {
   }
 }
 
-// Where one form is far cheaper it is taken, and what is reported is what ran: the two round differently.
-TEST(MixerCost, AutomaticTakesTheFormThatMustBeFaster) {
+// The far cheaper form is chosen, and the reported form ran: the two round differently.
+TEST(MixerCost, AutomaticChoosesTheFasterForm) {
   Random random(2);
   const auto check = [&](const MixerSpec& spec, int64_t length, int64_t dim, double decay, Form expected) {
     MixerCase c;

@@ -40,7 +40,7 @@ void expect_precise(const MixerCase& c, const Tensor& actual, const Tensor& expe
   EXPECT_LE(relative_error(shared_gradient(a, actual), shared_gradient(a, expected)), tolerance);
 }
 
-// What rounding gives does not grow with the length: in the parallel form every pair cancels to the last bit.
+// The rounding error does not grow with the length: in the parallel form every pair cancels to the last bit.
 TEST(DecayGradient, KeepsItsPrecisionOverManyTokens) {
   for (const char* name : {"2mamba", "mamba2", "2mamba-e"})
     for (const int64_t length : {41, 600, 2400}) {
@@ -54,7 +54,7 @@ TEST(DecayGradient, KeepsItsPrecisionOverManyTokens) {
     }
 }
 
-#ifdef FURIOUS_CUDA  // the choice of kernels, which a build without CUDA does not have
+#ifdef FURIOUS_CUDA  // forcing kernels needs a build with CUDA
 // In f32, by the kernels that sum over pairs.
 TEST(DecayGradientCuda, KeepsItsPrecisionOverManyTokens) {
   SKIP_WITHOUT_GPU();

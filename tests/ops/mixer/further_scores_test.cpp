@@ -30,7 +30,7 @@ void expect_rows_close(const MixerCase& c, const MixerRun& actual, const MixerRu
     close("da", actual.gradients.log_decay.select(2, h), expected.gradients.log_decay.select(2, h), 1);
 }
 
-TEST(FurtherScores, ValuesByHand) {
+TEST(FurtherScores, MatchHandComputedValues) {
   // One head; q·k/√8 = s for every pair; v_t is 10^t in its first place.
   const auto out = [](const MixerSpec& spec, double s, std::vector<float> decays, Form form) {
     const auto length = static_cast<int64_t>(decays.size());
@@ -116,7 +116,7 @@ TEST(FurtherScores, GrowthPastSaturationAgreesWithOracle) {
   }
 }
 
-TEST(FurtherScores, OracleGradientsAreFiniteDifferencesPastSaturation) {
+TEST(FurtherScores, OracleGradientsMatchFiniteDifferencesPastSaturation) {
   Random random(3);
   for (const MixerSpec& spec : further_specs()) {
     if (!spec.signed_decay) continue;
@@ -151,7 +151,7 @@ TEST(FurtherScores, OracleGradientsAreFiniteDifferencesPastSaturation) {
   }
 }
 
-// Where f(0) is not 0, keys of zero have weights: all the same.
+// Where f(0) is not 0, all keys of zero have the same weight.
 TEST(FurtherScores, ZeroKeys) {
   Random random(4);
   for (const MixerSpec& spec : further_specs()) {
@@ -235,7 +235,7 @@ TEST(FurtherScores, RowsOfTheState) {
     EXPECT_EQ(state_rows(spec, 8) > 0, !spec.signed_decay) << to_string(spec);
 }
 
-// Where kernels place the features of a squared score themselves, they do so in the order of feature_of().
+// Kernels that compute the index of a feature of a squared score use the order of feature_of().
 TEST(FurtherScores, PairsAreInTheOrderOfTheFeatures) {
   for (const int dim : {1, 8, 64}) {
     const FeatureMap map{dim, 2, false};
@@ -250,7 +250,7 @@ TEST(FurtherScores, PairsAreInTheOrderOfTheFeatures) {
   }
 }
 
-// feature_of() and FeatureRuns are two ways through the same features, whose product is the score.
+// feature_of() and FeatureRuns enumerate the same features, whose product is the score.
 TEST(FurtherScores, FeaturesGiveTheScore) {
   Random random(7);
   for (const MixerSpec& spec : every_spec()) {

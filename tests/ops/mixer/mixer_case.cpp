@@ -73,7 +73,7 @@ MixerCase random_case(Random& random, const MixerSpec& spec, const CaseLimits& l
   int64_t q_heads = divisor(), k_heads = divisor(), v_heads = divisor();
   (random.coin() ? v_heads : q_heads) = c.heads;
   int64_t qk_dim = limits.dim > 0 ? limits.dim : random.integer(8, limits.largest_dim);
-  // What the oracle has time for.
+  // Limits the cost of the oracle.
   while (limits.dim == 0 && qk_dim > 8 && spec.degree > 0 && state_rows(spec, qk_dim) * length > 40'000) --qk_dim;
   const int64_t v_dim = limits.dim > 0 ? limits.dim : random.integer(8, limits.largest_dim);
   // Under the sum norm, scores that cancel (linear) or vanish (squared) are ill-conditioned in any precision.
@@ -89,7 +89,7 @@ MixerCase random_case(Random& random, const MixerSpec& spec, const CaseLimits& l
   if (limits.boundaries && random.coin()) c.inputs.boundaries = random_boundaries(random, batch * length);
   if (has_state(spec, qk_dim)) {
     const Shape state{batch, c.heads, state_rows(spec, qk_dim), state_columns(spec, v_dim)};
-    // A state of a real past: its normalizer column fits its features.
+    // A state of actual tokens: its normalizer column is consistent with its features.
     if (limits.states && random.coin()) {
       MixerInputs past = c.inputs;
       past.boundaries = {};

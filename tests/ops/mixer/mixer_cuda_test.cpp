@@ -93,7 +93,7 @@ void compare_any_shapes(Random& random, int cases, DType dtype) {
   }
 }
 
-// Where the oracle takes long, bf16 against the same numbers in f32, which the oracle has checked.
+// Where the oracle is too slow: bf16 against f32, which other tests compare with the oracle.
 void compare_with_f32(const MixerCase& c, const MixerOptions& options, double decay_tolerance = 3e-2) {
   SCOPED_TRACE(describe(c));
   const MixerCase rounded = cast(c, DType::bf16);
@@ -114,7 +114,7 @@ TEST(MixerCuda, AnyShapeInBf16) {
   compare_any_shapes(random, 3, DType::bf16);
 }
 
-// Scores and masks of which the simple kernels take every dimension.
+// Scores and masks that the simple kernels support in every dimension.
 TEST(MixerCuda, FurtherScores) {
   SKIP_WITHOUT_GPU();
   Random random(12);
@@ -156,9 +156,9 @@ TEST(MixerCuda, SignedDecayPastSaturation) {
   }
 }
 
-#ifdef FURIOUS_CUDA  // the choice of kernels, which a build without CUDA does not have
-// Each set of kernels on the calls that all of them take, whatever this device would choose: those of older devices
-// too.
+#ifdef FURIOUS_CUDA  // forcing kernels needs a build with CUDA
+// Each set of kernels on calls that all of them support, independent of the choice for this device: also those of
+// older devices.
 TEST(MixerCuda, EverySetOfKernelsAgreesWithTheOracle) {
   SKIP_WITHOUT_GPU();
   Random random(14);
@@ -194,7 +194,7 @@ TEST(MixerCuda, EverySetOfKernelsAgreesWithTheOracle) {
   }
 }
 
-// Chunks of 256 tokens have kernels of their own on Hopper; elsewhere they are chunks like others.
+// Chunks of 256 tokens use dedicated kernels on Hopper and the general ones elsewhere.
 TEST(MixerCuda, LongChunksWithAndWithoutHopper) {
   SKIP_WITHOUT_GPU();
   Random random(15);
@@ -265,7 +265,7 @@ TEST(MixerCuda, TensorCores) {
   }
 }
 
-// The same numbers within rows that hold others too, as a joined projection leaves them.
+// The same numbers as part of wider rows, like the outputs of a fused projection.
 Tensor within_rows(const Tensor& x, int64_t before) {
   const int64_t width = x.size(2) * x.size(3);
   const Tensor rows = Tensor::empty({x.size(0), x.size(1), before + width + before}, x.dtype(), x.device());
@@ -278,7 +278,7 @@ TEST(MixerCuda, InputsWithinRows) {
   SKIP_WITHOUT_GPU();
   Random random(11);
   for (const MixerSpec& spec : all_specs())
-    for (const int64_t before : {8, 3}) {  // 3: where the fast kernels cannot read
+    for (const int64_t before : {8, 3}) {  // 3: unaligned for the fast kernels
       CaseLimits limits;
       limits.dim = random.pick<int64_t>({64, 128});
       limits.longest = 300;
@@ -321,7 +321,7 @@ TEST(MixerCuda, HeadsOf64And128WithStates) {
       limits.states = false;
       limits.strongest_decay = 0.1;
       MixerCase c = random_case(random, spec, limits);
-      // The state of a real past: its normalizer column fits its features.
+      // The state of actual tokens: its normalizer column is consistent with its features.
       const MixerCase past = on_gpu(c);
       c.inputs.initial_state =
           to_cpu(mixer_forward(spec, past.inputs, {.form = Form::chunked, .final_state = true}).final_state);
@@ -330,7 +330,7 @@ TEST(MixerCuda, HeadsOf64And128WithStates) {
   }
 }
 
-// Chunks of a multiple of 256 tokens, heads of 64: what Hopper has its own kernels for.
+// Chunks of a multiple of 256 tokens, heads of 64: these have dedicated kernels on Hopper.
 TEST(MixerCuda, LongChunks) {
   SKIP_WITHOUT_GPU();
   Random random(9);

@@ -73,13 +73,13 @@ TEST(Mixer, FormsAgreeWithOracleOnLongAndWideInputs) {
   }
 }
 
-// A machine without AVX-512 is every other one: the vector code for it must be right too.
+// Tests the code for every instruction set, also those below the best of this CPU.
 TEST(Mixer, EveryInstructionSetAgreesWithOracle) {
   Random random(3);
   std::set<std::string> ran;
   for (int64_t rest = hwy::SupportedTargets(); rest != 0; rest &= rest - 1) {
     hwy::SetSupportedTargetsForTest(rest & -rest);
-    if (!ran.insert(simd_target()).second) continue;  // not in the binary: another one stands in for it
+    if (!ran.insert(simd_target()).second) continue;  // not in the binary: Highway chooses another one
     SCOPED_TRACE(simd_target());
     for (const MixerSpec& spec : every_spec()) {
       const MixerCase c = random_case(random, spec, any_length(spec));
@@ -115,7 +115,7 @@ TEST(Mixer, LowPrecisionInputsAgreeWithOracle) {
 }
 
 // The oracle's gradients against differences of its own forward pass, all in double.
-TEST(Mixer, OracleGradientsAreFiniteDifferences) {
+TEST(Mixer, OracleGradientsMatchFiniteDifferences) {
   Random random(6);
   for (const MixerSpec& spec : every_spec()) {
     CaseLimits limits;
@@ -317,7 +317,7 @@ TEST(Mixer, SameBitsForEveryNumberOfThreadsInsideAHead) {
   set_threads(before);
 }
 
-// A key so large that its score overflows is later than all rows but one: they must not see it.
+// A key so large that its score overflows comes after all rows but one, which must not be affected.
 TEST(Mixer, AHugeLaterKeyDoesNotReachEarlierRows) {
   Random random(18);
   for (const MixerSpec& spec : every_spec()) {
@@ -435,7 +435,7 @@ TEST(MixerSlow, LongInputsKeepTheirPrecision) {
   EXPECT_LE(relative_error(mixer_forward(spec, in, {Form::chunked}).out, expected), 1e-4);
   EXPECT_LE(relative_error(mixer_forward(spec, in, {Form::chunked, 1000}).out, expected), 1e-4);
 
-  // The same decays as differences of one f32 sum over all tokens: the error this test is there to catch.
+  // The same decays as differences of one f32 sum over all tokens: the error that this test detects.
   MixerInputs rounded = in;
   rounded.log_decay = Tensor::empty(in.log_decay.shape(), DType::f32);
   float sum = 0;

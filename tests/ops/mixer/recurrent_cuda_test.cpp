@@ -100,7 +100,7 @@ TEST(RecurrentCuda, TokenByTokenEqualsTheCpu) {
   }
 }
 
-// As if many tokens had been read: large heads take long to their first fold.
+// Simulates many tokens: large heads fold for the first time only after thousands.
 MixerContents some_contents(Random& random, const Tokens& tokens, DType dtype) {
   const MixerSpec& spec = tokens.spec;
   const MixerCache::Sizes& sizes = tokens.sizes;
@@ -192,7 +192,7 @@ TEST(RecurrentCuda, SignedDecayPastSaturation) {
   }
 }
 
-TEST(RecurrentCuda, ContentsPassBetweenDevicesToTheBit) {
+TEST(RecurrentCuda, ContentsMoveBetweenDevicesBitForBit) {
   SKIP_WITHOUT_GPU();
   Random random(4);
   for (const MixerSpec& spec : every_spec()) {
@@ -244,7 +244,7 @@ MixerInputs next_tokens(const MixerCache& cache, const MixerInputs& in, const st
   return rows;
 }
 
-// Slots that have come differently far, stepped together in subsets and orders that change.
+// Slots of different lengths, stepped together in changing subsets and orders.
 TEST(RecurrentCuda, SlotsOfDifferentLengthsEqualTheCpu) {
   SKIP_WITHOUT_GPU();
   Random random(8);
@@ -290,8 +290,8 @@ TEST(RecurrentCuda, SlotsOfDifferentLengthsEqualTheCpu) {
   }
 }
 
-// A step that was recorded for some slots serves others through the same table, while what it depends on is the same.
-TEST(RecurrentCuda, RecordedStepsServeOtherSlots) {
+// A step captured for some slots runs on others through the same table, while its recording key is unchanged.
+TEST(RecurrentCuda, CapturedStepsRunOnOtherSlots) {
   SKIP_WITHOUT_GPU();
   Random random(9);
   for (const char* name : {"2mamba", "softmax"}) {
@@ -342,7 +342,7 @@ TEST(RecurrentCuda, RecordedStepsServeOtherSlots) {
   }
 }
 
-TEST(RecurrentCuda, CopiesGoOnLikeTheOriginalToTheBit) {
+TEST(RecurrentCuda, CopiesContinueLikeTheOriginalBitForBit) {
   SKIP_WITHOUT_GPU();
   Random random(10);
   for (const char* name : {"2mamba", "softmax"}) {

@@ -69,7 +69,7 @@ TEST(Recurrent, TokenByTokenEqualsOnePass) {
   }
 }
 
-TEST(Recurrent, GoesOnFromItsContentsToTheBit) {
+TEST(Recurrent, ContinuesFromItsContentsBitForBit) {
   Random random(9);
   for (const MixerSpec& spec : every_spec()) {
     const MixerCase c = random_case(random, spec, plain(300));
@@ -105,7 +105,7 @@ TEST(Recurrent, RefusesContentsOfAnotherCache) {
   refused([](MixerContents& c) { c.v = c.v.slice(1, 0, 1); }, "v");
   refused([](MixerContents& c) { c.log_decay = {}; }, "log_decay");
   const MixerContents contents = cache.contents(1);
-  EXPECT_EQ(contents.tokens, cache.first_fold() + 1);  // what was refused has changed nothing
+  EXPECT_EQ(contents.tokens, cache.first_fold() + 1);  // the refused calls have changed nothing
   EXPECT_TRUE(same_bits(contents.state, cache.contents(0).state));
   MixerCache without_decay({Score::squared, false, Norm::sum}, sizes);
   MixerCache without_state({Score::exponential, true, Norm::sum}, sizes);
@@ -181,7 +181,7 @@ TEST(Recurrent, StateIsTheStateOfTheForwardPass) {
   }
 }
 
-TEST(Recurrent, NeverTakesMoreThanAKeyValueCacheNorThanTheState) {
+TEST(Recurrent, UsesNoMoreMemoryThanAKeyValueCacheOrTheState) {
   Random random(4);
   for (const char* name : {"2mamba", "mamba2", "2mamba-e"}) {
     const MixerSpec spec = mixer_spec(name);
@@ -207,7 +207,7 @@ TEST(Recurrent, NeverTakesMoreThanAKeyValueCacheNorThanTheState) {
   }
 }
 
-TEST(Recurrent, ReadInPiecesStaysAKeyValueCache) {
+TEST(Recurrent, StaysAKeyValueCacheWhenPrefilledInChunks) {
   Random random(6);
   const MixerSpec spec = mixer_spec("2mamba");
   MixerCache cache(spec, {1, 4, 4, 4, 64, 64});
@@ -305,8 +305,8 @@ TEST(Recurrent, SlotsDoNotDependOnEachOther) {
   }
 }
 
-// A slot that is copied goes on like the original, to the bit, and neither sees what the other reads.
-TEST(Recurrent, CopiesGoOnLikeTheOriginal) {
+// A copied slot continues like the original bit for bit, and each is independent of the other's tokens.
+TEST(Recurrent, CopiesContinueLikeTheOriginal) {
   Random random(12);
   for (const char* name : {"2mamba", "mamba2", "softmax"}) {
     const MixerSpec spec = mixer_spec(name);
@@ -332,7 +332,7 @@ TEST(Recurrent, CopiesGoOnLikeTheOriginal) {
         const Tensor y = step_slots(cache, {0, 2}, {text, text, text});
         ASSERT_TRUE(same_bits(y.slice(0, 0, 1), y.slice(0, 1, 1))) << "token " << t;
       }
-      // They part: the first reads something else and comes back to where the copy is.
+      // The original reads other tokens: the copy must not change.
       const MixerContents before = cache.contents(2);
       step_slots(cache, {0}, {other, text, text});
       EXPECT_TRUE(same_bits(cache.contents(2).k, before.k));
@@ -369,9 +369,9 @@ TEST(Recurrent, ClearedSlotsAreEmptyAndFree) {
   }
 }
 
-// What a recorded step depends on: equal for any slots in one table as long as the longest window is in the same chunk
-// and none or some have a state.
-TEST(Recurrent, RecordingNamesWhatAStepDependsOn) {
+// The key of a captured step: equal for any slots in one table while the longest window is in the same chunk
+// and either none or some have a state.
+TEST(Recurrent, RecordingChangesWithTheAddressesOfAStep) {
   MixerCache cache(mixer_spec("2mamba"), {3, 1, 1, 1, 8, 8});
   const Tensor x = Tensor::zeros({1, 1, 8}, DType::f32), a = Tensor::zeros({1, 1}, DType::f32);
   SlotRows rows = slot_rows({0, 1});

@@ -1,5 +1,5 @@
 // The states of the chunked form on a GPU against sums over pairs of tokens in different chunks, in double.
-#ifdef FURIOUS_CUDA  // the kernels themselves, which a build without CUDA lacks
+#ifdef FURIOUS_CUDA  // tests the kernels directly, which needs a build with CUDA
 #include "ops/mixer/gpu/states.h"
 
 #include "cuda.h"
@@ -24,7 +24,7 @@ struct Rounded {
 
   Rounded(Random& random, const StatesCase& c, int64_t own_heads)
       : length(c.length), own(own_heads), group(c.heads / own_heads) {
-    // A slice of something wider, as projections are.
+    // A slice of a wider tensor, like the outputs of a fused projection.
     const Tensor wide = to_dtype(random.normal_tensor({c.batch, c.length, own * 64 + 64}), DType::bf16);
     values = to_doubles(wide.slice(2, 64, own * 64));
     there = to_gpu(wide).slice(2, 64, own * 64).split_dim(2, own, 64);
@@ -119,7 +119,7 @@ void check(Random& random, const StatesCase& c) {
   EXPECT_LE(relative_error(to_cpu(gradients.v), dv), 1e-2) << "dv";
 }
 
-TEST(StatesCuda, AgainstPairsOfTokens) {
+TEST(StatesCuda, MatchesSumsOverPairsOfTokens) {
   SKIP_WITHOUT_GPU();
   Random random(1);
   for (const MixerSpec& spec : {MixerSpec{Score::squared, true, Norm::sum}, MixerSpec{Score::squared, true, Norm::none},

@@ -113,7 +113,7 @@ void expect_within(const Errors& errors, double tolerance) {
   EXPECT_LE(errors.log_decay, 4 * tolerance) << "da";
 }
 
-// Where bf16 products have kernels of their own.
+// Shapes for which bf16 products have dedicated kernels.
 bool has_fast_kernels(const MixerCase& c) {
   const int64_t dim = c.inputs.q.size(-1);
   return c.inputs.q.dtype() == DType::bf16 && (dim == 64 || dim == 128) && c.inputs.v.size(-1) == dim &&
@@ -184,8 +184,8 @@ TEST(TilesCuda, ManyTilesAndSharedHeads) {
     compare(make_case(random, mixer_spec("2mamba"), groups, dtype), dtype);
 }
 
-// Each precision is what its name says, forward and backward.
-TEST(TilesCuda, PrecisionIsTheOneAskedFor) {
+// Each precision has the expected error, forward and backward.
+TEST(TilesCuda, UsesTheRequestedPrecision) {
   SKIP_WITHOUT_GPU();
   Random random(4);
   for (const MixerSpec& spec : {mixer_spec("mamba2"), mixer_spec("2mamba"), mixer_spec("softmax")})
@@ -265,7 +265,7 @@ TEST(TilesCuda, SameBitsEveryTime) {
   }
 }
 
-// What one family of kernels leaves for the backward pass, another can use.
+// A backward pass can use the results of another family's forward pass.
 TEST(TilesCuda, FamiliesMix) {
   SKIP_WITHOUT_GPU();
   Random random(7);
@@ -283,7 +283,7 @@ TEST(TilesCuda, FamiliesMix) {
   }
 }
 
-TEST(TilesCuda, ForcedPrecisionTakesTheParallelForm) {
+TEST(TilesCuda, ForcedPrecisionUsesTheParallelForm) {
   SKIP_WITHOUT_GPU();
   Random random(8);
   const MixerCase c = make_case(random, mixer_spec("2mamba"), {.qk_dim = 64, .v_dim = 64, .length = 300}, DType::bf16);

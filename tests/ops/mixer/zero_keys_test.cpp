@@ -124,7 +124,7 @@ TEST(ZeroKeysCuda, EveryForm) {
     }
 }
 
-#ifdef FURIOUS_CUDA  // the choice of kernels, which a build without CUDA does not have
+#ifdef FURIOUS_CUDA  // forcing kernels needs a build with CUDA
 TEST(ZeroKeysCuda, EverySetOfKernels) {
   SKIP_WITHOUT_GPU();
   Random random(4);

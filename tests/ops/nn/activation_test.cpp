@@ -60,8 +60,8 @@ TEST_P(ActivationTest, ValueAndGradientMatchTheOracle) {
   }
 }
 
-// Each value by itself: in a norm the large would hide the small.
-TEST_P(ActivationTest, HoldsAtTheTails) {
+// Compares element by element: in a norm, large values would hide small ones.
+TEST_P(ActivationTest, IsAccurateAtTheTails) {
   std::vector<float> tails = {-1e4f, -104, -88, -1e-40f, 0, 1e-40f, 88, 104, 1e4f};
   if (GetParam() != Activation::softplus2) tails.insert(tails.begin(), -3e38f), tails.push_back(3e38f);
   const Tensor x = testing::tensor_of(tails, {static_cast<int64_t>(tails.size())});
@@ -83,7 +83,7 @@ TEST_P(ActivationTest, HoldsAtTheTails) {
   }
 }
 
-TEST_P(ActivationTest, NotANumberStaysOne) {
+TEST_P(ActivationTest, PropagatesNaN) {
   const Tensor x = testing::tensor_of({std::nanf(""), 1}, {2});
   EXPECT_TRUE(std::isnan(to_doubles(activation_forward(x, GetParam()))[0]));
 }
@@ -101,7 +101,7 @@ TEST_P(ActivationTest, RecordsItsGradient) {
   EXPECT_TRUE(testing::same_bits(x.gradient(), expected));
 }
 
-TEST(Activation, NoneIsTheVariableItself) {
+TEST(Activation, NoneReturnsTheSameVariable) {
   Tape tape;
   const Variable x(testing::tensor_of({-1}, {1}), true);
   EXPECT_TRUE(activation(tape, x, Activation::none).same_as(x));

@@ -153,7 +153,7 @@ TEST(Conv, NothingLeaksAcrossABoundary) {
     }
 }
 
-TEST(Conv, CutAnywhereAndCarriedOverEqualsOnePass) {
+TEST(Conv, SplitAnywhereWithStateEqualsOnePass) {
   testing::Random random(5);
   for (int round = 0; round < 40; ++round) {
     Case c = random_case(random);

@@ -289,7 +289,7 @@ TEST(CrossEntropy, TapeGivesRowLossesAndRecordsNothingWhenOff) {
       5e-6);
 }
 
-TEST(CrossEntropy, TapeLeavesConstantsAlone) {
+TEST(CrossEntropy, ConstantsGetNoGradient) {
   testing::Random random(50);
   const Variable hidden(random.normal_tensor({3, 4}));
   const Variable weight(random.normal_tensor({9, 4}), true);
@@ -299,7 +299,7 @@ TEST(CrossEntropy, TapeLeavesConstantsAlone) {
   EXPECT_TRUE(weight.gradient().defined());
 }
 
-TEST(CrossEntropy, Bf16ProductsAreNear) {
+TEST(CrossEntropy, Bf16ProductsAreClose) {
   if (!matmul_supports(MatmulPrecision::bf16)) GTEST_SKIP() << matmul_library() << " has no bf16 products here";
   testing::Random random(51);
   const Tensor hidden = random.normal_tensor({20, 16});

@@ -43,7 +43,7 @@ TEST(DecayCuda, HeadFunctionsMatchTheCpu) {
         }
 }
 
-TEST(DecayCuda, HeadFunctionsKeepTheirTails) {
+TEST(DecayCuda, HeadFunctionsAreAccurateAtTheTails) {
   SKIP_WITHOUT_GPU();
   const Tensor x = tensor_of({-80, -20, 0, 20, 1000}, {1, 1, 5});
   for (const Activation f : kFunctions) {

@@ -60,7 +60,7 @@ TEST(Decay, HeadFunctionsMatchTheOracle) {
       const auto value = [&](const Values& at, const Values& b) {
         return broadcast(at, b, [&](double one, double shift) { return function_oracle(one + shift, function); });
       };
-      // Finite differences know nothing of the kink at the limit: no value may lie on it.
+      // Finite differences are wrong at the kink of the limit: no value may be near it.
       for (int64_t i = 0; i < x.elements(); ++i) {
         float& at = x.data<float>()[i];
         const auto limit = static_cast<double>(function.limit);
@@ -102,7 +102,7 @@ TEST(Decay, TheLimitStopsTheGradient) {
   EXPECT_EQ(dx.data<float>()[3], 0);
 }
 
-TEST(Decay, SoftplusHoldsAtBothTails) {
+TEST(Decay, SoftplusIsAccurateAtBothTails) {
   const std::vector<float> points = {-3e38f, -1000, -104, -80, -20, -1e-30f, 0, 20, 80, 1000, 3e38f};
   const int64_t n = static_cast<int64_t>(points.size());
   const Tensor x = tensor_of(points, {1, 1, n});
@@ -210,7 +210,7 @@ TEST(Decay, SameBitsForEveryNumberOfThreads) {
   }
 }
 
-// The whole of Mamba-2's surroundings on a tape, where dt and v are each used twice, against finite differences.
+// All operations of Mamba-2 around the mixer on a tape, where dt and v are each used twice, against finite differences.
 TEST(Decay, ComposesOnTheTape) {
   testing::Random random(6);
   const Shape shape{1, 3, 2};

@@ -15,7 +15,7 @@ Tensor random_tokens(Random& random, const Shape& shape, int64_t vocabulary, boo
   return int_tensor_of(ids, shape);
 }
 
-TEST(EmbeddingCuda, ForwardTakesRows) {
+TEST(EmbeddingCuda, ForwardSelectsRows) {
   SKIP_WITHOUT_GPU();
   Random random(1);
   for (DType dtype : kActivationTypes)

@@ -27,7 +27,7 @@ Vector embedding_oracle(const Vector& table, int64_t dim, const Tensor& tokens) 
   return y;
 }
 
-TEST(Embedding, ForwardTakesRows) {
+TEST(Embedding, ForwardSelectsRows) {
   testing::Random random(30);
   for (DType dtype : {DType::f32, DType::bf16, DType::f16})
     for (int i = 0; i < 10; ++i) {

@@ -67,7 +67,7 @@ TEST(LinearCuda, AddsAResidual) {
   }
 }
 
-TEST(LinearCuda, LayersSideBySide) {
+TEST(LinearCuda, FusedLayersMatchTheCpu) {
   SKIP_WITHOUT_GPU();
   Random random(5);
   for (int i = 0; i < 10; ++i) {

@@ -46,7 +46,7 @@ TEST(Linear, ForwardAgreesWithTheOracle) {
   }
 }
 
-TEST(Linear, AResidualIsAddedAndTakesTheGradient) {
+TEST(Linear, AddsAResidualAndPassesItsGradient) {
   testing::Random random(22);
   for (int i = 0; i < 10; ++i) {
     const int64_t in = random.integer(1, 20), out = random.integer(1, 20), rows = random.integer(1, 9);
@@ -78,7 +78,7 @@ TEST(Linear, AResidualIsAddedAndTakesTheGradient) {
       {"linear", "bias", "residual"});
 }
 
-TEST(Linear, LayersSideBySideAreTheLayersOneByOne) {
+TEST(Linear, FusedLayersEqualSeparateLayers) {
   testing::Random random(23);
   for (int i = 0; i < 10; ++i) {
     const int64_t in = random.integer(1, 20), rows = random.integer(1, 9);
@@ -91,7 +91,7 @@ TEST(Linear, LayersSideBySideAreTheLayersOneByOne) {
       out += weights.back().value().size(0);
     }
     const Tensor dy = random.normal_tensor({2, rows, out});
-    for (int pass = 0; pass < 2; ++pass) {  // the second adds to the gradients of the first
+    for (int pass = 0; pass < 2; ++pass) {  // the second accumulates into the gradients of the first
       Tape tape;
       const Variable y = joined_linear(tape, x, weights);
       ASSERT_EQ(y.value().shape(), (Shape{2, rows, out}));
@@ -197,7 +197,7 @@ TEST(Linear, NoRows) {
   EXPECT_EQ(to_doubles(dbias), Vector(4, 0.0));
 }
 
-TEST(Linear, TapeGathersGradientsOfSharedInputAndWeight) {
+TEST(Linear, SumsGradientsOfSharedInputAndWeight) {
   testing::Random random(24);
   const Variable x(random.normal_tensor({2, 3, 5}), true);
   const Variable weight(random.normal_tensor({4, 5}), true);
@@ -225,7 +225,7 @@ TEST(Linear, TapeGathersGradientsOfSharedInputAndWeight) {
   EXPECT_LT(relative_error(bias.gradient(), numeric_gradient(at_bias, bs, upstream)), 2e-6);
 }
 
-TEST(Linear, TapeLeavesConstantsAlone) {
+TEST(Linear, ConstantsGetNoGradient) {
   testing::Random random(25);
   const Variable x(random.normal_tensor({3, 5}));
   const Variable weight(random.normal_tensor({4, 5}), true);

@@ -86,7 +86,7 @@ TEST_P(RmsNormCuda, SameBitsEveryTime) {
   }
 }
 
-TEST(RmsNormResidualCuda, AddsToTheGradientThatAResidualBrought) {
+TEST(RmsNormResidualCuda, AccumulatesIntoTheGradientOfAResidual) {
   SKIP_WITHOUT_GPU();
   Random random(5);
   for (DType dtype : kActivationTypes)

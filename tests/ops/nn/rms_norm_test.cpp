@@ -66,7 +66,7 @@ TEST_P(RmsNormTest, ValueAndGradientsMatchTheOracle) {
   }
 }
 
-TEST(RmsNorm, AddsToTheGradientThatAResidualBrought) {
+TEST(RmsNorm, AccumulatesIntoTheGradientOfAResidual) {
   testing::Random random(5);
   const Data data(random, {7, 37}, false);
   const RmsNormGradients alone = data.gradients();
@@ -129,7 +129,7 @@ TEST(RmsNorm, HugeTinyAndZeroRowsStayFinite) {
   EXPECT_TRUE(testing::all_finite(out.weight));
 }
 
-TEST(RmsNorm, EpsCounts) {
+TEST(RmsNorm, AppliesEps) {
   const Tensor x = testing::tensor_of({3, 4}, {1, 2});
   const Tensor weight = testing::tensor_of({1, 2}, {2});
   const auto y = to_doubles(rms_norm_forward(x, weight, 3.5f).y);

@@ -43,7 +43,7 @@ TEST_P(RopeCuda, MatchesTheCpu) {
         }
 }
 
-TEST_P(RopeCuda, RowsBeginAtThePositionsOfTheirSlots) {
+TEST_P(RopeCuda, RowsStartAtThePositionsOfTheirSlots) {
   SKIP_WITHOUT_GPU();
   Random random(3);
   for (DType dtype : kActivationTypes) {
@@ -59,7 +59,7 @@ TEST_P(RopeCuda, RowsBeginAtThePositionsOfTheirSlots) {
   }
 }
 
-TEST_P(RopeCuda, HoldsFarOut) {
+TEST_P(RopeCuda, IsAccurateAtLargePositions) {
   SKIP_WITHOUT_GPU();
   Random random(2);
   const Tensor x = random.normal_tensor({1, 8, 2, 64});

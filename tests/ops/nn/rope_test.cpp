@@ -60,7 +60,7 @@ TEST_P(RopeTest, ValueAndGradientMatchTheOracle) {
   }
 }
 
-TEST_P(RopeTest, AnglesHoldAtAMillionTokens) {
+TEST_P(RopeTest, AnglesAreAccurateAtAMillionTokens) {
   testing::Random random(2);
   const Shape shape{1, 200, 1, 64};
   const Tensor x = random.normal_tensor(shape);
@@ -77,7 +77,7 @@ TEST_P(RopeTest, OffsetContinuesASequence) {
 }
 
 // A step: each row is at the position of its slot.
-TEST_P(RopeTest, RowsBeginAtThePositionsOfTheirSlots) {
+TEST_P(RopeTest, RowsStartAtThePositionsOfTheirSlots) {
   testing::Random random(6);
   const Tensor x = random.normal_tensor({3, 1, 2, 6});
   const Tensor records = int_tensor_of({0, 7, 0, 123456, 0, 0, 0, 64}, {4, 2});  // of which the second column counts

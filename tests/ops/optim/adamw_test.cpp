@@ -136,7 +136,7 @@ Tensor numbers_of(const AdamWConstants& constants) {
   return numbers;
 }
 
-TEST(ClipGradients, TheUpdateTakesTheScaleThatItFinds) {
+TEST(ClipGradients, UpdateAppliesTheComputedScale) {
   testing::Random random(64);
   const Tensor gradient = random.normal_tensor({100}), start = random.normal_tensor({100});
   const auto tensors = [&] {
@@ -199,7 +199,7 @@ TEST(GradientNorm, SameBitsForAnyNumberOfThreads) {
   for (int count : {2, 3, 4}) EXPECT_EQ(one, run(count)) << count;
 }
 
-TEST(GradientNorm, ShowsWhatIsNotFiniteAndOnlyThat) {
+TEST(GradientNorm, IsNotFiniteOnlyForSuchGradients) {
   for (int64_t at : {0, 1, 8, 30, 36}) {
     Tensor gradient = Tensor::zeros({37}, DType::f32);
     float& element = gradient.data<float>()[at];
