@@ -34,8 +34,10 @@ struct TokenPart {
   Tensor a_log = {}, decay = {};
 };
 
-// False, with nothing done, where there is no kernel for it: on a CPU, for other dtypes, for more than 8 rows, for
-// weights that do not fit into shared memory.
+// Whether there is a kernel for it: not on a CPU, for other dtypes, for more than 8 rows, for weights that do not fit
+// into shared memory. Outputs (out, decay) may be undefined yet.
+bool has_token_linear(const TokenInput& in, std::span<const TokenPart> parts);
+// False, with nothing done, where there is none.
 bool token_linear(const TokenInput& in, std::span<const TokenPart> parts);
 
 namespace cuda {

@@ -60,6 +60,50 @@ LanguageModel rounded_on_gpu(const ModelConfig& config) {
   return model;
 }
 
+// Heads of 64 in bf16, as models have them: prompts in chunks, several at once, against each in one pass.
+TEST(DecoderCuda, PromptsInChunksAndTogether) {
+  SKIP_WITHOUT_GPU();
+  Random random(9);
+  for (const char* arch : {"softmax", "2mamba", "mamba2", "2mamba-e"}) {
+    SCOPED_TRACE(arch);
+    const LanguageModel model = rounded_on_gpu(model_config(arch, "mini", 512));
+    const std::vector<int64_t> lengths{700, 40, 1, 333, 9, 130};
+    const auto count = static_cast<int64_t>(lengths.size());
+    Decoder alone(model, count), together(model, count), chunks(model, count);
+    std::vector<int32_t> slots;
+    std::vector<std::vector<int32_t>> texts;
+    std::vector<Decoder::Prompt> prompts;
+    for (const int64_t length : lengths) {
+      slots.push_back(alone.start());
+      ASSERT_EQ(together.start(), slots.back());
+      ASSERT_EQ(chunks.start(), slots.back());
+      const Tensor tokens = random_tokens(random, {1, length}, 512);
+      texts.emplace_back(tokens.data<int32_t>(), tokens.data<int32_t>() + length);
+    }
+    for (size_t i = 0; i < slots.size(); ++i) prompts.push_back({slots[i], texts[i]});
+    for (const auto& [slot, tokens] : prompts) alone.read(slot, tokens);
+    together.read(prompts);
+    // Pieces of 100 tokens of every slot, those of the longer prompts after the shorter ones have ended.
+    for (size_t begin = 0; begin < 700; begin += 100) {
+      std::vector<Decoder::Prompt> pieces;
+      for (const auto& [slot, tokens] : prompts)
+        if (begin < tokens.size())
+          pieces.push_back({slot, tokens.subspan(begin, std::min<size_t>(100, tokens.size() - begin))});
+      chunks.read(pieces);
+    }
+    for (int step = 0; step < 6; ++step) {
+      const Tensor next = random_tokens(random, {count, 1}, 512);
+      for (const int32_t slot : slots)
+        for (const Decoder* other : {&together, &chunks}) {
+          EXPECT_EQ(other->tokens(slot), alone.tokens(slot));
+          EXPECT_LE(relative_error(to_cpu(other->logits(slot)), to_cpu(alone.logits(slot))), 2e-2)
+              << "slot " << slot << ", step " << step << (other == &chunks ? ", in chunks" : ", together");
+        }
+      for (Decoder* decoder : {&alone, &together, &chunks}) decoder->read_token(slots, next);
+    }
+  }
+}
+
 // One kernel for each linear layer and its neighbours.
 TEST(DecoderCuda, RoundedWeightsAndActivations) {
   SKIP_WITHOUT_GPU();
