@@ -95,7 +95,7 @@ struct TokenLogProbability {
 };
 // A token that was written, and the most probable ones in its place, in order.
 struct WrittenToken : TokenLogProbability {
-  std::vector<TokenLogProbability> most_probable;
+  std::vector<TokenLogProbability> most_probable = {};
 };
 
 struct Text {
@@ -103,7 +103,7 @@ struct Text {
   int64_t tokens = 0;
   Ending ending = Ending::tokens;
   // Of every token, eos included, where Sampling::log_probabilities is 0 or more; otherwise empty.
-  std::vector<WrittenToken> log_probabilities;
+  std::vector<WrittenToken> log_probabilities = {};
 };
 
 // One or several texts that a model reads and writes, and what it remembers of them.
