@@ -88,10 +88,22 @@ struct WriteOptions {
 
 enum class Ending { tokens, eos, stop, interrupted };
 
+// A token and the logarithm of the probability that the model gave it: before bias, penalties and temperature.
+struct TokenLogProbability {
+  int32_t id = 0;
+  double log_probability = 0;
+};
+// A token that was written, and the most probable ones in its place, in order.
+struct WrittenToken : TokenLogProbability {
+  std::vector<TokenLogProbability> most_probable = {};
+};
+
 struct Text {
   std::string text;
   int64_t tokens = 0;
   Ending ending = Ending::tokens;
+  // Of every token, eos included, where Sampling::log_probabilities is 0 or more; otherwise empty.
+  std::vector<WrittenToken> log_probabilities = {};
 };
 
 // One or several texts that a model reads and writes, and what it remembers of them.
@@ -104,6 +116,9 @@ class FURIOUS_API Session {
 
   // Goes on reading, in every sequence. The first text is the start of a document.
   void read(std::string_view text);
+  // The same with a text for each sequence. Their prompts are read together, which takes fewer passes over the weights
+  // than one after the other.
+  void read_each(const std::vector<std::string>& texts);
 
   // Goes on writing, in every sequence, until each has come to its end. What it writes is also read: to write again
   // goes on after it. A sequence that has ended stays where it is while others go on.

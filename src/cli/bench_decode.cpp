@@ -63,15 +63,19 @@ void DecodeBench::run() const {
                                         : std::vector<int64_t>{1, 64}) {
     Decoder decoder(model, batch);
     std::vector<int32_t> slots;
+    std::vector<std::vector<int32_t>> texts;
     for (int64_t i = 0; i < batch; ++i) {
       slots.push_back(decoder.start());
       // Lengths between half of the context and all of it, spread evenly in no order.
       const int64_t length = random_lengths ? context - context / 2 * (i * 37 % batch) / batch : context;
-      decoder.read(slots.back(), some_tokens(i, length, vocabulary));
+      texts.push_back(some_tokens(i, length, vocabulary));
       Sampling own = sampling;
       own.seed += static_cast<uint64_t>(i);
       decoder.set_sampling(slots.back(), own);
     }
+    std::vector<Decoder::Prompt> prompts;
+    for (size_t i = 0; i < slots.size(); ++i) prompts.push_back({slots[i], texts[i]});
+    decoder.read(prompts);
     // The ids come to the host one token late, while the device is at the next.
     const auto write = [&](int64_t count) {
       std::optional<ChosenTokens> last;

@@ -33,6 +33,26 @@ struct GenerateCommand {
   void run() const;
 };
 
+// One line for each token, the chosen one first.
+void print_log_probabilities(const Model& model, const Text& text) {
+  const auto shown = [&](const TokenLogProbability& token) {
+    // Quoted, with what cannot be printed escaped or replaced.
+    using nlohmann::json;
+    const std::string piece = json(model.decode({token.id})).dump(-1, ' ', false, json::error_handler_t::replace);
+    return fmt::format("{} {} {:.4f}", token.id, piece, token.log_probability);
+  };
+  for (const WrittenToken& token : text.log_probabilities) {
+    fmt::print("{}", shown(token));
+    for (size_t i = 0; i < token.most_probable.size(); ++i)
+      fmt::print("{}{}", i == 0 ? "  |  " : ",  ", shown(token.most_probable[i]));
+    fmt::print("\n");
+  }
+}
+
+nlohmann::ordered_json to_json(const TokenLogProbability& token) {
+  return {{"id", token.id}, {"log_probability", token.log_probability}};
+}
+
 // How fast something went.
 struct Rate {
   int64_t tokens = 0;
@@ -63,6 +83,17 @@ std::string_view name_of(Ending ending) {
   }
 }
 
+nlohmann::ordered_json to_json(const Text& text) {
+  nlohmann::ordered_json json{{"text", text.text}, {"tokens", text.tokens}, {"ending", name_of(text.ending)}};
+  for (const WrittenToken& token : text.log_probabilities) {
+    nlohmann::ordered_json own = to_json(static_cast<const TokenLogProbability&>(token));
+    own["most_probable"] = nlohmann::ordered_json::array();
+    for (const TokenLogProbability& other : token.most_probable) own["most_probable"].push_back(to_json(other));
+    json["log_probabilities"].push_back(own);
+  }
+  return json;
+}
+
 std::string GenerateCommand::prompt_text() const {
   if (prompt) return *prompt;
   if (!standard_input.empty()) return read_input("/dev/stdin");
@@ -76,7 +107,8 @@ void GenerateCommand::run() const {
   if (!save_state.empty()) AtomicFile(save_state, 0);  // a place that cannot be written is said first
   const std::string text = prompt_text();
   show_notes(model);
-  Session session(Model::load(model, load), sequences);
+  const Model loaded = Model::load(model, load);
+  Session session(loaded, sequences);
   if (!load_state.empty()) session.load(load_state);
 
   Rate reading, writing;
@@ -96,10 +128,14 @@ void GenerateCommand::run() const {
   });
   for (const Text& one : texts) writing.tokens += one.tokens;
   writing.seconds = write_watch.seconds();
-  for (size_t i = 0; sequences > 1 && i < texts.size(); ++i)
-    fmt::print("=== sequence {}: {} tokens, ended by {} ===\n{}\n", i + 1, texts[i].tokens, name_of(texts[i].ending),
-               texts[i].text);
-  if (sequences == 1) fmt::print("\n");
+  for (size_t i = 0; i < texts.size(); ++i) {
+    if (sequences == 1)
+      fmt::print("\n");
+    else
+      fmt::print("=== sequence {}: {} tokens, ended by {} ===\n{}\n", i + 1, texts[i].tokens, name_of(texts[i].ending),
+                 texts[i].text);
+    print_log_probabilities(loaded, texts[i]);
+  }
   std::fflush(stdout);
   if (!save_state.empty()) session.save(save_state);
   fmt::print(
@@ -107,8 +143,7 @@ void GenerateCommand::run() const {
       reading.tokens, reading.per_second(), writing.tokens, writing.per_second(), session.bytes(), session.tokens());
 
   nlohmann::ordered_json written = nlohmann::ordered_json::array();
-  for (const Text& one : texts)
-    written.push_back({{"text", one.text}, {"tokens", one.tokens}, {"ending", name_of(one.ending)}});
+  for (const Text& one : texts) written.push_back(to_json(one));
   file.write(nlohmann::ordered_json{{"prompt_tokens", reading.tokens},
                                     {"prompt_seconds", reading.seconds},
                                     {"tokens", writing.tokens},
@@ -165,6 +200,13 @@ void add_sampling(CLI::App& command, Sampling& sampling) {
           "Add VALUE to the logit of token ID, as ID=VALUE; -inf: never choose it; several with commas")
       ->delimiter(',')
       ->allow_extra_args(false);
+  command
+      .add_option(
+          "--logprobs", sampling.log_probabilities,
+          "After the text, print a line for each token: its id, text and log-probability, and those of the N most "
+          "probable tokens, at most 20")
+      ->type_name("N")
+      ->check(CLI::Range(0, 20));
   command.add_option("--seed", sampling.seed, "Seed of the sampling; sequence i uses seed + i - 1")
       ->capture_default_str();
 }

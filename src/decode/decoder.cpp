@@ -90,31 +90,76 @@ class Decoder::StepOps : public SequenceOps {
   const SlotRows& rows_;
 };
 
-// Many tokens of one slot.
+namespace {
+
+// Chunks of some slots that follow each other in one row.
+struct PackedChunks {
+  std::vector<MixerCache::SlotTokens> slots;
+  std::vector<int64_t> starts;
+  int64_t tokens = 0;
+  Tensor boundaries;  // where every slot is empty: the chunks are documents of the row
+
+  PackedChunks(std::span<const Decoder::Prompt> chunks, const MixerCache& cache) {
+    bool all_new = true;
+    for (const auto& [slot, own] : chunks) {
+      slots.push_back({slot, static_cast<int64_t>(own.size())});
+      starts.push_back(tokens);
+      tokens += slots.back().count;
+      all_new = all_new && cache.tokens(slot) == 0;
+    }
+    if (!all_new) return;
+    boundaries = Tensor::empty({static_cast<int64_t>(starts.size())}, DType::i32);
+    std::ranges::copy(starts, boundaries.data<int32_t>());
+  }
+
+  // The row x with f(part, slot) of each slot's part of it instead of that part.
+  Variable by_slot(const Tensor& x, auto&& f) const {
+    if (slots.size() == 1) return Variable(f(x, slots[0].slot));
+    const Tensor out = Tensor::empty(x.shape(), x.dtype(), x.device());
+    for (size_t i = 0; i < slots.size(); ++i)
+      copy(out.slice(1, starts[i], slots[i].count), f(x.slice(1, starts[i], slots[i].count), slots[i].slot));
+    return Variable(out);
+  }
+};
+
+}  // namespace
+
 class Decoder::PrefillOps : public SequenceOps {
  public:
-  PrefillOps(Layer& layer, int32_t slot, MixerPrecision precision)
-      : layer_(layer), slot_(slot), precision_(precision) {}
+  PrefillOps(Layer& layer, const PackedChunks& chunks, MixerPrecision precision)
+      : layer_(layer), chunks_(chunks), precision_(precision) {}
 
   Variable conv(Tape&, const ConvOp& op, const Variable& x, const Variable& weight, const Variable& bias) override {
-    const Tensor state = layer_.conv.slice(0, slot_, 1);
-    const Variable y(conv_forward(x.value(), weight.value(), bias.value(), op.activation, {}, state));
-    copy(state, conv_state(x.value(), op.window, {}, state));
+    const auto convolved = [&](const Tensor& part, const Tensor& boundaries, const Tensor& state) {
+      return conv_forward(part, weight.value(), bias.value(), op.activation, boundaries, state);
+    };
+    const auto state_of = [&](int64_t slot) { return layer_.conv.slice(0, slot, 1); };
+    Variable y = chunks_.boundaries ? Variable(convolved(x.value(), chunks_.boundaries, {}))
+                                    : chunks_.by_slot(x.value(), [&](const Tensor& part, int64_t slot) {
+                                        return convolved(part, {}, state_of(slot));
+                                      });
+    for (size_t i = 0; i < chunks_.slots.size(); ++i) {
+      const Tensor state = state_of(chunks_.slots[i].slot);
+      const Tensor part = x.value().slice(1, chunks_.starts[i], chunks_.slots[i].count);
+      copy(state, conv_state(part, op.window, {}, state));
+    }
     return y;
   }
-  Variable rope(Tape& tape, const RopeOp& op, const Variable& x) override {
-    return furious::rope(tape, x, {op.pairing, op.base, layer_.mixer.tokens(slot_)});
+  Variable rope(Tape&, const RopeOp& op, const Variable& x) override {
+    if (chunks_.boundaries) return Variable(rope_forward(x.value(), {op.pairing, op.base}, chunks_.boundaries));
+    return chunks_.by_slot(x.value(), [&](const Tensor& part, int64_t slot) {
+      return rope_forward(part, {op.pairing, op.base, layer_.mixer.tokens(slot)});
+    });
   }
   Variable mixer(Tape&, const MixerOp&, const Variable& q, const Variable& k, const Variable& v,
                  const Variable& log_decay) override {
-    return Variable(
-        layer_.mixer.prefill(slot_, {q.value(), k.value(), v.value(), log_decay ? log_decay.value() : Tensor(), {}, {}},
-                             {.precision = precision_}));
+    const MixerInputs inputs{q.value(), k.value(), v.value(), log_decay ? log_decay.value() : Tensor(), {}, {}};
+    return Variable(layer_.mixer.prefill(chunks_.slots, inputs, {.precision = precision_}));
   }
 
  private:
   Layer& layer_;
-  int32_t slot_;
+  const PackedChunks& chunks_;
   MixerPrecision precision_;
 };
 
@@ -217,26 +262,62 @@ int64_t Decoder::bytes() const {
 }
 
 void Decoder::read(int32_t slot, std::span<const int32_t> tokens) {
-  (void)used(slot);
+  const Prompt prompt{slot, tokens};
+  read({&prompt, 1});
+}
+
+void Decoder::read(std::span<const Prompt> prompts) {
   // All before the first chunk: a slot that has read half of a prompt would be of no use.
-  for (const int32_t id : tokens)
-    require(id >= 0 && id < model_->config().vocabulary, "decoder.read: token {}, expected 0 to {}", id,
-            model_->config().vocabulary - 1);
-  for (size_t begin = 0; begin < tokens.size(); begin += kPrefillChunk) {
-    const std::span<const int32_t> chunk =
-        tokens.subspan(begin, std::min<size_t>(kPrefillChunk, tokens.size() - begin));
-    const Tensor ids = Tensor::empty({1, static_cast<int64_t>(chunk.size())}, DType::i32);
-    std::ranges::copy(chunk, ids.data<int32_t>());
-    if (chunk.size() == 1) {
-      forward({&slot, 1}, model_->checked_ids("tokens", ids));
-      continue;
-    }
-    const Tensor h = model_->hidden(
-        ids, [&](size_t layer) { return std::make_shared<PrefillOps>(layers_[layer], slot, model_->compute().mixer); });
-    slots_[slot].logits = logits_forward(h.select(1, h.size(1) - 1), model_->output_matrix());
-    slots_[slot].row = -1;
+  for (const auto& [slot, tokens] : prompts) {
+    (void)used(slot);
+    require(std::ranges::count(prompts, slot, &Prompt::slot) == 1,
+            "decoder.read: two prompts for slot {}; join them, or read them one after the other", slot);
+    for (const int32_t id : tokens)
+      require(id >= 0 && id < model_->config().vocabulary, "decoder.read: token {}, expected 0 to {}", id,
+              model_->config().vocabulary - 1);
   }
-  sampler_.read(slot, tokens);
+  std::vector<Prompt> rest(prompts.begin(), prompts.end());
+  while (true) {
+    std::vector<Prompt> chunks;
+    std::vector<char> ends;  // whether a chunk is the last of its prompt
+    size_t tokens = 0;
+    for (auto& [slot, own] : rest) {
+      const size_t count = std::min<size_t>(kPrefillChunk, own.size());
+      if (count == 0 || tokens + count > kPrefillChunk) continue;
+      tokens += count;
+      chunks.push_back({slot, own.first(count)});
+      own = own.subspan(count);
+      ends.push_back(own.empty());
+    }
+    if (chunks.empty()) break;
+    read_chunks(chunks, ends);
+  }
+  for (const auto& [slot, tokens] : prompts) sampler_.read(slot, tokens);
+}
+
+// One pass over the weights.
+void Decoder::read_chunks(std::span<const Prompt> chunks, std::span<const char> ends) {
+  const PackedChunks packed(chunks, layers_.front().mixer);
+  const auto count = static_cast<int64_t>(chunks.size());
+  const bool one_each = packed.tokens == count;
+  const Tensor ids = Tensor::empty(one_each ? Shape{count, 1} : Shape{1, packed.tokens}, DType::i32);
+  std::vector<int32_t> slots;
+  for (size_t i = 0; i < chunks.size(); ++i) {
+    std::ranges::copy(chunks[i].tokens, ids.data<int32_t>() + packed.starts[i]);
+    slots.push_back(chunks[i].slot);
+  }
+  if (one_each) return forward(slots, model_->checked_ids("tokens", ids));
+  const Tensor h = model_->hidden(
+      ids, [&](size_t layer) { return std::make_shared<PrefillOps>(layers_[layer], packed, model_->compute().mixer); });
+  const Tensor last = Tensor::empty({std::ranges::count(ends, char{1}), h.size(2)}, h.dtype(), h.device());
+  if (last.size(0) == 0) return;
+  int64_t row = 0;
+  for (size_t i = 0; i < chunks.size(); ++i)
+    if (ends[i]) copy(last.select(0, row++), h.select(0, 0).select(0, packed.starts[i] + packed.slots[i].count - 1));
+  const Tensor logits = logits_forward(last, model_->output_matrix());
+  row = 0;
+  for (size_t i = 0; i < chunks.size(); ++i)
+    if (ends[i]) slots_[chunks[i].slot] = {true, logits.slice(0, row++, 1), -1};
 }
 
 void Decoder::read_token(std::span<const int32_t> slots, const Tensor& tokens) {
@@ -410,9 +491,19 @@ class FusedCall {
     for (const FusedLinear::Part& part : op.parts) parts_.push_back(bound(part, conv_state, rows));
   }
 
-  // Whether a kernel did it; the values are there then.
+  // Whether a kernel did it; the values are there then. Outputs are allocated only for a kernel.
   bool run() {
-    if (!token_linear(in_, parts_)) return false;
+    if (!has_token_linear(in_, parts_)) return false;
+    for (size_t i = 0; i < parts_.size(); ++i) {
+      const FusedLinear::Part& part = op_.parts[i];
+      const bool softplus = part.kind == FusedLinear::Kind::softplus;
+      // The residual stream is added to in place.
+      parts_[i].out = part.kind == FusedLinear::Kind::add
+                          ? flat(part.residual)
+                          : new_rows(part.weight, softplus ? DType::f32 : in_.x.dtype());
+      if (parts_[i].a_log) parts_[i].decay = new_rows(part.weight, DType::f32);
+    }
+    token_linear(in_, parts_);
     for (size_t i = 0; i < parts_.size(); ++i) {
       values_[op_.parts[i].y] = with_length(parts_[i].out);
       if (op_.parts[i].decay != kNo) values_[op_.parts[i].decay] = with_length(parts_[i].decay);
@@ -426,11 +517,7 @@ class FusedCall {
   Tensor new_rows(Weight w, DType dtype) const { return Tensor::empty({rows_, weight(w).size(0)}, dtype, device_); }
 
   TokenPart bound(const FusedLinear::Part& part, const Tensor& conv_state, const SlotRows& rows) const {
-    const bool softplus = part.kind == FusedLinear::Kind::softplus;
     TokenPart to{.kind = part.kind, .weight = weight(part.weight), .second = weight(part.second)};
-    // The residual stream is added to in place.
-    to.out = part.kind == FusedLinear::Kind::add ? flat(part.residual)
-                                                 : new_rows(part.weight, softplus ? DType::f32 : in_.x.dtype());
     to.bias = weight(part.bias);
     to.conv_weight = weight(part.conv_weight);
     if (to.conv_weight) to.conv_state = conv_state, to.slots = rows.table;
@@ -439,7 +526,6 @@ class FusedCall {
     to.qk_width = part.qk_width;
     to.sign = part.factor;
     to.a_log = weight(part.a_log);
-    if (to.a_log) to.decay = new_rows(part.weight, DType::f32);
     return to;
   }
 

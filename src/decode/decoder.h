@@ -4,7 +4,7 @@
 //
 //   Decoder decoder(model, 8);
 //   const int32_t slot = decoder.start();
-//   decoder.read(slot, prompt);                             prefill, in chunks
+//   decoder.read(slot, prompt);                             prefill, in chunks; also of several slots at once
 //   decoder.set_sampling(slot, sampling);
 //   const ChosenTokens chosen = decoder.step({&slot, 1});   chooses a token from the last logits and reads it
 //   chosen.wait()[0];                                       the host receives it while the device reads
@@ -72,6 +72,14 @@ class Decoder {
   int32_t fork(int32_t slot);  // another one that goes on like this one
   void stop(int32_t slot);     // frees the slot and its memory
 
+  struct Prompt {
+    int32_t slot = 0;
+    std::span<const int32_t> tokens;
+  };
+  // Prefill of different slots, in passes over the weights that read chunks of several of them, packed into one row.
+  // Where a prompt is cut into chunks depends on its own tokens alone. New sequences run as the documents of a packed
+  // row of training; in a pass with others, convolution, rotary positions and mixer run slot by slot.
+  void read(std::span<const Prompt> prompts);
   void read(int32_t slot, std::span<const int32_t> tokens);
   void set_sampling(int32_t slot, const Sampling& sampling);
   ChosenTokens step(std::span<const int32_t> slots);
@@ -112,6 +120,7 @@ class Decoder {
   class StepOps;
   class PrefillOps;
 
+  void read_chunks(std::span<const Prompt> chunks, std::span<const char> ends);
   Slot& used(int32_t slot);
   const Slot& used(int32_t slot) const { return const_cast<Decoder*>(this)->used(slot); }
   const SlotRows& rows_of(std::span<const int32_t> slots);

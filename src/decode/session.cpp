@@ -33,18 +33,33 @@ struct Session::Memory {
   bool at_start_of_text(size_t i) const {
     return last[i] < 0 || last[i] == tokenizer().bos() || last[i] == tokenizer().eos();
   }
-  bool has_read() const { return decoder.tokens(slots[0]) > 0; }
-
-  void read(const std::vector<int32_t>& tokens) {
-    if (tokens.empty()) return;
-    for (size_t i = 0; i < slots.size(); ++i) {
-      decoder.read(slots[i], tokens);
-      last[i] = tokens.back();
-    }
+  bool has_read() const {
+    return std::ranges::all_of(slots, [&](int32_t slot) { return decoder.tokens(slot) > 0; });
   }
-  // The mark before the text.
+
+  // Further tokens of every slot.
+  void read(const std::vector<std::vector<int32_t>>& tokens) {
+    std::vector<Decoder::Prompt> prompts;
+    for (size_t i = 0; i < slots.size(); ++i) prompts.push_back({slots[i], tokens[i]});
+    decoder.read(prompts);
+    for (size_t i = 0; i < slots.size(); ++i)
+      if (!tokens[i].empty()) last[i] = tokens[i].back();
+  }
+  // The tokens of a further text of slot i, after the mark before the text if the slot is empty. `first`: whether it is
+  // the start of a text for the tokenizer.
+  std::vector<int32_t> tokens_of(size_t i, std::string_view text, bool first) const {
+    std::vector<int32_t> tokens;
+    if (decoder.tokens(slots[i]) == 0 && model.parts().start >= 0) tokens.push_back(model.parts().start);
+    if (text.empty()) return tokens;
+    const std::vector<int32_t> own = first ? tokenizer().encode(text) : tokenizer().encode_continuation(text);
+    tokens.insert(tokens.end(), own.begin(), own.end());
+    return tokens;
+  }
+  // The mark before the text, where nothing else was read.
   void start() {
-    if (!has_read() && model.parts().start >= 0) read({model.parts().start});
+    std::vector<std::vector<int32_t>> tokens;
+    for (size_t i = 0; i < slots.size(); ++i) tokens.push_back(tokens_of(i, "", true));
+    read(tokens);
   }
   // From here on every sequence has a slot of its own.
   void spread() {
@@ -75,12 +90,26 @@ Session::Memory& Session::own() const {
 void Session::read(std::string_view text) try {
   Memory& memory = own();
   const ThreadLimit limit(memory.model.parts().threads);
-  memory.start();
-  if (text.empty()) return;
   bool first = true;
   for (size_t i = 0; i < memory.slots.size(); ++i) first = first && memory.at_start_of_text(i);
-  const Tokenizer& tokenizer = memory.tokenizer();
-  memory.read(first ? tokenizer.encode(text) : tokenizer.encode_continuation(text));
+  std::vector<std::vector<int32_t>> tokens;
+  for (size_t i = 0; i < memory.slots.size(); ++i) tokens.push_back(memory.tokens_of(i, text, first));
+  memory.read(tokens);
+} catch (...) {
+  rethrow_as_error();
+}
+
+void Session::read_each(const std::vector<std::string>& texts) try {
+  Memory& memory = own();
+  require(static_cast<int64_t>(texts.size()) == memory.sequences,
+          "session.read_each: {} texts for {} sequences; give one "
+          "for each",
+          texts.size(), memory.sequences);
+  const ThreadLimit limit(memory.model.parts().threads);
+  memory.spread();
+  std::vector<std::vector<int32_t>> tokens;
+  for (size_t i = 0; i < texts.size(); ++i) tokens.push_back(memory.tokens_of(i, texts[i], memory.at_start_of_text(i)));
+  memory.read(tokens);
 } catch (...) {
   rethrow_as_error();
 }
@@ -93,6 +122,17 @@ struct Writing {
   TextStream stream;
   Text out;
 };
+
+WrittenToken written_token(const ChosenTokens& chosen, size_t row, int64_t most_probable) {
+  const Tensor ids = chosen.best().select(0, static_cast<int64_t>(row));
+  const Tensor log_probabilities = chosen.log_probabilities().select(0, static_cast<int64_t>(row));
+  const auto column = [&](int64_t i) {
+    return TokenLogProbability{ids.data<int32_t>()[i], static_cast<double>(log_probabilities.data<float>()[i])};
+  };
+  WrittenToken token{column(0), {}};
+  for (int64_t i = 1; i <= most_probable && column(i).id >= 0; ++i) token.most_probable.push_back(column(i));
+  return token;
+}
 
 }  // namespace
 
@@ -130,7 +170,8 @@ std::vector<Text> Session::write(const WriteOptions& options, const Show& show) 
     std::vector<int32_t> slots;
     for (const size_t i : active) slots.push_back(memory.slots[i]);
     // The device reads the tokens while their text is made here.
-    const std::vector<int32_t> ids = memory.decoder.step(slots).wait();
+    const ChosenTokens chosen = memory.decoder.step(slots);
+    const std::vector<int32_t> ids = chosen.wait();
     std::vector<size_t> going_on;
     for (size_t row = 0; row < active.size(); ++row) {
       Writing& writing = writings[active[row]];
@@ -138,6 +179,8 @@ std::vector<Text> Session::write(const WriteOptions& options, const Show& show) 
       const bool starts = memory.at_start_of_text(active[row]);
       memory.last[active[row]] = id;
       writing.out.tokens += 1;
+      if (options.sampling.log_probabilities >= 0)
+        writing.out.log_probabilities.push_back(written_token(chosen, row, options.sampling.log_probabilities));
       if (id == tokenizer.eos()) {
         end(writing, Ending::eos);
         continue;
@@ -161,7 +204,7 @@ std::vector<Text> Session::write(const WriteOptions& options, const Show& show) 
 void Session::save(const std::filesystem::path& file) const try {
   const Memory& memory = own();
   const ThreadLimit limit(memory.model.parts().threads);
-  require(memory.has_read(), "save state: nothing has been read yet");
+  require(memory.has_read(), "save state: nothing has been read yet; read a text in every sequence first");
   std::vector<SlotContents> sequences;
   for (const int32_t slot : memory.slots) sequences.push_back(memory.decoder.contents(slot));
   save_state(file, sequences, memory.language_model().config(), memory.own_fingerprint());

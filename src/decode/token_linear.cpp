@@ -23,10 +23,13 @@ bool fits(const TokenInput& in, const TokenPart& part) {
 
 }  // namespace
 
+bool has_token_linear(const TokenInput& in, std::span<const TokenPart> parts) {
+  return !in.x.device().is_cpu() && is_aligned(in.x) && (!in.gate || is_aligned(in.gate)) &&
+         std::ranges::all_of(parts, [&](const TokenPart& part) { return fits(in, part); });
+}
+
 bool token_linear(const TokenInput& in, std::span<const TokenPart> parts) {
-  if (in.x.device().is_cpu() || !is_aligned(in.x) || (in.gate && !is_aligned(in.gate)) ||
-      !std::ranges::all_of(parts, [&](const TokenPart& part) { return fits(in, part); }))
-    return false;
+  if (!has_token_linear(in, parts)) return false;
   const ArgumentCheck check("token_linear");
   check.rank("x", in.x, 2);
   if (in.gate) check.rows("gate", in.gate, in.x);
@@ -45,6 +48,10 @@ bool token_linear(const TokenInput& in, std::span<const TokenPart> parts) {
 }
 
 #else
+
+bool has_token_linear(const TokenInput&, std::span<const TokenPart>) {
+  return false;
+}
 
 bool token_linear(const TokenInput&, std::span<const TokenPart>) {
   return false;

@@ -34,8 +34,10 @@ struct TokenPart {
   Tensor a_log = {}, decay = {};
 };
 
-// Returns false and does nothing if no kernel supports the call: on a CPU, for other dtypes, for more than 8 rows, for
-// weights that do not fit into shared memory.
+// Whether a kernel supports the call: not on a CPU, for other dtypes, for more than 8 rows, for weights that do not fit
+// into shared memory. Outputs (out, decay) may still be undefined.
+bool has_token_linear(const TokenInput& in, std::span<const TokenPart> parts);
+// Returns false and does nothing if no kernel supports the call.
 bool token_linear(const TokenInput& in, std::span<const TokenPart> parts);
 
 namespace cuda {

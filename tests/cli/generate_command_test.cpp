@@ -81,6 +81,23 @@ TEST_F(GenerateCommand, SeveralSequencesAndJson) {
             written.at("sequences")[1].at("text").get<std::string>() + "\n");
 }
 
+TEST_F(GenerateCommand, LogProbabilities) {
+  const std::string json = folder.path("out.json"), options = "--prompt x --tokens 5 --temperature 0 ";
+  const std::string text = text_of(options), with = text_of(options + "--logprobs 2 --json " + json);
+  ASSERT_TRUE(with.starts_with(text)) << with;
+  EXPECT_EQ(std::ranges::count(with.substr(text.size()), '\n'), 5);
+  const auto written = nlohmann::json::parse(testing::read_file(json)).at("sequences")[0];
+  ASSERT_EQ(written.at("log_probabilities").size(), 5u);
+  const auto& first = written.at("log_probabilities")[0];
+  EXPECT_LT(first.at("log_probability"), 0);
+  ASSERT_EQ(first.at("most_probable").size(), 2u);
+  EXPECT_EQ(first.at("most_probable")[0].at("id"), first.at("id"));  // the most probable is chosen
+  EXPECT_EQ(first.at("most_probable")[0].at("log_probability"), first.at("log_probability"));
+  EXPECT_TRUE(with.substr(text.size()).starts_with(fmt::format("{} \"{}\" ", first.at("id").get<int>(), text[0])))
+      << with;
+  expect_run(generate("--prompt x --logprobs 21"), 2, {"--logprobs", "20"});
+}
+
 TEST_F(GenerateCommand, StopsBeforeAStopString) {
   const std::string options = "--prompt abc --tokens 40 --temperature 0 ";
   const std::string text = text_of(options);

@@ -109,6 +109,66 @@ TEST_P(DecoderOf, LogitsMatchTheFullPass) {
   EXPECT_EQ(decoder.tokens(slot), 150);
 }
 
+// Several prompts at once, some of them of slots that have read already, some cut into chunks.
+TEST_P(DecoderOf, PromptsReadTogetherEqualThoseReadAlone) {
+  Random random(8);
+  const LanguageModel model = lively_model(little(preset(GetParam())));
+  const int64_t vocabulary = model.config().vocabulary;
+  // New ones that do not fold yet; new ones that fold and have chunks; further ones of all; one token of each.
+  for (const std::vector<std::vector<int64_t>>& rounds :
+       {std::vector<std::vector<int64_t>>{{3, 20, 1, 9}, {7, 0, 30, 2}, {1, 1, 1, 1}},
+        std::vector<std::vector<int64_t>>{{190, 4100, 400, 33}, {40, 5, 1, 260}}}) {
+    Decoder together(model, 4), alone(model, 4);
+    std::vector<int32_t> slots;
+    for (int i = 0; i < 4; ++i) {
+      slots.push_back(together.start());
+      ASSERT_EQ(alone.start(), slots.back());
+    }
+    for (const std::vector<int64_t>& lengths : rounds) {
+      std::vector<std::vector<int32_t>> texts;
+      std::vector<Decoder::Prompt> prompts;
+      for (const int64_t length : lengths) texts.push_back(random_text(random, length, vocabulary));
+      for (size_t i = 0; i < slots.size(); ++i) prompts.push_back({slots[i], texts[i]});
+      together.read(prompts);
+      for (const auto& [slot, tokens] : prompts) alone.read(slot, tokens);
+      for (const int32_t slot : slots) {
+        EXPECT_EQ(together.tokens(slot), alone.tokens(slot));
+        EXPECT_EQ(together.contents(slot).sampling.history, alone.contents(slot).sampling.history);
+        // The number of rows of a product, and the form of the mixer, may differ: rounding.
+        EXPECT_LE(relative_error(together.logits(slot), alone.logits(slot)), 1e-5) << slot;
+      }
+    }
+    for (int step = 0; step < 80; ++step) {
+      for (const int32_t slot : slots) {
+        together.set_sampling(slot, kGreedy);
+        alone.set_sampling(slot, kGreedy);
+      }
+      ASSERT_EQ(together.step(slots).wait(), alone.step(slots).wait()) << step;
+    }
+  }
+}
+
+// Chunks of a prompt, and then tokens, against all of it in one pass.
+TEST_P(DecoderOf, DecodesAfterChunksAsAfterOnePass) {
+  Random random(9);
+  const LanguageModel model = lively_model(little(preset(GetParam())));
+  const std::vector<int32_t> text = random_text(random, 300, model.config().vocabulary);
+  Decoder decoder(model, 2);
+  const std::vector<int32_t> slots{decoder.start(), decoder.start()};
+  decoder.read(slots[0], text);
+  size_t at = 0;
+  for (const size_t count : {2, 90, 5, 103, 100}) {
+    decoder.read(slots[1], std::span(text).subspan(at, count));
+    at += count;
+  }
+  for (const int32_t slot : slots) decoder.set_sampling(slot, kGreedy);
+  for (int step = 0; step < 40; ++step) {
+    EXPECT_LE(relative_error(decoder.logits(slots[1]), decoder.logits(slots[0])), 2e-4) << step;
+    const std::vector<int32_t> ids = decoder.step(slots).wait();
+    ASSERT_EQ(ids[0], ids[1]) << step;
+  }
+}
+
 TEST_P(DecoderOf, ForksContinueBitForBit) {
   Random random(4);
   const LanguageModel model = lively_model(little(preset(GetParam())));
@@ -193,6 +253,9 @@ TEST(Decoder, RefusesInvalidArguments) {
   expect_error([&] { decoder.read(a, late); }, {"token 23", "expected 0 to 22"});
   EXPECT_EQ(decoder.tokens(a), 0);
   decoder.read(a, std::vector{1, 2});
+  const std::vector<int32_t> more{3, 4};
+  const Decoder::Prompt twice[] = {{a, more}, {a, more}};
+  expect_error([&] { decoder.read(twice); }, {"two prompts", "slot 0"});
   expect_error([&] { decoder.step(std::vector{a, a}); }, {"twice"});
   EXPECT_EQ(decoder.contents(a).sampling.position, 2u);  // no token was chosen
 

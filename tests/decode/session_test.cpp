@@ -129,6 +129,67 @@ TEST(Session, SequencesAreIndependent) {
   }
 }
 
+TEST(Session, SequencesWithTextsOfTheirOwn) {
+  const std::vector<std::string> texts{"the beginning", "", "x", "another beginning, a longer one"};
+  for (const char* arch : {"2mamba", "softmax"}) {
+    const Model model = random_model(arch);
+    Session session(model, 4);
+    session.read_each(texts);
+    const std::vector<Text> written = session.write(options_of(30));
+    session.read_each({" more", " of", "", " it"});
+    const std::vector<Text> further = session.write(options_of(20));
+    for (uint64_t i = 0; i < 4; ++i) {
+      Session alone(model);
+      alone.read(texts[i]);
+      EXPECT_EQ(alone.write(options_of(30, 1, 5 + i))[0].text, written[i].text) << arch << " " << i;
+      alone.read(std::vector<std::string>{" more", " of", "", " it"}[i]);
+      EXPECT_EQ(alone.write(options_of(20, 1, 5 + i))[0].text, further[i].text) << arch << " " << i;
+    }
+    expect_error([&] { session.read_each({"one"}); }, {"read_each", "1 texts", "4 sequences"});
+  }
+}
+
+// Against the logarithm of the softmax of a full pass, in double.
+TEST(Session, LogProbabilitiesOfWhatItWrites) {
+  const Model model = random_model("2mamba");
+  const LanguageModel& language_model = model.parts().language_model;
+  const int64_t known = model.parts().tokenizer->vocabulary_size();
+  Session session(model, 2);
+  session.read("the beginning");
+  WriteOptions options = options_of(25, 1.3);
+  options.sampling.frequency_penalty = 0.5;  // changes choices, not log-probabilities
+  options.sampling.log_probabilities = 3;
+  const std::vector<Text> texts = session.write(options);
+  for (const Text& text : texts) {
+    ASSERT_EQ(static_cast<int64_t>(text.log_probabilities.size()), text.tokens);
+    std::vector<int32_t> ids{model.parts().start};
+    for (const int32_t id : model.encode("the beginning")) ids.push_back(id);
+    const size_t prompt = ids.size();
+    for (const WrittenToken& token : text.log_probabilities) ids.push_back(token.id);
+    const auto length = static_cast<int64_t>(ids.size());
+    const std::vector<double> logits = to_doubles(language_model.logits(int_tensor_of(ids, {1, length})));
+    for (size_t t = 0; t < text.log_probabilities.size(); ++t) {
+      const double* const row = &logits[(prompt + t - 1) * static_cast<size_t>(model.vocabulary())];
+      double sum = 0;
+      for (int64_t i = 0; i < known; ++i) sum += std::exp(row[i]);
+      const WrittenToken& token = text.log_probabilities[t];
+      EXPECT_NEAR(token.log_probability, row[token.id] - std::log(sum), 1e-3) << t;
+      std::vector<double> sorted(row, row + known);
+      std::ranges::sort(sorted, std::greater<>());
+      ASSERT_EQ(token.most_probable.size(), 3u);
+      for (size_t k = 0; k < 3; ++k) {
+        const TokenLogProbability& other = token.most_probable[k];
+        EXPECT_NEAR(other.log_probability, sorted[k] - std::log(sum), 1e-3) << t << " " << k;
+        EXPECT_NEAR(other.log_probability, row[other.id] - std::log(sum), 1e-3) << t << " " << k;
+      }
+    }
+  }
+  options.sampling.log_probabilities = 0;
+  EXPECT_TRUE(session.write(options)[0].log_probabilities.at(0).most_probable.empty());
+  options.sampling.log_probabilities = -1;
+  EXPECT_TRUE(session.write(options)[0].log_probabilities.empty());
+}
+
 // The device chooses the most probable tokens and reads ahead, or the host does, among one candidate.
 TEST(SessionCuda, SamplesTheSameTokensAsTheHost) {
   SKIP_WITHOUT_GPU();

@@ -175,7 +175,12 @@ TEST(TokenLinearCuda, ReturnsFalseForUnsupportedCalls) {
   const auto runs = [&](int64_t rows, int64_t in, DType dtype) {
     const TokenPart part{.weight = to_gpu(random.normal_tensor({5, in}), dtype),
                          .out = Tensor::empty({rows, 5}, DType::f32, kGpu)};
-    return token_linear({to_gpu(random.normal_tensor({rows, in}), dtype), {}, {}, 0}, {&part, 1});
+    const TokenInput input{to_gpu(random.normal_tensor({rows, in}), dtype), {}, {}, 0};
+    TokenPart without_output = part;  // asked before outputs are allocated
+    without_output.out = {};
+    const bool ran = token_linear(input, {&part, 1});
+    EXPECT_EQ(has_token_linear(input, {&without_output, 1}), ran);
+    return ran;
   };
   EXPECT_TRUE(runs(8, 24, DType::bf16));
   EXPECT_FALSE(runs(9, 24, DType::bf16));
@@ -186,6 +191,7 @@ TEST(TokenLinearCuda, ReturnsFalseForUnsupportedCalls) {
 TEST(TokenLinear, HasNoKernelOnTheCpu) {
   const Tensor x = Tensor::zeros({1, 8}, DType::f32);
   const TokenPart part{.weight = x, .out = Tensor::zeros({1, 1}, DType::f32)};
+  EXPECT_FALSE(has_token_linear({x, {}, {}, 0}, {&part, 1}));
   EXPECT_FALSE(token_linear({x, {}, {}, 0}, {&part, 1}));
 }
 

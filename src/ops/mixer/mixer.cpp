@@ -83,16 +83,18 @@ std::vector<DType> input_dtypes(Form form, Device device) {
 void check_qkv(const ArgumentCheck& check, const MixerInputs& in, Form form) {
   check.rank("q", in.q, 4);
   check.dtype("q", in.q, input_dtypes(form, in.q.device()));
-  const auto like_q = [&](std::string_view argument, const Tensor& x, int64_t dim) {
-    check.shape(argument, x, {in.q.size(0), in.q.size(1), ArgumentCheck::kAny, dim});
+  require(in.first_query >= 0, "{}: argument \"first_query\" is {}, expected 0 or more", check.operation(),
+          in.first_query);
+  const auto like_q = [&](std::string_view argument, const Tensor& x, int64_t dim, int64_t length) {
+    check.shape(argument, x, {in.q.size(0), length, ArgumentCheck::kAny, dim});
     check.dtype(argument, x, {in.q.dtype()});
     check.device(argument, x, in.q.device());
     check.unit_inner_stride(argument, x);
   };
-  like_q("q", in.q, in.q.size(3));
-  like_q("k", in.k, in.q.size(3));
+  like_q("q", in.q, in.q.size(3), in.q.size(1));
+  like_q("k", in.k, in.q.size(3), in.first_query + in.q.size(1));
   check.rank("v", in.v, 4);
-  like_q("v", in.v, in.v.size(3));
+  like_q("v", in.v, in.v.size(3), in.first_query + in.q.size(1));
   require(in.q.size(0) >= 1 && in.q.size(1) >= 1 && in.q.size(2) >= 1,
           "{}: argument \"q\" has shape {}, expected at least one batch, token and head", check.operation(),
           to_string(in.q.shape()));
@@ -100,6 +102,12 @@ void check_qkv(const ArgumentCheck& check, const MixerInputs& in, Form form) {
     require(x.size(3) >= kSmallestDim && x.size(3) <= kLargestDim,
             "{}: argument \"{}\" has dimension {} per head, expected {} to {}", check.operation(), argument, x.size(3),
             kSmallestDim, kLargestDim);
+  require(
+      in.first_query == 0 || ((form == Form::automatic || form == Form::parallel || form == Form::reference) &&
+                              !in.boundaries && !in.initial_state),
+      "{}: argument \"first_query\" is {}, which only the parallel form without boundaries and states computes; give "
+      "the queries of all tokens",
+      check.operation(), in.first_query);
 }
 
 void check_state(const ArgumentCheck& check, std::string_view argument, const Tensor& state, const MixerSpec& spec,
@@ -207,7 +215,8 @@ MixerShape check_mixer(std::string_view operation, const MixerSpec& spec, const 
           operation, to_string(spec), in.q.size(3));
   MixerShape shape;
   shape.batch = in.q.size(0);
-  shape.length = in.q.size(1);
+  shape.length = in.k.size(1);
+  shape.first_query = in.first_query;
   shape.q_heads = in.q.size(2);
   shape.k_heads = in.k.size(2);
   shape.v_heads = in.v.size(2);
@@ -243,6 +252,9 @@ MixerResult mixer_forward(const MixerSpec& spec, const MixerInputs& inputs, cons
   require(!options.final_state || shape.state_rows > 0,
           "{}: argument \"final_state\" was requested, but there is no state of constant size for {} and dimension {}",
           kOperation, to_string(spec), shape.qk_dim);
+  require(!options.final_state || shape.first_query == 0,
+          "{}: argument \"first_query\" is {}, but a final state was requested; give the queries of all tokens",
+          kOperation, shape.first_query);
   const Device device = inputs.q.device();
   const int64_t chunk =
       options.chunk > 0 ? options.chunk : default_chunk(spec, shape.qk_dim, shape.v_dim, device, inputs.q.dtype());
@@ -250,15 +262,15 @@ MixerResult mixer_forward(const MixerSpec& spec, const MixerInputs& inputs, cons
   check_precision(kOperation, options.precision, device);
   MixerResult result;
   const DType accumulator = accumulator_of(inputs.q);
-  result.out = Tensor::empty({shape.batch, shape.length, shape.heads, shape.v_dim}, inputs.v.dtype(), device);
+  result.out = Tensor::empty({shape.batch, shape.queries(), shape.heads, shape.v_dim}, inputs.v.dtype(), device);
   if (spec.norm == Norm::sum) {
-    result.normalizer = Tensor::empty({shape.batch, shape.heads, shape.length}, accumulator, device);
+    result.normalizer = Tensor::empty({shape.batch, shape.heads, shape.queries()}, accumulator, device);
     if (spec.score == Score::exponential) result.maximum = Tensor::empty_like(result.normalizer);
   }
   if (options.final_state)
     result.final_state =
         Tensor::empty({shape.batch, shape.heads, shape.state_rows, shape.state_columns}, accumulator, device);
-  result.form = options.form;
+  result.form = options.form == Form::automatic && shape.first_query > 0 ? Form::parallel : options.form;
 #ifdef FURIOUS_CUDA
   if (!device.is_cpu()) {
     if (inputs.initial_state || options.final_state)
@@ -292,6 +304,9 @@ MixerGradients mixer_backward(const MixerSpec& spec, const MixerInputs& inputs, 
   const Form form = options.form == Form::automatic ? result.form : options.form;
   check_chunk(kOperation, options.chunk);
   const MixerShape shape = check_mixer(kOperation, spec, inputs, form);
+  require(shape.first_query == 0,
+          "{}: argument \"first_query\" is {}, but only the forward pass has it; give the queries of all tokens",
+          kOperation, shape.first_query);
   const std::vector<Segment> segments = segments_of(kOperation, inputs.boundaries, shape.batch, shape.length);
   const std::vector<int64_t> out_shape{shape.batch, shape.length, shape.heads, shape.v_dim};
   const DType accumulator = accumulator_of(inputs.q);

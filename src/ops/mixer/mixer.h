@@ -85,6 +85,9 @@ struct MixerInputs {
   Tensor log_decay;      // [batch, length, heads] f32 (f64 for the reference), none positive; exactly when spec.decay
   Tensor boundaries;     // optional: where documents start (boundaries.h); nothing passes a boundary
   Tensor initial_state;  // optional: [batch, heads, D, columns] f32 (f64); enters each row's first document
+  // Forward only, in the parallel form, without boundaries and states: q and the results have only the tokens from this
+  // one on, k, v and log_decay have all. What a chunk of a prompt costs is then linear in the tokens before it.
+  int64_t first_query = 0;
 };
 
 struct MixerOptions {
@@ -95,6 +98,7 @@ struct MixerOptions {
 };
 
 struct MixerResult {
+  // For every query, which are all tokens but with first_query.
   Tensor out;         // [batch, length, heads, v_dim], dtype of v
   Tensor normalizer;  // [batch, heads, length] f32 when norm = sum: n_i, divided by exp(maximum) for exponential scores
   Tensor maximum;     // [batch, heads, length] f32 for exponential with sum: the largest exponent of the row

@@ -321,6 +321,61 @@ Tensor MixerCache::positions() const {
   return positions;
 }
 
+// Adds tokens [1, count, heads, dim] to the pages of a slot.
+void MixerCache::append(int64_t index, const MixerInputs& inputs) {
+  CacheSlot& slot = at(index);
+  const int64_t count = inputs.k.size(1);
+  if (reserve(slot, slot.pending + count)) changed(index);  // where the kernels look for the pages
+  FURIOUS_DISPATCH(device_, cache_append(spec_, shape_, slot, inputs.k, inputs.v, inputs.log_decay));
+  slot.pending += count;
+  slot.tokens += count;
+  slot.prepared = false;
+  changed(index);
+}
+
+Tensor MixerCache::prefill(std::span<const SlotTokens> slots, const MixerInputs& inputs, const MixerOptions& options) {
+  constexpr std::string_view kOperation = "mixer_cache.prefill";
+  if (slots.size() == 1) return prefill(slots[0].slot, inputs, options);
+  const ArgumentCheck check(kOperation);
+  int64_t total = 0;
+  bool documents = true;
+  std::vector<int32_t> starts;
+  for (const SlotTokens& own : slots) {
+    const CacheSlot& slot = at(own.slot);
+    require(own.count > 0, "{}: {} tokens of slot {}, expected 1 or more", kOperation, own.count, own.slot);
+    require(std::ranges::count(slots, own.slot, &SlotTokens::slot) == 1, "{}: slot {} is listed twice; list it once",
+            kOperation, own.slot);
+    documents = documents && slot.tokens == 0 && (!has_state() || own.count < first_fold_);
+    starts.push_back(static_cast<int32_t>(total));
+    total += own.count;
+  }
+  check.shape("q", inputs.q, {1, total, shape_.q_heads, shape_.qk_dim});
+  check.shape("k", inputs.k, {1, total, shape_.k_heads, shape_.qk_dim});
+  check.shape("v", inputs.v, {1, total, shape_.v_heads, shape_.v_dim});
+  check.dtype("q", inputs.q, dtypes_on(device_));
+  check.device("q", inputs.q, device_);
+  const auto part = [&](size_t i) {
+    const auto cut = [&](const Tensor& x) { return x ? x.slice(1, starts[i], slots[i].count) : x; };
+    return MixerInputs{cut(inputs.q),         cut(inputs.k),     cut(inputs.v),
+                       cut(inputs.log_decay), inputs.boundaries, inputs.initial_state};
+  };
+  if (!documents) {
+    const Tensor out = Tensor::empty({1, total, shape_.heads, shape_.v_dim}, inputs.v.dtype(), device_);
+    for (size_t i = 0; i < slots.size(); ++i)
+      furious::copy(out.slice(1, starts[i], slots[i].count), prefill(slots[i].slot, part(i), options));
+    return out;
+  }
+  require(!inputs.boundaries && !inputs.initial_state && inputs.first_query == 0,
+          "{}: boundaries, an initial state and a first query are not supported; the cache is the state", kOperation);
+  MixerInputs packed = inputs;
+  packed.boundaries = Tensor::empty({static_cast<int64_t>(starts.size())}, DType::i32);
+  std::ranges::copy(starts, packed.boundaries.data<int32_t>());
+  const Tensor out = mixer_forward(spec_, packed, options).out;
+  keep_as(inputs.q.dtype());
+  for (size_t i = 0; i < slots.size(); ++i) append(slots[i].slot, part(i));
+  return out;
+}
+
 Tensor MixerCache::prefill(int64_t index, const MixerInputs& inputs, const MixerOptions& options) {
   constexpr std::string_view kOperation = "mixer_cache.prefill";
   CacheSlot& slot = at(index);
@@ -331,20 +386,13 @@ Tensor MixerCache::prefill(int64_t index, const MixerInputs& inputs, const Mixer
   check.shape("v", inputs.v, {1, given.length, shape_.v_heads, shape_.v_dim});
   check.dtype("q", inputs.q, dtypes_on(device_));
   check.device("q", inputs.q, device_);
-  require(!inputs.boundaries && !inputs.initial_state,
-          "{}: boundaries and an initial state are not taken; the cache is the state", kOperation);
+  require(!inputs.boundaries && !inputs.initial_state && inputs.first_query == 0,
+          "{}: boundaries, an initial state and a first query are not supported; the cache is the state", kOperation);
   keep_as(inputs.q.dtype());
   slot.prepared = false;
-  const auto append = [&] {
-    if (reserve(slot, slot.pending + given.length)) changed(index);  // where the kernels look for the pages
-    FURIOUS_DISPATCH(device_, cache_append(spec_, shape_, slot, inputs.k, inputs.v, inputs.log_decay));
-    slot.pending += given.length;
-    slot.tokens += given.length;
-    changed(index);
-  };
   if (slot.tokens > 0 && !has_state()) {
-    append();
-    return FURIOUS_DISPATCH(device_, cache_read(spec_, shape_, slot, inputs.q, options));
+    append(index, inputs);
+    return mixer_forward(spec_, all_pending(slot, inputs.q), options).out;
   }
   MixerInputs with_state = inputs;
   MixerOptions forward = options;
@@ -353,7 +401,7 @@ Tensor MixerCache::prefill(int64_t index, const MixerInputs& inputs, const Mixer
   if (slot.tokens > 0) with_state.initial_state = state(index);
   const MixerResult result = mixer_forward(spec_, with_state, forward);
   if (!forward.final_state) {
-    append();
+    append(index, inputs);
     return result.out;
   }
   if (!slot.state) slot.state = new_state();
@@ -362,6 +410,18 @@ Tensor MixerCache::prefill(int64_t index, const MixerInputs& inputs, const Mixer
   slot.tokens += given.length;
   changed(index);
   return result.out;
+}
+
+// All tokens of a KV cache, with queries for the last of them.
+MixerInputs MixerCache::all_pending(const CacheSlot& slot, const Tensor& q) const {
+  MixerInputs all;
+  all.q = q;
+  all.first_query = slot.pending - q.size(1);
+  all.k = Tensor::empty({1, slot.pending, shape_.k_heads, shape_.qk_dim}, dtype_, device_);
+  all.v = Tensor::empty({1, slot.pending, shape_.v_heads, shape_.v_dim}, dtype_, device_);
+  if (spec_.decay) all.log_decay = Tensor::empty({1, slot.pending, shape_.heads}, DType::f32, device_);
+  FURIOUS_DISPATCH(device_, cache_gather(spec_, shape_, slot, all.k, all.v, all.log_decay));
+  return all;
 }
 
 Tensor MixerCache::state(int64_t index) const {

@@ -12,6 +12,7 @@
 // its own tokens alone, and it takes memory only as it needs it.
 #pragma once
 
+#include <span>
 #include <vector>
 
 #include "ops/mixer/mixer.h"
@@ -86,6 +87,12 @@ class MixerCache {
   // Many tokens of one slot, as mixer_forward takes them (batch 1, of such dtypes, no boundaries, no initial state);
   // returns its output.
   Tensor prefill(int64_t slot, const MixerInputs& inputs, const MixerOptions& options = {});
+  // The same for several different slots, whose tokens follow each other in one row. Slots that are empty and do not
+  // fold yet are documents of one call of mixer_forward; otherwise there is a call for each slot.
+  struct SlotTokens {
+    int64_t slot = 0, count = 0;
+  };
+  Tensor prefill(std::span<const SlotTokens> slots, const MixerInputs& inputs, const MixerOptions& options = {});
 
   // Makes the slot empty and frees its memory.
   void clear(int64_t slot);
@@ -122,6 +129,8 @@ class MixerCache {
   void keep_as(DType dtype);
   void drop_window(CacheSlot& slot);
   void changed(int64_t slot);
+  void append(int64_t slot, const MixerInputs& inputs);
+  MixerInputs all_pending(const CacheSlot& slot, const Tensor& q) const;
   Tensor new_state() const;
   CachePage new_page() const;
   // The pages of contents(): a whole window after the first fold, before it those that hold tokens.

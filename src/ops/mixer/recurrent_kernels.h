@@ -58,9 +58,9 @@ void cache_append(const MixerSpec& spec, const MixerShape& shape, const CacheSlo
 void cache_step(const MixerSpec& spec, const MixerShape& shape, const CacheRecords& records,
                 const std::vector<CacheSlot>& slots, const SlotRows& rows, const Tensor& q, const Tensor& k,
                 const Tensor& v, const Tensor& log_decay, const Tensor& out, bool early);
-// The output [1, tokens, heads, v_dim] for the last tokens of a slot without a state, given their q.
-Tensor cache_read(const MixerSpec& spec, const MixerShape& shape, const CacheSlot& slot, const Tensor& q,
-                  const MixerOptions& options);
+// Copies the pending tokens of a slot to [1, pending, heads, dim] and, with decay, [1, pending, heads].
+void cache_gather(const MixerSpec& spec, const MixerShape& shape, const CacheSlot& slot, const Tensor& k,
+                  const Tensor& v, const Tensor& log_decay);
 void cache_fold(const MixerSpec& spec, const MixerShape& shape, std::span<const CacheFold> folds);
 // Between the packed state [heads, head_state_numbers] and the public layout [1, heads, D, columns].
 void cache_load(const MixerSpec& spec, const MixerShape& shape, const Tensor& from, const Tensor& state);
@@ -79,8 +79,8 @@ void cache_append(const MixerSpec& spec, const MixerShape& shape, const CacheSlo
 void cache_step(const MixerSpec& spec, const MixerShape& shape, const CacheRecords& records,
                 const std::vector<CacheSlot>& slots, const SlotRows& rows, const Tensor& q, const Tensor& k,
                 const Tensor& v, const Tensor& log_decay, const Tensor& out, bool early);
-Tensor cache_read(const MixerSpec& spec, const MixerShape& shape, const CacheSlot& slot, const Tensor& q,
-                  const MixerOptions& options);
+void cache_gather(const MixerSpec& spec, const MixerShape& shape, const CacheSlot& slot, const Tensor& k,
+                  const Tensor& v, const Tensor& log_decay);
 void cache_fold(const MixerSpec& spec, const MixerShape& shape, std::span<const CacheFold> folds);
 void cache_load(const MixerSpec& spec, const MixerShape& shape, const Tensor& from, const Tensor& state);
 void cache_store(const MixerSpec& spec, const MixerShape& shape, const Tensor& state, const Tensor& to);

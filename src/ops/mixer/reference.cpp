@@ -85,13 +85,13 @@ struct Head {
       : spec(mixer), features(shape.features), length(segment.length()), columns(shape.state_columns) {
     double sum = 0;
     for (int64_t t = segment.begin; t < segment.end; ++t) {
-      const auto row = [&](const Tensor& x) {
+      const auto row = [&](const Tensor& x, int64_t first = 0) {
         Vector values;
-        for (int64_t c = 0; c < x.size(3); ++c)
-          values.push_back(at(x, segment.batch, t, head / (shape.heads / x.size(2)), c));
+        for (int64_t c = 0; t >= first && c < x.size(3); ++c)
+          values.push_back(at(x, segment.batch, t - first, head / (shape.heads / x.size(2)), c));
         return values;
       };
-      q.push_back(row(in.q));
+      q.push_back(row(in.q, shape.first_query));  // empty before the first
       for (double& value : q.back()) value *= static_cast<double>(shape.scale);
       k.push_back(row(in.k));
       u.push_back(row(in.v));
@@ -233,8 +233,8 @@ void mixer_forward(const MixerSpec& spec, const MixerShape& shape, const MixerIn
   for (const Segment& segment : segments) {
     for (int64_t h = 0; h < shape.heads; ++h) {
       const Head head(spec, shape, in, segment, h);
-      for (size_t i = 0; i < head.length; ++i) {
-        const int64_t t = segment.begin + static_cast<int64_t>(i);
+      for (auto i = static_cast<size_t>(shape.first_query); i < head.length; ++i) {
+        const int64_t t = segment.begin + static_cast<int64_t>(i) - shape.first_query;  // of the queries
         const double shift = head.maximum(i);
         const Vector y = head.row(i, shift);
         const double factor = head.reciprocal(y.back());

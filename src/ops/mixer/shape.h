@@ -12,11 +12,14 @@ inline constexpr double kErased = -87.0;
 
 struct MixerShape {
   int64_t batch = 0, length = 0, heads = 0;
+  int64_t first_query = 0;
   int64_t q_heads = 0, k_heads = 0, v_heads = 0;
   int64_t qk_dim = 0, v_dim = 0;
   FeatureMap features;  // degree 0 without state
   int64_t state_rows = 0, state_columns = 0;
   float scale = 0;
+
+  int64_t queries() const { return length - first_query; }
 };
 
 // Throw an Error that names the argument if anything about the spec, or the inputs too, is wrong.

@@ -32,8 +32,10 @@ void forward_head(const MixerSpec& spec, const MixerShape& shape, const cpu::Hea
 
   for (size_t first = 0; first < job.length; first += job.chunk) {
     const size_t length = std::min(job.chunk, job.length - first);
+    const size_t queries = length - job.first_query;  // with a first query there is one chunk
     Span span = layout.span(length);
-    layout.pack_qk(job.q, first, length, shape.scale, q.data());
+    span.first_query = job.first_query;
+    layout.pack_qk(job.q, first, queries, shape.scale, q.data());
     layout.pack_qk(job.k, first, length, 1.0f, k.data());
     pack_rows(job.v, first, length, layout.v_dim, 1.0f, v.data(), layout.v_ld);
     transpose_tiles(k.data(), layout.qk_ld, length, layout.qk_dim, k_tiles.data());
@@ -48,7 +50,7 @@ void forward_head(const MixerSpec& spec, const MixerShape& shape, const cpu::Hea
       accumulate_decay(job, first, length, decay.data());
       span.decay = decay.data();
     }
-    const size_t rows = round_up(length, kRows);
+    const size_t rows = round_up(queries, kRows);
     std::fill(y.data(), y.data() + rows * layout.v_ld, 0.0f);
     std::fill(sum.data(), sum.data() + rows, 0.0f);
     std::fill(maximum.data(), maximum.data() + rows, -std::numeric_limits<float>::infinity());
@@ -62,12 +64,12 @@ void forward_head(const MixerSpec& spec, const MixerShape& shape, const cpu::Hea
     scores_forward<kKind, kMask>(span);
 
     if (sum_norm) {
-      for (size_t t = 0; t < length; ++t) factor.data()[t] = reciprocal_of<kKind>(sum.data()[t]);
-      scale_rows(y.data(), layout.v_ld, length, factor.data());
-      std::copy(sum.data(), sum.data() + length, job.normalizer + first);
-      if (kKind == Kind::kSoftmax) std::copy(maximum.data(), maximum.data() + length, job.maximum + first);
+      for (size_t t = 0; t < queries; ++t) factor.data()[t] = reciprocal_of<kKind>(sum.data()[t]);
+      scale_rows(y.data(), layout.v_ld, queries, factor.data());
+      std::copy(sum.data(), sum.data() + queries, job.normalizer + first);
+      if (kKind == Kind::kSoftmax) std::copy(maximum.data(), maximum.data() + queries, job.maximum + first);
     }
-    unpack_rows(y.data(), layout.v_ld, first, length, layout.v_dim, 1.0f, job.out);
+    unpack_rows(y.data(), layout.v_ld, first, queries, layout.v_dim, 1.0f, job.out);
 
     if (state && (first + length < job.length || job.final_state)) {
       const size_t from = decay_to_end(span.decay, length, factor.data());

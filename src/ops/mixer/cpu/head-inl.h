@@ -56,7 +56,7 @@ struct SpanLayout {
   cpu::Scratch<float> v_tiles() const { return cpu::Scratch<float>(round_up(chunk, kTile) * v_dim); }
   cpu::Scratch<float> per_row() const { return cpu::Scratch<float>(round_up(rows, kTile) + kPad); }
   cpu::Scratch<double> terms() const { return cpu::Scratch<double>(round_up(rows, kTile) + kPad); }
-  cpu::Scratch<double> decays() const { return cpu::Scratch<double>(rows); }
+  cpu::Scratch<double> decays() const { return cpu::Scratch<double>(rows + kRows); }
 
   void pack_qk(const cpu::HeadRows& in, size_t first, size_t length, float factor, float* out) const {
     pack_rows(in, first, length, qk_dim, factor, out, qk_ld);
@@ -77,14 +77,15 @@ struct SpanLayout {
   }
 };
 
-// A_t for the tokens [first, first + length) of a job, summed from `first`; padding repeats the last.
+// A_t for the tokens [first, first + length) of a job, summed from `first`; padding, as long as a strip that begins
+// with the last token, repeats the last.
 inline void accumulate_decay(const cpu::HeadJob& job, size_t first, size_t length, double* out) {
   double sum = 0;
   for (size_t t = 0; t < length; ++t) {
     sum += static_cast<double>(job.log_decay[static_cast<int64_t>(first + t) * job.log_decay_stride]);
     out[t] = sum;
   }
-  std::fill(out + length, out + round_up(length, kRows), sum);
+  std::fill(out + length, out + length + kRows, sum);
 }
 
 // exp(A_t): how much of the state before a span reaches its tokens. Returns how many tokens it reaches at all.

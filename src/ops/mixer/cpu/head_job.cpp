@@ -10,7 +10,8 @@ float* state_of(const Tensor& state, int64_t batch, int64_t head) {
 
 int64_t work_of(const MixerCall& call) {
   int64_t pairs = 0;
-  for (const Segment& segment : call.segments) pairs += segment.length() * std::min(segment.length(), call.chunk);
+  for (const Segment& segment : call.segments)
+    pairs += (segment.length() - call.shape.first_query) * std::min(segment.length(), call.chunk);
   return pairs * call.shape.heads * (call.shape.qk_dim + call.shape.v_dim);
 }
 
@@ -22,12 +23,13 @@ HeadJob forward_job(const MixerCall& call, int64_t index) {
     return HeadRows(tensor, segment.batch, segment.begin, head, shape.heads);
   };
   const auto per_token = [&](const Tensor& tensor) {
-    return tensor ? tensor.data<float>() + (segment.batch * shape.heads + head) * shape.length + segment.begin
+    return tensor ? tensor.data<float>() + (segment.batch * shape.heads + head) * shape.queries() + segment.begin
                   : nullptr;
   };
   HeadJob job;
   job.length = static_cast<size_t>(segment.length());
   job.chunk = static_cast<size_t>(std::min(call.chunk, segment.length()));
+  job.first_query = static_cast<size_t>(shape.first_query);
   job.q = rows(call.inputs.q);
   job.k = rows(call.inputs.k);
   job.v = rows(call.inputs.v);

@@ -49,6 +49,7 @@ float* state_of(const Tensor& state, int64_t batch, int64_t head);
 // One document of one head. What is optional and missing is null.
 struct HeadJob {
   size_t length = 0, chunk = 0;
+  size_t first_query = 0;  // q, out, normalizer and maximum have only the rows from this one on
   HeadRows q, k, v, out;
   const float* log_decay = nullptr;
   int64_t log_decay_stride = 0;

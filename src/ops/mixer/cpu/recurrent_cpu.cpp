@@ -273,14 +273,19 @@ void cpu::cache_step(const MixerSpec& spec, const MixerShape& shape, const Cache
   HWY_DYNAMIC_DISPATCH(read_cache)(spec, shape, tokens, q, out);
 }
 
-Tensor cpu::cache_read(const MixerSpec& spec, const MixerShape& shape, const CacheSlot& slot, const Tensor& q,
-                       const MixerOptions&) {
-  const int64_t length = q.size(1);
-  std::vector<CachedToken> tokens;
-  for (int64_t t = 0; t < length; ++t) tokens.push_back({&slot, slot.pending - length + 1 + t});
-  const Tensor out = Tensor::empty({1, length, shape.heads, shape.v_dim}, DType::f32);
-  HWY_DYNAMIC_DISPATCH(read_cache)(spec, shape, tokens, q.select(0, 0), out);
-  return out;
+void cpu::cache_gather(const MixerSpec&, const MixerShape&, const CacheSlot& slot, const Tensor& k, const Tensor& v,
+                       const Tensor& log_decay) {
+  const auto gather = [&](const Tensor& to, Tensor CachePage::*part) {
+    for (int64_t h = 0; to && h < to.size(2); ++h)
+      for (int64_t t = 0; t < to.size(1); t += CachePage::kTokens) {
+        const int64_t count = std::min(CachePage::kTokens, to.size(1) - t);
+        copy(to.select(0, 0).select(1, h).slice(0, t, count),
+             (slot.pages[t / CachePage::kTokens].*part).select(0, h).slice(0, 0, count));
+      }
+  };
+  gather(k, &CachePage::k);
+  gather(v, &CachePage::v);
+  gather(log_decay, &CachePage::log_decay);
 }
 
 void cpu::cache_fold(const MixerSpec& spec, const MixerShape& shape, std::span<const CacheFold> folds) {

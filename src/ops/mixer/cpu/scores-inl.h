@@ -37,6 +37,7 @@ static_assert(kBlock % kTile == 0 && kBlock % kRows == 0);
 // One span of one head. Matrices are packed (gemm-inl.h); arrays reach to the end of the last strip.
 struct Span {
   size_t length = 0;
+  size_t first_query = 0;          // forward: q, y, sum and maximum begin with this row
   size_t qk_dim = 0, v_dim = 0;    // true widths
   size_t qk_ld = 0, v_ld = 0;      // padded widths
   const float* q = nullptr;        // [length, qk_dim], scaled
@@ -68,7 +69,7 @@ constexpr bool kHasSignedMask = kKind != Kind::kLinear&& kKind != Kind::kSquared
 
 // Whether a pass of all queries over so many keys is worth waking threads for.
 inline bool is_large(const Span& span, size_t keys) {
-  return span.length * keys * (span.qk_dim + span.v_dim) > kWorthThreads;
+  return (span.length - span.first_query) * keys * (span.qk_dim + span.v_dim) > kWorthThreads;
 }
 
 // The decay between the rows and the columns of a tile, or of a block of keys.
@@ -183,7 +184,8 @@ struct ForwardScores {
     FloatVector sums[kRows][kWidth];
     clear_strip(sums);
     const float* tile = span.k_tiles + first_key * span.qk_dim + panel;
-    multiply_strip<false>(span.q + first_row * span.qk_ld, span.qk_ld, tile, kTile, span.qk_dim, sums);
+    multiply_strip<false>(span.q + (first_row - span.first_query) * span.qk_ld, span.qk_ld, tile, kTile, span.qk_dim,
+                          sums);
     HWY_UNROLL(6)
     for (size_t r = 0; r < kRows; ++r) {
       FloatVector gathered = hn::LoadU(kTag, partial + r * kLanes);
@@ -243,7 +245,7 @@ HWY_INLINE void for_each_panel(size_t columns, PerPanel&& per_panel) {
 inline HWY_ATTR void softmax_strip(const Span& span, size_t first_row, size_t keys, float* weights,
                                    const float* partial, float* rescale) {
   for (size_t r = 0; r < kRows; ++r) {
-    const size_t row = first_row + r;
+    const size_t row = first_row - span.first_query + r;
     const float before = span.maximum[row];
     const float after = std::max(before, hn::GetLane(hn::MaxOfLanes(kTag, hn::LoadU(kTag, partial + r * kLanes))));
     const FloatVector shift = hn::Set(kTag, after);
@@ -278,9 +280,9 @@ HWY_INLINE void forward_strip(const Span& span, size_t first_row, size_t first_k
   alignas(64) float rescale[kRows];
   if constexpr (kKind == Kind::kSoftmax) softmax_strip(span, first_row, keys, weights, maxima, rescale);
   for_each_panel(span.v_ld, [&](size_t column, size_t vectors) HWY_ATTR {
-    with_width(vectors,
-               ForwardValues{weights, span.v + first_key * span.v_ld + column, span.v_ld, keys,
-                             span.y + first_row * span.v_ld + column, kKind == Kind::kSoftmax ? rescale : nullptr});
+    with_width(vectors, ForwardValues{weights, span.v + first_key * span.v_ld + column, span.v_ld, keys,
+                                      span.y + (first_row - span.first_query) * span.v_ld + column,
+                                      kKind == Kind::kSoftmax ? rescale : nullptr});
   });
 }
 
@@ -317,15 +319,15 @@ HWY_NOINLINE void forward_block(const Span& span, size_t begin, size_t end) {
   }
   if constexpr (kKind == Kind::kSoftmax) return;
   for (size_t row = begin; row < end; ++row)
-    span.sum[row] += sum_of_lanes(hn::LoadU(kTag, partial + (row - begin) * kLanes));
+    span.sum[row - span.first_query] += sum_of_lanes(hn::LoadU(kTag, partial + (row - begin) * kLanes));
 }
 
 template <Kind kKind, Mask kMask>
 void scores_forward(const Span& span) {
-  const size_t blocks = (span.length + kBlock - 1) / kBlock;
+  const size_t blocks = (span.length - span.first_query + kBlock - 1) / kBlock;
   parallel_for_if(is_large(span, span.length), static_cast<int64_t>(blocks), [&](int64_t i) {
     const FlushSubnormals flush;
-    const size_t begin = (blocks - 1 - static_cast<size_t>(i)) * kBlock;  // longest first
+    const size_t begin = span.first_query + (blocks - 1 - static_cast<size_t>(i)) * kBlock;  // longest first
     forward_block<kKind, kMask>(span, begin, std::min(begin + kBlock, span.length));
   });
 }

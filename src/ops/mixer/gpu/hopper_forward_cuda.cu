@@ -49,7 +49,8 @@ __global__ void __launch_bounds__(Layout<kDim>::kThreads, 1)
       shared.ready.arrive_and_expect(L::kGroups * L::kPanels * kPanelBytes);
       for (int i = 0; i < L::kGroups; ++i)
         for (int panel = 0; panel < L::kPanels; ++panel)
-          copy_tile(shared.queries[i][panel], maps.q, shared.ready, panel * 64, rows.row0 + i * 64, h / m.q.group, b);
+          copy_tile(shared.queries[i][panel], maps.q, shared.ready, panel * 64, rows.row0 - m.first + i * 64,
+                    h / m.q.group, b);
     }
     copy_keys<kScore>(shared, maps.k, maps.v, m, rows);
     return;
@@ -189,19 +190,19 @@ __global__ void __launch_bounds__(Layout<kDim>::kThreads, 1)
     shared.empty[pipe.stage].arrive();
   }
 
-  const int64_t head_row = (static_cast<int64_t>(b) * m.heads + h) * m.length;
 #pragma unroll
   for (int u = 0; u < 2; ++u) {
     const int row = w0 + lane_row + u * 8;
     float sum = quad_sum(n[u]);
-    if (row >= rows.end) continue;
+    if (row >= rows.end || row < m.first) continue;
+    const int64_t place = m.place_of(b, h, row);
     float past = 1;  // what the past is to be multiplied by
     if (m.past.data && m.sum_norm) {
-      past = m.past_n[head_row + row];
+      past = m.past_n[place];
       sum += past;
     }
     const float inverse = !m.sum_norm ? 1.0f : fabsf(sum) < kSmallestNormalizer ? 0.0f : 1 / sum;
-    uint32_t* const to = reinterpret_cast<uint32_t*>(m.out.row(b, row, h)) + lane % 4;
+    uint32_t* const to = reinterpret_cast<uint32_t*>(m.out.row(b, row - m.first, h)) + lane % 4;
     const uint32_t* const from = m.past.data ? reinterpret_cast<uint32_t*>(m.past.row(b, row, h)) + lane % 4 : nullptr;
 #pragma unroll
     for (int d = 0; d < kDim / 8; ++d) {
@@ -214,8 +215,8 @@ __global__ void __launch_bounds__(Layout<kDim>::kThreads, 1)
       to[d * 4] = pack(y.x * inverse, y.y * inverse);
     }
     if (lane % 4 != 0) continue;
-    if (m.normalizer) m.normalizer[head_row + row] = sum;
-    if (m.maximum) m.maximum[head_row + row] = (largest[u] + own[u]) / kLog2e;
+    if (m.normalizer) m.normalizer[place] = sum;
+    if (m.maximum) m.maximum[place] = (largest[u] + own[u]) / kLog2e;
   }
 #endif
 }

@@ -49,22 +49,25 @@ __device__ inline uint64_t rows_at(uint64_t tile, int step) {
   return tile + step * 2048 / 16;
 }
 
-// The rows of a block: blocks of a chunk (or of the whole length) follow each other, the longest work first.
+// The rows of a block: blocks of a chunk (or of the whole length) follow each other, the longest work first. They begin
+// with a tile, so the first of them may have rows before the first query, which are zeros and are not stored.
 struct RowBlock {
   int row0, end;
 };
 template <int kRows, bool kLastFirst>
 __device__ RowBlock row_block(const Parallel& m) {
   const int length = static_cast<int>(m.length), chunk = m.chunk ? m.chunk : length;
-  const int blocks = (min(chunk, length) + kRows - 1) / kRows;
+  const int begin = m.first / kTile * kTile;
+  const int blocks = (min(chunk, length) - begin + kRows - 1) / kRows;
   const int c = static_cast<int>(blockIdx.x) / blocks, i = static_cast<int>(blockIdx.x) % blocks;
-  const int row0 = c * chunk + (kLastFirst ? blocks - 1 - i : i) * kRows;
+  const int row0 = begin + c * chunk + (kLastFirst ? blocks - 1 - i : i) * kRows;
   return {row0, min(min(row0 + kRows, (c + 1) * chunk), length)};
 }
 template <int kRows>
 dim3 row_blocks(const MixerShape& shape, int64_t chunk) {
   const int64_t own = chunk ? chunk : shape.length;
-  const int64_t blocks = blocks_for(std::min(own, shape.length), kRows) * blocks_for(shape.length, own);
+  const int64_t begin = shape.first_query / kTile * kTile;
+  const int64_t blocks = blocks_for(std::min(own, shape.length) - begin, kRows) * blocks_for(shape.length, own);
   return dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(shape.heads), static_cast<unsigned>(shape.batch));
 }
 

@@ -27,6 +27,7 @@ struct Parallel {
       *log_sum;  // [batch, heads, length]: δ_i (divided by n_i but for exponentials); log2 of n_i·exp(maximum)
   double *row_decay, *key_decay;
   int64_t length, heads;
+  int first;  // the first query; q, out, normalizer and maximum begin with it. 0 backward and with chunks
   float scale;
   bool sum_norm;
   // The chunked form: a query sees no keys before its chunk, of `chunk` tokens (0: all), but has what they give: `past`
@@ -39,6 +40,10 @@ struct Parallel {
 
   __device__ const double* decay_of(int64_t b, int64_t h) const {
     return decay ? decay + (b * heads + h) * length : nullptr;
+  }
+  // Of a query in the results that have one number for each.
+  __device__ int64_t place_of(int64_t b, int64_t h, int row) const {
+    return (b * heads + h) * (length - first) + row - first;
   }
 };
 
@@ -55,6 +60,7 @@ inline Parallel parallel_of(const MixerCall& call, const TokenTables& tables) {
   m.normalizer = floats(call.result.normalizer);
   m.maximum = floats(call.result.maximum);
   m.length = call.shape.length;
+  m.first = static_cast<int>(call.shape.first_query);
   m.heads = heads;
   m.scale = call.shape.scale;
   m.sum_norm = call.spec.norm == Norm::sum;

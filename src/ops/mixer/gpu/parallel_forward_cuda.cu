@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(const Parallel m) 
   float* const steps = locals + 2 * kTile;                                  // [2]: exp(r_J − r_{J−1})
 
   const int64_t b = blockIdx.z, h = blockIdx.y;
-  const int row0 = static_cast<int>(gridDim.x - 1 - blockIdx.x) * L::kRows;  // the longest work first
+  const int row0 = m.first + static_cast<int>(gridDim.x - 1 - blockIdx.x) * L::kRows;  // the longest work first
   const int length = static_cast<int>(m.length);
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const double* const a = m.decay_of(b, h);
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(const Parallel m) 
     }
   };
 
-  queries.template load<kThreads>(m.q.row(b, row0, h), m.q.token, L::kRows, length - row0);
+  queries.template load<kThreads>(m.q.row(b, row0 - m.first, h), m.q.token, L::kRows, length - row0);
   load(first_tile, 0);
 
   const int w0 = row0 + warp * L::kWarpRows;
@@ -238,7 +238,6 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(const Parallel m) 
     }
   }
 
-  const int64_t head_row = (b * m.heads + h) * m.length;
 #pragma unroll
   for (int mt = 0; mt < kM; ++mt)
 #pragma unroll
@@ -247,13 +246,13 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(const Parallel m) 
       const float sum = quad_sum(n[mt][u]);
       if (row >= length) continue;
       const float inverse = !m.sum_norm ? 1.0f : fabsf(sum) < kSmallestNormalizer ? 0.0f : 1 / sum;
-      uint32_t* const to = reinterpret_cast<uint32_t*>(m.out.row(b, row, h));
+      uint32_t* const to = reinterpret_cast<uint32_t*>(m.out.row(b, row - m.first, h));
 #pragma unroll
       for (int d = 0; d < kDim / 8; ++d)
         to[d * 4 + lane % 4] = pack(acc[mt][d][u * 2] * inverse, acc[mt][d][u * 2 + 1] * inverse);
       if (lane % 4 != 0) continue;
-      if (m.normalizer) m.normalizer[head_row + row] = sum;
-      if (m.maximum) m.maximum[head_row + row] = largest[mt][u] / kLog2e + own[mt][u];
+      if (m.normalizer) m.normalizer[m.place_of(b, h, row)] = sum;
+      if (m.maximum) m.maximum[m.place_of(b, h, row)] = largest[mt][u] / kLog2e + own[mt][u];
     }
 }
 
@@ -262,7 +261,7 @@ void launch(const MixerCall& call, const Parallel& m) {
   using L = Layout<kDim>;
   const auto kernel = forward_kernel<kScore, kDim>;
   allow_shared_memory(kernel, L::kBytes);
-  const dim3 grid(blocks_for(call.shape.length, L::kRows), static_cast<unsigned>(call.shape.heads),
+  const dim3 grid(blocks_for(call.shape.queries(), L::kRows), static_cast<unsigned>(call.shape.heads),
                   static_cast<unsigned>(call.shape.batch));
   kernel<<<grid, kThreads, L::kBytes, stream(call.inputs.q.device())>>>(m);
   check_launch("mixer_forward");

@@ -306,20 +306,9 @@ void cache_append(const MixerSpec& spec, const MixerShape& shape, const CacheSlo
   check_launch("mixer_cache.prefill");
 }
 
-// With the forward pass of all tokens. Its tensor cores are so much faster than a pass over the window for each token
-// that it may as well compute what nobody asks for, the output of the tokens before.
-Tensor cache_read(const MixerSpec& spec, const MixerShape& shape, const CacheSlot& slot, const Tensor& q,
-                  const MixerOptions& options) {
-  const int64_t length = slot.pending, first = length - q.size(1);
-  const Device device = q.device();
-  MixerInputs all;
-  all.q = Tensor::zeros({1, length, shape.q_heads, shape.qk_dim}, q.dtype(), device);
-  furious::copy(all.q.slice(1, first, q.size(1)), q);
-  all.k = Tensor::empty({1, length, shape.k_heads, shape.qk_dim}, q.dtype(), device);
-  all.v = Tensor::empty({1, length, shape.v_heads, shape.v_dim}, q.dtype(), device);
-  if (spec.decay) all.log_decay = Tensor::empty({1, length, shape.heads}, DType::f32, device);
-  move_tokens<false>(cache_of(spec, shape, q.dtype()), slot, all.k, all.v, all.log_decay, 0);
-  return mixer_forward(spec, all, options).out.slice(1, first, q.size(1));
+void cache_gather(const MixerSpec& spec, const MixerShape& shape, const CacheSlot& slot, const Tensor& k,
+                  const Tensor& v, const Tensor& log_decay) {
+  move_tokens<false>(cache_of(spec, shape, k.dtype()), slot, k, v, log_decay, 0);
 }
 
 void cache_sum_decay(const MixerSpec& spec, const MixerShape& shape, const CacheSlot& slot) {

@@ -18,6 +18,7 @@ struct Simple {
   float *normalizer, *maximum;
   double *row_decay, *key_decay;
   int64_t length, heads;
+  int64_t first;  // the first query; q, out, normalizer and maximum begin with it. 0 backward and with a past
   int qk_dim, v_dim;
   float scale;
   Score score;
@@ -59,22 +60,23 @@ __device__ void add(float (&x)[kPerLane], float factor, const float (&y)[kPerLan
   for (int i = 0; i < kPerLane; ++i) x[i] += factor * y[i];
 }
 
-// The token of this warp; false beyond the last.
+// The token of this warp, of those from `first` on; false beyond the last.
 struct Place {
   int64_t b, h, t;
 };
-__device__ bool place(Place& p, int64_t length) {
-  p = {blockIdx.z, blockIdx.y, static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32};
+__device__ bool place(Place& p, int64_t length, int64_t first = 0) {
+  p = {blockIdx.z, blockIdx.y, first + static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32};
   return p.t < length;
 }
 
 template <int kPerLane, class T>
 __global__ void forward_kernel(Simple<T> m) {
   Place p;
-  if (!place(p, m.length)) return;
+  if (!place(p, m.length, m.first)) return;
   const int64_t head_row = (p.b * m.heads + p.h) * m.length;
+  const int64_t query = p.t - m.first, query_place = (p.b * m.heads + p.h) * (m.length - m.first) + query;
   float q[kPerLane], k[kPerLane], v[kPerLane], y[kPerLane] = {};
-  load(q, m.q.row(p.b, p.t, p.h), m.qk_dim);
+  load(q, m.q.row(p.b, query, p.h), m.qk_dim);
   float n = 0, largest = -INFINITY;
   const int columns = m.v_dim + (m.sum_norm ? 1 : 0);
   if (m.past) {
@@ -105,10 +107,10 @@ __global__ void forward_kernel(Simple<T> m) {
     n += w;
   }
   const float inverse = !m.sum_norm ? 1.0f : fabsf(n) < kSmallestNormalizer ? 0.0f : 1 / n;
-  store(m.out.row(p.b, p.t, p.h), y, m.v_dim, inverse);
+  store(m.out.row(p.b, query, p.h), y, m.v_dim, inverse);
   if (threadIdx.x % 32 != 0) return;
-  if (m.normalizer) m.normalizer[head_row + p.t] = n;
-  if (m.maximum) m.maximum[head_row + p.t] = largest;
+  if (m.normalizer) m.normalizer[query_place] = n;
+  if (m.maximum) m.maximum[query_place] = largest;
 }
 
 // What one pair of a query i and a key j gives: dS and w·dw (the part of dA), and the weight of g in dv.
@@ -203,6 +205,7 @@ auto simple_of(const MixerCall& call, const TokenTables& tables) {
   m.maximum = floats(call.result.maximum);
   m.length = shape.length;
   m.heads = shape.heads;
+  m.first = shape.first_query;
   m.qk_dim = static_cast<int>(shape.qk_dim);
   m.v_dim = static_cast<int>(shape.v_dim);
   m.scale = shape.scale;
@@ -223,7 +226,8 @@ void with_lanes(const MixerShape& shape, F&& f) {
 }
 
 dim3 grid_of(const MixerShape& shape) {
-  return dim3(blocks_for(shape.length, kWarps), static_cast<unsigned>(shape.heads), static_cast<unsigned>(shape.batch));
+  return dim3(blocks_for(shape.queries(), kWarps), static_cast<unsigned>(shape.heads),
+              static_cast<unsigned>(shape.batch));
 }
 
 }  // namespace

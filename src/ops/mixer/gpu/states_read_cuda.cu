@@ -539,13 +539,13 @@ void read_states(const MixerCall& call, const ChunkTables& tables, const Tensor&
 void state_gradients(const MixerCall& call, const ChunkTables& tables, const Tensor& states,
                      const ScaledGradient& scaled, const HeadGradients& gradients,
                      const Tensor& initial_state_gradient) {
-  const auto& [q, k, v, a, boundaries, initial] = call.inputs;
+  const Tensor &q = call.inputs.q, &k = call.inputs.k, &v = call.inputs.v;
   const Tensor& g = scaled.g;
   const Tensor delta = call.spec.norm == Norm::sum ? scaled.delta : Tensor();
   const float constant = score_constant(call);
   const cudaStream_t here = stream(q.device());
   const CUtensorMap q_map = tile_map(q), k_map = tile_map(k), v_map = tile_map(v), g_map = tile_map(g);
-  const int first = initial ? -1 : 0, last = static_cast<int>(tables.chunks) - 1;
+  const int first = call.inputs.initial_state ? -1 : 0, last = static_cast<int>(tables.chunks) - 1;
   Reading dq = reading_of(call, states, q, g, tables.in, true, constant, first, gradients.q);
   dq.shift = floats(delta);
   const float degree = call.spec.score == Score::squared ? 2 : 1;

@@ -128,6 +128,7 @@ struct Call {
   double *row_decay, *key_decay;
   int64_t heads;
   int length, qk_dim, v_dim;
+  int first;  // the first query; q, out, normalizer and maximum begin with it. 0 backward and with a past
   bool sum_norm, may_erase;
   ScoreFunction f;
 
@@ -496,7 +497,8 @@ void with_constants(const MixerCall& call, F&& f) {
 }
 
 inline dim3 grid_of(const MixerShape& shape, int rows) {
-  return dim3(blocks_for(shape.length, rows), static_cast<unsigned>(shape.heads), static_cast<unsigned>(shape.batch));
+  return dim3(blocks_for(shape.queries(), rows), static_cast<unsigned>(shape.heads),
+              static_cast<unsigned>(shape.batch));
 }
 
 }  // namespace furious::cuda::tiles

@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(const __grid_const
   LogDecay* const locals = reinterpret_cast<LogDecay*>(values.data + L::kTile * kDim);
 
   const int64_t b = blockIdx.z, h = blockIdx.y, head_row = (b * m.heads + h) * m.length;
-  const int row0 = static_cast<int>(gridDim.x - 1 - blockIdx.x) * L::kRows;  // the longest work first
+  const int row0 = m.first + static_cast<int>(gridDim.x - 1 - blockIdx.x) * L::kRows;  // the longest work first
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = lane_index();
   const double* const a = m.decay ? m.decay + head_row : nullptr;
   const int* const starts = m.starts ? m.starts + b * m.length : nullptr;
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(const __grid_const
   const int steps = (m.qk_dim + 31) / 32;
   const bool all = m.v_dim > 64;
 
-  load_tile<L::kRows, kDim>(queries, HeadRows(m.q, b, h), row0, m.length, m.qk_dim);
+  load_tile<L::kRows, kDim>(queries, HeadRows(m.q, b, h), row0 - m.first, m.length - m.first, m.qk_dim);
 
   const int w0 = row0 + warp * L::kWarpRows;
   const int w_last = w0 + L::kWarpRows - 1;
@@ -164,10 +164,11 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(const __grid_const
           for (int i = 0; i < P::kRun; ++i)
             if (P::column(run) < m.v_dim) P::element(acc[mt], run, i, u) += past[P::column(run) + i];
       }
-      store_row<P>(out, row, m.v_dim, acc[mt], u, m.inverse_normalizer(n));
+      store_row<P>(out, row - m.first, m.v_dim, acc[mt], u, m.inverse_normalizer(n));
       if (lane % 4 != 0) continue;
-      if (m.normalizer) m.normalizer[head_row + row] = n;
-      if (m.maximum) m.maximum[head_row + row] = largest[mt][u];
+      const int64_t place = (b * m.heads + h) * (m.length - m.first) + row - m.first;
+      if (m.normalizer) m.normalizer[place] = n;
+      if (m.maximum) m.maximum[place] = largest[mt][u];
     }
 }
 
@@ -187,6 +188,7 @@ Call call_of(const MixerCall& call, const TokenTables& tables) {
   m.maximum = floats(call.result.maximum);
   m.heads = shape.heads;
   m.length = static_cast<int>(shape.length);
+  m.first = static_cast<int>(shape.first_query);
   m.qk_dim = static_cast<int>(shape.qk_dim);
   m.v_dim = static_cast<int>(shape.v_dim);
   m.sum_norm = call.spec.norm == Norm::sum;
