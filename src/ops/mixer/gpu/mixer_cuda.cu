@@ -6,6 +6,7 @@
 #include "gpu/rows.cuh"
 #include "ops/elementwise.h"
 #include "ops/mixer/cost.h"
+#include "ops/mixer/gpu/chunk_states.h"
 #include "ops/mixer/gpu/heads.cuh"
 #include "ops/mixer/gpu/mixer_cuda.h"
 #include "ops/mixer/gpu/states.h"
@@ -203,13 +204,23 @@ TokenTables token_tables(const MixerCall& call) {
 
 namespace {
 
-// The length up to which the parallel form in tiles is faster than the chunked form, whose features go through memory:
-// where its products are `kStateCost` times those of the states, but at least `kLeast`. Estimates for an H200.
-int64_t longest_in_tiles(const MixerCall& call) {
-  constexpr int64_t kStateCostF32 = 2, kStateCostBf16 = 8, kLeast = 2048;
-  const MixerShape& shape = call.shape;
-  const int64_t cost = product_precision(call) == MixerPrecision::bf16 ? kStateCostBf16 : kStateCostF32;
-  return std::max(kLeast, cost * 4 * shape.state_rows * shape.state_columns / (shape.qk_dim + shape.v_dim));
+// The length up to which the parallel form is faster than the chunked form: where its products are `cost` times those
+// of the states, but at least `least`.
+int64_t longest_by_products(const MixerShape& shape, double cost, int64_t least) {
+  const double equal = 4.0 * static_cast<double>(shape.state_rows * shape.state_columns) /
+                       static_cast<double>(shape.qk_dim + shape.v_dim);
+  return std::max(least, static_cast<int64_t>(cost * equal));
+}
+
+// The same for the calls that the kernels of Hopper's states do not support. Estimates for an H200.
+int64_t longest_parallel(const MixerCall& call) {
+  constexpr int64_t kLeast = 1024, kLeastThroughMemory = 2048, kOnTensorCores = 65536, kSimple = 512;
+  const bool fast = parallel_supports(call);
+  if (chunk_states_support(call)) return longest_by_products(call.shape, fast ? 1.3 : 0.5, kLeast);
+  if (fast) return kOnTensorCores;
+  if (!tiles_support(call)) return kSimple;
+  const bool bf16 = product_precision(call) == MixerPrecision::bf16;
+  return longest_by_products(call.shape, bf16 ? 8 : 2, kLeastThroughMemory);  // features go through memory
 }
 
 enum class Kernels : uint8_t { parallel, tiles, simple };
@@ -238,16 +249,24 @@ void ran(const MixerCall& call, std::string_view kernel) {
   if (call.kernel) *call.kernel = kernel;
 }
 
+// Inside chunks, or all of a call in the parallel form; `past` as simple_forward() takes it.
+void inside_forward(const MixerCall& call, Kernels kernels, const TokenTables& within, const Tensor& past) {
+  if (kernels == Kernels::parallel && !past) {
+    ran(call, on_hopper(call.inputs.q.device()) ? "hopper" : "tensor cores");
+    parallel_forward(call, within);
+  } else if (kernels != Kernels::simple) {  // the kernels of `parallel` have no past of this kind
+    ran(call, "tiles");
+    tiles_forward(call, within, past);
+  } else {
+    ran(call, "simple");
+    simple_forward(call, within, past);
+  }
+}
+
 }  // namespace
 
 Form choose_form(const MixerCall& call) {
-  // The lengths up to which the parallel form is faster, measured on an H200 (docs/performance.md).
-  constexpr int64_t kOnTensorCores = 65536;
-  constexpr int64_t kSimple = 512;
-  const int64_t longest = states_support(call)      ? longest_parallel(call.spec.score)
-                          : parallel_supports(call) ? kOnTensorCores
-                          : tiles_support(call)     ? longest_in_tiles(call)
-                                                    : kSimple;
+  const int64_t longest = states_support(call) ? furious::longest_parallel(call.spec.score) : longest_parallel(call);
   return call.shape.state_rows > 0 && call.shape.length > longest ? Form::chunked : Form::parallel;
 }
 
@@ -267,19 +286,23 @@ Tensor mixer_forward(const MixerCall& call) {
       inside_chunks_forward(call, within, call.chunk, past, past_n);
       return states;
     }
+    if (chunk_states_support(call)) {
+      // Past values of a squared score have a positive share of the normalizer, which they can be divided by.
+      const bool hopper = kernels == Kernels::parallel && on_hopper(call.inputs.q.device()) && call.chunk % 256 == 0 &&
+                          (call.spec.score == Score::squared || call.spec.norm == Norm::none);
+      const Past from_states = chunk_states_past(call, chunks, hopper);
+      if (from_states.values) {
+        inside_chunks_forward(call, within, call.chunk, from_states.values, from_states.normalizer);
+      } else {
+        inside_forward(call, kernels, chunks.within, from_states.columns);
+      }
+      ran(call, "chunk states");
+      return {};
+    }
     past = chunked_past(call, chunks);
     within = chunks.within;
   }
-  if (kernels == Kernels::parallel && !past) {
-    ran(call, on_hopper(call.inputs.q.device()) ? "hopper" : "tensor cores");
-    parallel_forward(call, within);
-  } else if (kernels != Kernels::simple) {  // the kernels of `parallel` have no past of this kind
-    ran(call, "tiles");
-    tiles_forward(call, within, past);
-  } else {
-    ran(call, "simple");
-    simple_forward(call, within, past);
-  }
+  inside_forward(call, kernels, within, past);
   return {};
 }
 
