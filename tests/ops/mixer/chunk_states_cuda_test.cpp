@@ -102,7 +102,7 @@ void compare(const MixerCase& c, int64_t chunk) {
     ASSERT_EQ(a.defined(), e.defined()) << kNames[i];
     if (!a) continue;
     const RelativeError error = relative_error(a, e, i < 2 ? 1e-30 : scale);
-    EXPECT_LE(error.all, i == 5 ? 3e-2 : 1e-2) << kNames[i];
+    EXPECT_LE(error.all, i == 5 ? 3e-2 : 1.5e-2) << kNames[i];
     EXPECT_LE(error.worst, i == 5 ? 0.1 : 3e-2) << kNames[i];
   }
 }
@@ -112,17 +112,16 @@ TEST(ChunkStatesCuda, EveryDimension) {
   Random random(1);
   const std::vector<std::pair<int64_t, int64_t>> dims{{8, 8},   {24, 40}, {40, 24},  {32, 32},  {72, 96},
                                                       {96, 72}, {96, 96}, {128, 64}, {48, 128}, {128, 128}};
-  size_t i = 0;
-  for (const MixerSpec& spec : state_specs())
-    for (const auto& [qk_dim, v_dim] : dims) {
-      Sizes sizes{.qk_dim = qk_dim, .v_dim = v_dim, .length = 150, .chunk = 64};
-      sizes.boundaries = i % 3 == 1;
-      sizes.initial = i % 2 == 0;
-      sizes.final_gradient = i % 4 < 2;
-      (i % 5 < 2 ? sizes.q_heads : sizes.v_heads) = 2;
+  const std::vector<MixerSpec> specs = state_specs();
+  for (size_t i = 0; i < specs.size(); ++i)
+    for (size_t j = (i + i / 2) % 2; j < dims.size(); j += 2) {
+      Sizes sizes{.qk_dim = dims[j].first, .v_dim = dims[j].second, .length = 150, .chunk = 64};
+      sizes.boundaries = random.coin();
+      sizes.initial = random.coin();
+      sizes.final_gradient = random.coin();
+      (random.coin() ? sizes.q_heads : sizes.v_heads) = 2;
       sizes.strongest_decay = random.pick<double>({0.01, 0.5, 20});
-      compare(make_case(random, spec, sizes), sizes.chunk);
-      ++i;
+      compare(make_case(random, specs[i], sizes), sizes.chunk);
     }
 }
 
@@ -163,7 +162,7 @@ TEST(ChunkStatesCuda, LongChunks) {
       }
 }
 
-// Enough blocks that each walks through all chunks of its rows.
+// Enough blocks that each walks through all chunks of its rows, or through a segment of them.
 TEST(ChunkStatesCuda, ManyHeads) {
   SKIP_WITHOUT_GPU();
   Random random(4);
@@ -174,9 +173,10 @@ TEST(ChunkStatesCuda, ManyHeads) {
       sizes.boundaries = !states;
       compare(make_case(random, {Score::squared, true, norm}, sizes), sizes.chunk);
       sizes.qk_dim = sizes.v_dim = 16;
-      sizes.batch = 30;
+      sizes.batch = states ? 30 : 140;
       sizes.q_heads = sizes.k_heads = sizes.v_heads = 16;
-      sizes.length = 70;
+      sizes.length = 50;
+      sizes.chunk = 24;
       compare(make_case(random, {Score::linear, true, norm}, sizes), sizes.chunk);
     }
 }

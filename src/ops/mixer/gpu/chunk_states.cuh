@@ -56,6 +56,12 @@ void with_constants(const MixerCall& call, F&& f) {
 
 Sizes sizes_of(const MixerCall& call, const ChunkTables& tables);
 
+// Whether rows of a head can be read 16 bytes at a time.
+inline bool rows_are_wide(const Tensor& x) {
+  return x.stride(0) % 8 == 0 && x.stride(1) % 8 == 0 && x.stride(2) % 8 == 0 &&
+         reinterpret_cast<uintptr_t>(x.raw()) % 16 == 0;
+}
+
 // One walk of a state through the chunks: S ← through · S + Σ_j w_j φ(x_j) u_jᵀ, where u ends with 1, or −δ.
 struct Walk {
   Tensor x, u, factors, delta;

@@ -12,7 +12,6 @@ namespace {
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kRows = kWarps * 16;
-constexpr int kStages = 3;
 constexpr int kStageRows = 64;
 
 struct ContractArguments {
@@ -22,6 +21,7 @@ struct ContractArguments {
   const float *factors, *delta, *reach;
   int empty;
   bool reverse;
+  bool wide;  // rows of dx
   double* decay;
   float decay_factor;
 };
@@ -29,6 +29,7 @@ struct ContractArguments {
 // The tokens of a block, and its shared memory.
 template <int kWidth>
 struct Place {
+  static constexpr int kStages = kWidth <= 104 ? 2 : 3;  // with two, two blocks fit on a multiprocessor
   bf16 (*stages)[kStageRows][kWidth];
   bf16* x;
   union {
@@ -57,27 +58,47 @@ struct Place {
   }
 };
 
-// x·dx to the gradient of the decay, and dx to memory; a warp's 16 tokens.
+// x·dx to the gradient of the decay, and dx to memory; a warp's 16 tokens, four at a time, eight columns per lane.
 template <int kWidth>
 __device__ void write_rows(const ContractArguments& m, const Place<kWidth>& p) {
   const Sizes& s = m.sizes;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-#pragma unroll 4
-  for (int i = 0; i < 16; ++i) {
-    const int row = warp * 16 + i, token = p.token + row;
-    if (token >= p.end) break;
-    const int64_t place = s.token(p.head, token);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int row = warp * 16 + 4 * i + lane / 8, token = p.token + row;
+    const bool there = token < p.end;
+    const int64_t place = s.token(p.head, there ? token : p.token);
     const float factor = m.factors ? m.factors[place] : 1.0f;
-    bf16* const to = m.dx.row(p.b, token, p.h);
+    bf16* const to = m.dx.row(p.b, there ? token : p.token, p.h);
     float product = 0;
-    for (int column = lane; column < s.qk_dim; column += 32) {
-      const float value = p.dx[row * p.sum_pitch + column] * factor;
-      product = fmaf(to_float(p.x[row * p.pitch + column]), value, product);
-      to[column] = from_float<bf16>(to_float(to[column]) + value);
+#pragma unroll 2
+    for (int column = lane % 8 * 8; column < s.qk_dim && there; column += 64) {
+      union Eight {
+        uint4 all;
+        bf16 each[8];
+      } x, y;
+      x.all = *reinterpret_cast<const uint4*>(p.x + row * p.pitch + column);
+      if (m.wide)
+        y.all = *reinterpret_cast<const uint4*>(to + column);
+      else
+#pragma unroll
+        for (int e = 0; e < 8; ++e) y.each[e] = to[column + e];
+      const float* const dx = p.dx + row * p.sum_pitch + column;
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        const float value = dx[e] * factor;
+        product = fmaf(to_float(x.each[e]), value, product);
+        y.each[e] = from_float<bf16>(to_float(y.each[e]) + value);
+      }
+      if (m.wide)
+        *reinterpret_cast<uint4*>(to + column) = y.all;
+      else
+#pragma unroll
+        for (int e = 0; e < 8; ++e) to[column + e] = y.each[e];
     }
     if (!m.decay) continue;
-    product = warp_sum(product);
-    if (lane == 0) m.decay[place] += static_cast<double>(product * m.decay_factor);
+    product = warp_sum<8>(product);
+    if (lane % 8 == 0 && there) m.decay[place] += static_cast<double>(product * m.decay_factor);
   }
 }
 
@@ -131,8 +152,8 @@ __device__ void multiply(float (&t)[8][4], const uint32_t (&u)[kWidth / 16][4], 
 }
 
 template <bool kSquared, int kWidth>
-__global__ void __launch_bounds__(kThreads, kWidth <= 72 ? 2 : 1) contract_kernel(const ContractArguments m) {
-  constexpr int kSteps = kWidth / 16;
+__global__ void __launch_bounds__(kThreads, kWidth <= 104 ? 2 : 1) contract_kernel(const ContractArguments m) {
+  constexpr int kSteps = kWidth / 16, kStages = Place<kWidth>::kStages;
   extern __shared__ __align__(16) unsigned char memory[];
   const Sizes& s = m.sizes;
   const Place<kWidth> p(s, memory);
@@ -156,8 +177,8 @@ __global__ void __launch_bounds__(kThreads, kWidth <= 72 ? 2 : 1) contract_kerne
   copy_rows<kThreads>(p.u, kWidth, m.u, p.b, p.h, p.token, kRows, p.end - p.token, 0, kWidth / 8 - 1, s.v_dim);
   commit_copies();
   copy_rows<kThreads>(p.x, p.pitch, m.x, p.b, p.h, p.token, kRows, p.end - p.token, 0, 2 * s.blocks, s.qk_dim);
-  request(0);
-  request(1);
+#pragma unroll
+  for (int i = 0; i < kStages - 1; ++i) request(i);
   uint32_t u[kSteps][4], last[2] = {};
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
@@ -169,7 +190,7 @@ __global__ void __launch_bounds__(kThreads, kWidth <= 72 ? 2 : 1) contract_kerne
       if (quad == 1) last[e] &= 0xFFFFu;
     }
   }
-  wait_for_copies<2>();
+  wait_for_copies<kStages - 1>();
   __syncthreads();
 #pragma unroll
   for (int step = 0; step < kSteps; ++step)
@@ -180,7 +201,7 @@ __global__ void __launch_bounds__(kThreads, kWidth <= 72 ? 2 : 1) contract_kerne
   for (int i = 0; i < count; ++i) {
     wait_for_copies<kStages - 2>();
     __syncthreads();
-    request(i + 2);
+    request(i + kStages - 1);
     float t[8][4];
     multiply<kWidth>(t, u, last, p.stages[i % kStages], s.sum_norm);
     const auto place = [&](int e, int column) { return p.dx + (row + g + 8 * e) * p.sum_pitch + column; };
@@ -254,6 +275,7 @@ void contract(const MixerCall& call, const ChunkTables& tables, const Contractio
   m.reach = floats(contraction.reach);
   m.empty = contraction.empty;
   m.reverse = contraction.reverse;
+  m.wide = rows_are_wide(contraction.dx);
   m.decay = doubles(contraction.decay);
   m.decay_factor = contraction.sign / (call.spec.score == Score::squared ? 2.0f : 1.0f);
   with_constants(call, [&](auto squared, auto width) {

@@ -26,7 +26,7 @@ struct ReadArguments {
   float* past;
   Heads<bf16> values;
   float* normalizer;
-  bool add;  // to values
+  bool add, wide;  // to values; their rows
 
   __device__ float factor(int64_t place) const { return reach ? constant * reach[place] : constant; }
 };
@@ -64,9 +64,14 @@ __device__ void write_row(const ReadArguments& m, int64_t b, int64_t h, int64_t 
     const int column = 8 * j + 2 * t;
     if (column >= s.v_dim) continue;
     const float2 y = acc(j);
-    const bool add = m.add;
-    to[column] = from_float<bf16>(y.x * factor + (add ? to_float(to[column]) : 0.0f));
-    to[column + 1] = from_float<bf16>(y.y * factor + (add ? to_float(to[column + 1]) : 0.0f));
+    if (m.wide) {
+      uint32_t* const pair = reinterpret_cast<uint32_t*>(to + column);
+      const uint32_t before = m.add ? *pair : 0;
+      *pair = pack(y.x * factor + low_of(before), y.y * factor + high_of(before));
+    } else {
+      to[column] = from_float<bf16>(y.x * factor + (m.add ? to_float(to[column]) : 0.0f));
+      to[column + 1] = from_float<bf16>(y.y * factor + (m.add ? to_float(to[column + 1]) : 0.0f));
+    }
   }
 }
 
@@ -192,7 +197,11 @@ void read(const MixerCall& call, const ChunkTables& tables, const Reading& readi
   m.past = floats(reading.past);
   m.normalizer = floats(reading.normalizer);
   m.add = reading.add_to.defined();
-  if (!reading.past) m.values = heads_of<bfloat16>(m.add ? reading.add_to : reading.values, shape.heads);
+  if (!reading.past) {
+    const Tensor& values = m.add ? reading.add_to : reading.values;
+    m.values = heads_of<bfloat16>(values, shape.heads);
+    m.wide = rows_are_wide(values);
+  }
   with_constants(call, [&](auto squared, auto width) {
     const auto kernel = read_kernel<decltype(squared)::value, decltype(width)::value>;
     const size_t bytes = sizeof(bf16) * (kStages * kStageRows * decltype(width)::value +

@@ -3,8 +3,9 @@
 // A block owns some rows of the state of a head as accumulators and walks over tiles of 64 tokens. The operand A, rows
 // (a, b) of 16 b by 16 tokens, is the transposed fragment of x_b times w x_a of the tokens, made in registers. Where
 // the rows of all heads fill the device, a block walks through all chunks and writes the state before each, in bf16:
-// that is an operand of products only, the sum stays f32. Else every chunk has blocks of its own, which write f32 sums
-// for `carry_kernel` to add up.
+// that is an operand of products only, the sum stays f32. For blocks that all end at the same time their walk is cut
+// into segments; a block leaves its accumulators to that of the next one. Where there are few heads, every chunk has
+// blocks of its own, which write f32 sums for `carry_kernel` to add up.
 #include "gpu/device.h"
 #include "ops/elementwise.h"
 #include "ops/mixer/gpu/chunk_states.cuh"
@@ -17,6 +18,7 @@ constexpr int kTokens = 64;  // of a tile
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kStages = 3;
+constexpr int kManyWaves = 8;  // of blocks: so many that the last one does not matter
 
 struct WalkArguments {
   Sizes sizes;
@@ -26,6 +28,11 @@ struct WalkArguments {
   bf16* states;
   float* sums;  // f32 as `states`, the sum of each chunk: where it is defined, a block has one chunk
   bool reverse;
+  // Of walks that are cut into segments, each of which is a block: tickets that put the blocks in order, the number of
+  // segments done of each walk (its rows of one head), and its accumulators, [walks, numbers, threads].
+  int slices, segments;
+  int* progress;  // of each walk, and at the end the next ticket
+  float* between;
 };
 
 template <bool kSquared, int kWidth>
@@ -56,10 +63,14 @@ struct Walker {
   __device__ int lane() const { return static_cast<int>(threadIdx.x) % 32; }
   __device__ int warp() const { return static_cast<int>(threadIdx.x) / 32; }
 
-  __device__ Walker(const WalkArguments& arguments, Shared& memory, int slice)
-      : m(arguments), shared(memory), b(blockIdx.z), h(blockIdx.y), head(b * gridDim.y + h), block(0), first_a(0) {
+  // `walk`: which rows of which head.
+  __device__ Walker(const WalkArguments& arguments, Shared& memory, int walk)
+      : m(arguments), shared(memory), head(walk / m.slices), block(0), first_a(0) {
+    b = head / m.sizes.heads;
+    h = head % m.sizes.heads;
     if constexpr (kSquared) {
       constexpr int kPerBlock = 16 / Shared::kFirst;
+      int slice = walk % m.slices;
       while (slice >= kPerBlock * (block + 1)) slice -= kPerBlock * ++block;
       first_a = slice * Shared::kFirst;
     }
@@ -172,8 +183,9 @@ struct Walker {
     }
   }
 
-  // Adds up the tokens of a chunk.
-  __device__ void add_chunk(int c) {
+  // Adds up the tokens of a chunk; `meanwhile` runs after the first of them have been requested.
+  template <class F>
+  __device__ void add_chunk(int c, F&& meanwhile) {
     const int begin = c * m.sizes.chunk, end = m.sizes.end_of(c);
     const float* const reach = m.reach ? m.reach + head * m.sizes.length : nullptr;
     int tile = 0, tiles = (end - begin + kTokens - 1) / kTokens;
@@ -191,7 +203,7 @@ struct Walker {
       else
         tile = count;
     }
-    if (tile >= tiles) return;
+    if (tile >= tiles) return meanwhile();
     const auto request = [&](int i) {
       if (i < tiles)
         load(i % kStages, begin + i * kTokens, end);
@@ -200,6 +212,7 @@ struct Walker {
     };
     request(tile);
     request(tile + 1);
+    meanwhile();
     wait_for_copies<1>();
     __syncthreads();
     prepare(tile % kStages, tile % 2);
@@ -236,19 +249,36 @@ struct Walker {
       }
   }
 
-  __device__ void begin() {
+  // −δ is in two columns.
+  __device__ void add_last_columns() {
 #pragma unroll
     for (int i = 0; i < kM; ++i)
 #pragma unroll
-      for (int j = 0; j < kBlocks; ++j)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) acc[i][j][e] = 0;
+      for (int e = 0; e < 4; e += 2) acc[i][kBlocks - 1][e] += acc[i][kBlocks - 1][e + 1];
+  }
+
+  __device__ void begin() {
+    each_number([](float& x, int) { x = 0; });
     for (int i = static_cast<int>(threadIdx.x); i < kStages * kTokens; i += kThreads)
       *reinterpret_cast<uint4*>(&shared.u[i / kTokens][i % kTokens][kWidth - 8]) = make_uint4(pack(1, 0), 0, 0, 0);
     __syncthreads();
   }
 
-  __device__ void finish(float* sums) const {
+  // The accumulators to and from memory.
+  template <class F>
+  __device__ void each_number(F&& f) {
+#pragma unroll
+    for (int i = 0; i < kM; ++i)
+#pragma unroll
+      for (int j = 0; j < kBlocks; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) f(acc[i][j][e], (i * kBlocks + j) * 4 + e);
+  }
+  __device__ float* between(int walk) const {
+    return m.between + static_cast<int64_t>(walk) * kM * kBlocks * 4 * kThreads + threadIdx.x;
+  }
+
+  __device__ void write_sums(float* sums) const {
     const int t = lane() % 4;
 #pragma unroll
     for (int i = 0; i < kM; ++i) {
@@ -284,43 +314,65 @@ struct Walker {
   }
 };
 
+// A block has all chunks of a walk, or one segment of them, or one chunk whose sum it writes.
 template <bool kSquared, int kWidth>
-__global__ void __launch_bounds__(kThreads, 2) walk_kernel(const WalkArguments m, const int slices) {
+__global__ void __launch_bounds__(kThreads, 2) walk_kernel(const WalkArguments m) {
   extern __shared__ __align__(16) unsigned char memory[];
+  __shared__ int shared_ticket;
   using Own = Walker<kSquared, kWidth>;
-  Own own(m, *reinterpret_cast<typename Own::Shared*>(memory), static_cast<int>(blockIdx.x) % slices);
   const Sizes& s = m.sizes;
+  const int walks = s.batch * s.heads * m.slices;
+  if (threadIdx.x == 0) shared_ticket = m.progress ? atomicAdd(m.progress + walks, 1) : static_cast<int>(blockIdx.x);
+  __syncthreads();
+  const int ticket = shared_ticket, walk = ticket % walks, segment = ticket / walks;
+  Own own(m, *reinterpret_cast<typename Own::Shared*>(memory), walk);
   const int64_t size = static_cast<int64_t>(s.rows) * kWidth;
   own.begin();
   if (m.sums) {
-    const int c = static_cast<int>(blockIdx.x) / slices;
+    const int c = segment;
     if (!m.last && c == (m.reverse ? 0 : s.chunks - 1)) return;
-    own.add_chunk(c);
-    return own.finish(m.sums + (own.head * s.chunks + c) * size);
+    own.add_chunk(c, [] {});
+    return own.write_sums(m.sums + (own.head * s.chunks + c) * size);
   }
-  if (m.first) own.each([&](float& x, int64_t place, float factor, bool) { x = m.first[place] / factor; });
-  for (int i = 0; i < s.chunks; ++i) {
+  if (segment > 0) {
+    // A block with a lower ticket has the segment before: it runs, or is done.
+    volatile int* const progress = m.progress + walk;
+    if (threadIdx.x == 0)
+      while (*progress < segment) __nanosleep(200);
+    __syncthreads();
+    __threadfence();
+    const float* const from = own.between(walk);
+    own.each_number([&](float& x, int i) { x = __ldcg(from + i * kThreads); });
+  } else if (m.first) {
+    own.each([&](float& x, int64_t place, float factor, bool) { x = m.first[place] / factor; });
+  }
+  const int first = segment * s.chunks / m.segments, end = (segment + 1) * s.chunks / m.segments;
+  for (int i = first; i < end; ++i) {
     const int c = m.reverse ? s.chunks - 1 - i : i;
-    if (i > 0 || m.first) {
+    const auto write = [&] {
+      if (i == 0 && !m.first) return;
       own.write_state(m.states + (own.head * s.chunks + c) * size);
       const float through = m.through ? m.through[own.head * s.chunks + c] : 1.0f;
-      if (through != 1.0f)
-#pragma unroll
-        for (int j = 0; j < Own::kM * Own::kBlocks * 4; ++j)
-          own.acc[j / (Own::kBlocks * 4)][j / 4 % Own::kBlocks][j % 4] *= through;
-    }
-    if (i + 1 < s.chunks || m.last) own.add_chunk(c);
+      own.each_number([&](float& x, int) { x *= through; });
+    };
+    if (i + 1 < s.chunks || m.last)
+      own.add_chunk(c, write);
+    else
+      write();
   }
-  if (m.last) {
-    // −δ is in two columns.
-#pragma unroll
-    for (int i = 0; i < Own::kM; ++i)
-#pragma unroll
-      for (int e = 0; e < 4; e += 2) own.acc[i][Own::kBlocks - 1][e] += own.acc[i][Own::kBlocks - 1][e + 1];
-    own.each([&](float& x, int64_t place, float factor, bool keep) {
-      if (keep) m.last[place] = x * factor;
-    });
+  if (segment + 1 < m.segments) {
+    float* const to = own.between(walk);
+    own.each_number([&](float& x, int i) { __stcg(to + i * kThreads, x); });
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) *static_cast<volatile int*>(m.progress + walk) = segment + 1;
+    return;
   }
+  if (!m.last) return;
+  own.add_last_columns();
+  own.each([&](float& x, int64_t place, float factor, bool keep) {
+    if (keep) m.last[place] = x * factor;
+  });
 }
 
 // Carries sums through the chunks, four columns per thread.
@@ -381,25 +433,31 @@ __global__ void carry_kernel(const WalkArguments m) {
     for (int i = 0; i < count; ++i) m.last[outside + i] = x[i] * factor;
 }
 
-// factors_i = constant · in_i / n_i and δ_i = g_i·o_i, a warp per token; without normalizer the first alone.
+// factors_i = constant · in_i / n_i and δ_i = g_i·o_i, eight threads per token; without normalizer the first alone.
+constexpr int kFactorTokens = 32;  // of a block
 __global__ void gradient_factor_kernel(float* factors, float* delta, const float* in, const float* normalizer,
                                        Heads<bf16> g, Heads<bf16> out, float constant, int length, int v_dim) {
-  const int t = static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / 32;
-  if (t >= length) return;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int t = static_cast<int>(blockIdx.x) * kFactorTokens + static_cast<int>(threadIdx.x) / 8;
+  const int lane = static_cast<int>(threadIdx.x) % 8;
   const int64_t b = blockIdx.z, h = blockIdx.y, place = (b * gridDim.y + h) * length + t;
-  float factor = in ? constant * in[place] : constant;
-  if (normalizer) {
-    const bf16* const x = g.row(b, t, h);
-    const bf16* const o = out.row(b, t, h);
-    float sum = 0;
-    for (int c = lane; c < v_dim; c += 32) sum += to_float(x[c]) * to_float(o[c]);
-    sum = warp_sum(sum);
-    const float n = normalizer[place];
-    factor = fabsf(n) < kSmallestNormalizer ? 0.0f : factor / n;
-    if (lane == 0) delta[place] = sum;
+  float sum = 0;
+  if (normalizer && t < length) {
+    const uint32_t* const x = reinterpret_cast<const uint32_t*>(g.row(b, t, h));
+    const uint32_t* const o = reinterpret_cast<const uint32_t*>(out.row(b, t, h));
+#pragma unroll 4
+    for (int c = 4 * lane; 2 * c < v_dim; c += 32) {
+      const uint4 left = *reinterpret_cast<const uint4*>(x + c), right = *reinterpret_cast<const uint4*>(o + c);
+      sum += low_of(left.x) * low_of(right.x) + high_of(left.x) * high_of(right.x);
+      sum += low_of(left.y) * low_of(right.y) + high_of(left.y) * high_of(right.y);
+      sum += low_of(left.z) * low_of(right.z) + high_of(left.z) * high_of(right.z);
+      sum += low_of(left.w) * low_of(right.w) + high_of(left.w) * high_of(right.w);
+    }
   }
-  if (lane == 0) factors[place] = factor;
+  sum = warp_sum<8>(sum);
+  if (t >= length || lane != 0) return;
+  const float factor = in ? constant * in[place] : constant, n = normalizer ? normalizer[place] : 1.0f;
+  factors[place] = fabsf(n) < kSmallestNormalizer ? 0.0f : factor / n;
+  if (normalizer) delta[place] = sum;
 }
 
 int multiprocessors(Device device) {
@@ -408,9 +466,11 @@ int multiprocessors(Device device) {
   return count;
 }
 
-bool rows_are_wide(const Tensor& x) {
-  return x.stride(0) % 8 == 0 && x.stride(1) % 8 == 0 && x.stride(2) % 8 == 0 &&
-         reinterpret_cast<uintptr_t>(x.raw()) % 16 == 0;
+Tensor wide(const Tensor& x) {
+  if (rows_are_wide(x)) return x;
+  const Tensor copy = Tensor::empty(x.shape(), x.dtype(), x.device());
+  furious::copy(copy, x);
+  return copy;
 }
 
 float score_constant(const MixerCall& call) {
@@ -465,22 +525,31 @@ Tensor walk(const MixerCall& call, const ChunkTables& tables, const Walk& walk) 
     m.last = floats(walk.last);
     m.states = pointer<bfloat16>(states);
     m.reverse = walk.reverse;
-    const int slices = kSquared ? s.rows / (16 * Shared::kFirst) : 1;
-    // Two blocks fit on a multiprocessor. Where they would leave half of the device idle, chunks have their own.
-    const bool alone = shape.batch * shape.heads * slices < 3 * multiprocessors(device) / 2;
-    Tensor sums;
-    if (alone) sums = Tensor::empty(states.shape(), DType::f32, device);
+    m.slices = kSquared ? s.rows / (16 * Shared::kFirst) : 1;
+    // Two blocks fit on a multiprocessor. Where walks would leave it idle, chunks have blocks of their own.
+    const int64_t walks = shape.batch * shape.heads * m.slices, places = 2 * multiprocessors(device);
+    const bool alone = walks < 3 * places / 4;
+    Tensor sums, progress, between;
+    m.segments = 1;
+    if (alone) {
+      sums = Tensor::empty(states.shape(), DType::f32, device);
+    } else if (walks < kManyWaves * places && tables.chunks > 1) {
+      m.segments = static_cast<int>(std::min<int64_t>(kManyWaves, tables.chunks));
+      progress = Tensor::zeros({walks + 1}, DType::i32, device);
+      between = Tensor::empty({walks, Shared::kM * (kWidth / 8) * 4, kThreads}, DType::f32, device);
+      m.progress = progress.data<int32_t>();
+    }
     m.sums = floats(sums);
+    m.between = floats(between);
     const auto kernel = walk_kernel<kSquared, kWidth>;
     allow_shared_memory(kernel, sizeof(Shared));
-    const unsigned heads = static_cast<unsigned>(shape.heads), batch = static_cast<unsigned>(shape.batch);
-    const int64_t segments = alone ? tables.chunks : 1;
-    kernel<<<dim3(static_cast<unsigned>(slices * segments), heads, batch), kThreads, sizeof(Shared), stream(device)>>>(
-        m, slices);
+    const int64_t blocks = walks * (alone ? tables.chunks : m.segments);
+    kernel<<<static_cast<unsigned>(blocks), kThreads, sizeof(Shared), stream(device)>>>(m);
     check_launch("mixer: states of chunks");
     if (!alone) return;
-    carry_kernel<kSquared, kWidth>
-        <<<dim3(blocks_for(int64_t{s.rows} * kWidth / 4, 256), heads, batch), 256, 0, stream(device)>>>(m);
+    const dim3 grid(blocks_for(int64_t{s.rows} * kWidth / 4, 256), static_cast<unsigned>(shape.heads),
+                    static_cast<unsigned>(shape.batch));
+    carry_kernel<kSquared, kWidth><<<grid, 256, 0, stream(device)>>>(m);
     check_launch("mixer: sums of chunks");
   });
   return states;
@@ -528,19 +597,15 @@ void chunk_states_backward(const MixerCall& call, const ChunkTables& tables, con
   const Device device = call.inputs.q.device();
   const Tensor &q = call.inputs.q, &k = call.inputs.k, &v = call.inputs.v, &initial = call.inputs.initial_state;
   const Tensor& n = call.result.normalizer;
-  Tensor g = out_gradient;
-  if (!chunk_states::rows_are_wide(g)) {
-    g = Tensor::empty(g.shape(), g.dtype(), device);
-    furious::copy(g, out_gradient);
-  }
+  const Tensor g = chunk_states::wide(out_gradient), out = chunk_states::wide(call.result.out);
   const Tensor factors = Tensor::empty({shape.batch, shape.heads, shape.length}, DType::f32, device);
   const Tensor delta = n ? Tensor::empty_like(factors) : Tensor();
-  const dim3 grid(blocks_for(shape.length, chunk_states::kWarps), static_cast<unsigned>(shape.heads),
+  const dim3 grid(blocks_for(shape.length, chunk_states::kFactorTokens), static_cast<unsigned>(shape.heads),
                   static_cast<unsigned>(shape.batch));
-  chunk_states::gradient_factor_kernel<<<grid, chunk_states::kThreads, 0, stream(device)>>>(
+  chunk_states::gradient_factor_kernel<<<grid, 8 * chunk_states::kFactorTokens, 0, stream(device)>>>(
       floats(factors), floats(delta), floats(tables.in), floats(n), heads_of<bfloat16>(g, shape.heads),
-      heads_of<bfloat16>(call.result.out, shape.heads), chunk_states::score_constant(call),
-      static_cast<int>(shape.length), static_cast<int>(shape.v_dim));
+      heads_of<bfloat16>(out, shape.heads), chunk_states::score_constant(call), static_cast<int>(shape.length),
+      static_cast<int>(shape.v_dim));
   check_launch("mixer: factors of a gradient");
   if (initial || tables.chunks > 1)
     chunk_states::contract(call, tables,
