@@ -105,6 +105,13 @@ __device__ inline void load_two_transposed(uint32_t& r0, uint32_t& r1, const voi
                : "r"(shared_address(row)));
 }
 
+// Products of two bf16 each, rounded once. multiply_pairs() needs Hopper; −0 does not change a product.
+__device__ inline uint32_t scale_pairs(uint32_t x, uint32_t y) {
+  uint32_t r;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;\n" : "=r"(r) : "r"(x), "r"(y), "r"(0x80008000u));
+  return r;
+}
+
 // 16 × 8 by 8 × 8.
 __device__ inline void mma_eight(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b) {
   asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};\n"

@@ -138,10 +138,10 @@ struct Walker {
         const bf16* const scaled = &shared.scaled[buffer][warp() * kM + i][16 * step + 2 * t];
         const uint32_t low = *reinterpret_cast<const uint32_t*>(scaled);
         const uint32_t high = *reinterpret_cast<const uint32_t*>(scaled + 8);
-        f[i][0] = multiply_pairs(own[0], low);
-        f[i][1] = multiply_pairs(own[1], low);
-        f[i][2] = multiply_pairs(own[2], high);
-        f[i][3] = multiply_pairs(own[3], high);
+        f[i][0] = scale_pairs(own[0], low);
+        f[i][1] = scale_pairs(own[1], low);
+        f[i][2] = scale_pairs(own[2], high);
+        f[i][3] = scale_pairs(own[3], high);
       }
     } else {
 #pragma unroll
