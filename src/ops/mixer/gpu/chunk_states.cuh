@@ -55,6 +55,14 @@ void with_constants(const MixerCall& call, F&& f) {
 }
 
 Sizes sizes_of(const MixerCall& call, const ChunkTables& tables);
+inline int blocks_of(const MixerCall& call) {
+  return static_cast<int>((call.shape.qk_dim + 15) / 16);
+}
+
+// Bytes of shared memory that a block of each kernel needs for the call.
+size_t walk_memory(const MixerCall& call);
+size_t read_memory(const MixerCall& call);
+size_t contract_memory(const MixerCall& call);
 
 // Whether rows of a head can be read 16 bytes at a time.
 inline bool rows_are_wide(const Tensor& x) {

@@ -51,9 +51,9 @@ struct Place {
     token = c * s.chunk + static_cast<int>(blockIdx.x) % per_chunk * kRows;
     end = min(token + kRows, s.end_of(c));
   }
-  static size_t bytes(const Sizes& s) {
-    const size_t u = sizeof(bf16) * kRows * kWidth, dx = sizeof(float) * kRows * (16 * s.blocks + 4);
-    return sizeof(bf16) * (kStages * kStageRows * kWidth + kRows * static_cast<size_t>(16 * s.blocks + 8)) +
+  static size_t bytes(int blocks) {
+    const size_t u = sizeof(bf16) * kRows * kWidth, dx = sizeof(float) * kRows * (16 * blocks + 4);
+    return sizeof(bf16) * (kStages * kStageRows * kWidth + kRows * static_cast<size_t>(16 * blocks + 8)) +
            std::max(u, dx);
   }
 };
@@ -262,6 +262,12 @@ __global__ void __launch_bounds__(kThreads, kWidth <= 104 ? 2 : 1) contract_kern
 
 }  // namespace
 
+size_t contract_memory(const MixerCall& call) {
+  size_t bytes = 0;
+  with_constants(call, [&](auto, auto width) { bytes = Place<decltype(width)::value>::bytes(blocks_of(call)); });
+  return bytes;
+}
+
 void contract(const MixerCall& call, const ChunkTables& tables, const Contraction& contraction) {
   const MixerShape& shape = call.shape;
   ContractArguments m = {};
@@ -280,7 +286,7 @@ void contract(const MixerCall& call, const ChunkTables& tables, const Contractio
   m.decay_factor = contraction.sign / (call.spec.score == Score::squared ? 2.0f : 1.0f);
   with_constants(call, [&](auto squared, auto width) {
     const auto kernel = contract_kernel<decltype(squared)::value, decltype(width)::value>;
-    const size_t bytes = Place<decltype(width)::value>::bytes(m.sizes);
+    const size_t bytes = contract_memory(call);
     allow_shared_memory(kernel, bytes);
     const int per_chunk = (m.sizes.chunk + kRows - 1) / kRows;
     const dim3 grid(static_cast<unsigned>(m.sizes.chunks * per_chunk), static_cast<unsigned>(shape.heads),

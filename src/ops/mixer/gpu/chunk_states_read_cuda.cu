@@ -184,6 +184,15 @@ __global__ void __launch_bounds__(kThreads, kWidth <= 72 ? 2 : 1) read_kernel(co
 
 }  // namespace
 
+size_t read_memory(const MixerCall& call) {
+  size_t bytes = 0;
+  with_constants(call, [&](auto, auto width) {
+    constexpr size_t kWidth = decltype(width)::value;
+    bytes = sizeof(bf16) * (kStages * kStageRows * kWidth + kRows * static_cast<size_t>(16 * blocks_of(call) + 8));
+  });
+  return bytes;
+}
+
 void read(const MixerCall& call, const ChunkTables& tables, const Reading& reading) {
   const MixerShape& shape = call.shape;
   ReadArguments m = {};
@@ -204,8 +213,7 @@ void read(const MixerCall& call, const ChunkTables& tables, const Reading& readi
   }
   with_constants(call, [&](auto squared, auto width) {
     const auto kernel = read_kernel<decltype(squared)::value, decltype(width)::value>;
-    const size_t bytes = sizeof(bf16) * (kStages * kStageRows * decltype(width)::value +
-                                         kRows * static_cast<size_t>(16 * m.sizes.blocks + 8));
+    const size_t bytes = read_memory(call);
     allow_shared_memory(kernel, bytes);
     const int per_chunk = (m.sizes.chunk + kRows - 1) / kRows;
     const dim3 grid(static_cast<unsigned>(m.sizes.chunks * per_chunk), static_cast<unsigned>(shape.heads),

@@ -460,10 +460,10 @@ __global__ void gradient_factor_kernel(float* factors, float* delta, const float
   if (normalizer) delta[place] = sum;
 }
 
-int multiprocessors(Device device) {
-  int count = 0;
-  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device.index), "mixer");
-  return count;
+int attribute(Device device, cudaDeviceAttr which) {
+  int value = 0;
+  check(cudaDeviceGetAttribute(&value, which, device.index), "mixer");
+  return value;
 }
 
 Tensor wide(const Tensor& x) {
@@ -471,6 +471,12 @@ Tensor wide(const Tensor& x) {
   const Tensor copy = Tensor::empty(x.shape(), x.dtype(), x.device());
   furious::copy(copy, x);
   return copy;
+}
+
+// Devices differ: 163 KB and more on those for data centers, 99 KB on others.
+bool fit_in_shared_memory(const MixerCall& call) {
+  const int most = attribute(call.inputs.q.device(), cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  return std::max({walk_memory(call), read_memory(call), contract_memory(call)}) <= static_cast<size_t>(most);
 }
 
 float score_constant(const MixerCall& call) {
@@ -497,10 +503,18 @@ Sizes sizes_of(const MixerCall& call, const ChunkTables& tables) {
   s.v_dim = static_cast<int>(shape.v_dim);
   s.columns = static_cast<int>(shape.state_columns);
   s.features = static_cast<int>(shape.state_rows);
-  s.blocks = (s.qk_dim + 15) / 16;
+  s.blocks = blocks_of(call);
   s.rows = 16 * steps_before(call.spec.score == Score::squared, s.blocks);
   s.sum_norm = call.spec.norm == Norm::sum;
   return s;
+}
+
+size_t walk_memory(const MixerCall& call) {
+  size_t bytes = 0;
+  with_constants(call, [&](auto squared, auto width) {
+    bytes = sizeof(WalkShared<decltype(squared)::value, decltype(width)::value>);
+  });
+  return bytes;
 }
 
 Tensor walk(const MixerCall& call, const ChunkTables& tables, const Walk& walk) {
@@ -527,7 +541,8 @@ Tensor walk(const MixerCall& call, const ChunkTables& tables, const Walk& walk) 
     m.reverse = walk.reverse;
     m.slices = kSquared ? s.rows / (16 * Shared::kFirst) : 1;
     // Two blocks fit on a multiprocessor. Where walks would leave it idle, chunks have blocks of their own.
-    const int64_t walks = shape.batch * shape.heads * m.slices, places = 2 * multiprocessors(device);
+    const int64_t walks = shape.batch * shape.heads * m.slices,
+                  places = 2 * attribute(device, cudaDevAttrMultiProcessorCount);
     const bool alone = walks < 3 * places / 4;
     Tensor sums, progress, between;
     m.segments = 1;
@@ -566,7 +581,7 @@ bool chunk_states_support(const MixerCall& call) {
          (call.spec.score == Score::squared || call.spec.score == Score::linear) && !call.spec.signed_decay &&
          fits(shape.qk_dim) && fits(shape.v_dim) && chunk_states::rows_are_wide(call.inputs.q) &&
          chunk_states::rows_are_wide(call.inputs.k) && chunk_states::rows_are_wide(call.inputs.v) &&
-         shape.length <= (int64_t{1} << 30);
+         shape.length <= (int64_t{1} << 30) && chunk_states::fit_in_shared_memory(call);
 }
 
 Past chunk_states_past(const MixerCall& call, const ChunkTables& tables, bool hopper) {
