@@ -460,12 +460,6 @@ __global__ void gradient_factor_kernel(float* factors, float* delta, const float
   if (normalizer) delta[place] = sum;
 }
 
-int attribute(Device device, cudaDeviceAttr which) {
-  int value = 0;
-  check(cudaDeviceGetAttribute(&value, which, device.index), "mixer");
-  return value;
-}
-
 Tensor wide(const Tensor& x) {
   if (rows_are_wide(x)) return x;
   const Tensor copy = Tensor::empty(x.shape(), x.dtype(), x.device());
@@ -475,8 +469,8 @@ Tensor wide(const Tensor& x) {
 
 // Devices differ: 163 KB and more on those for data centers, 99 KB on others.
 bool fit_in_shared_memory(const MixerCall& call) {
-  const int most = attribute(call.inputs.q.device(), cudaDevAttrMaxSharedMemoryPerBlockOptin);
-  return std::max({walk_memory(call), read_memory(call), contract_memory(call)}) <= static_cast<size_t>(most);
+  return std::max({walk_memory(call), read_memory(call), contract_memory(call)}) <=
+         static_cast<size_t>(most_shared_memory());
 }
 
 float score_constant(const MixerCall& call) {
@@ -541,8 +535,7 @@ Tensor walk(const MixerCall& call, const ChunkTables& tables, const Walk& walk) 
     m.reverse = walk.reverse;
     m.slices = kSquared ? s.rows / (16 * Shared::kFirst) : 1;
     // Two blocks fit on a multiprocessor. Where walks would leave it idle, chunks have blocks of their own.
-    const int64_t walks = shape.batch * shape.heads * m.slices,
-                  places = 2 * attribute(device, cudaDevAttrMultiProcessorCount);
+    const int64_t walks = shape.batch * shape.heads * m.slices, places = 2 * multiprocessors();
     const bool alone = walks < 3 * places / 4;
     Tensor sums, progress, between;
     m.segments = 1;

@@ -212,15 +212,15 @@ int64_t longest_by_products(const MixerShape& shape, double cost, int64_t least)
   return std::max(least, static_cast<int64_t>(cost * equal));
 }
 
-// The same for the calls that the kernels of Hopper's states do not support. Estimates for an H200.
+// The same for calls that the kernels of Hopper's states do not support. From times on an H200.
 int64_t longest_parallel(const MixerCall& call) {
-  constexpr int64_t kLeast = 1024, kLeastThroughMemory = 2048, kOnTensorCores = 65536, kSimple = 512;
+  constexpr int64_t kOnTensorCores = 65536, kSimple = 512;
   const bool fast = parallel_supports(call);
-  if (chunk_states_support(call)) return longest_by_products(call.shape, fast ? 1.3 : 0.5, kLeast);
+  if (chunk_states_support(call)) return longest_by_products(call.shape, fast ? 2 : 0.5, fast ? 2048 : 1024);
   if (fast) return kOnTensorCores;
   if (!tiles_support(call)) return kSimple;
   const bool bf16 = product_precision(call) == MixerPrecision::bf16;
-  return longest_by_products(call.shape, bf16 ? 8 : 2, kLeastThroughMemory);  // features go through memory
+  return longest_by_products(call.shape, bf16 ? 8 : 2, 2048);  // features go through memory
 }
 
 enum class Kernels : uint8_t { parallel, tiles, simple };

@@ -88,7 +88,8 @@ struct ChunkTables {
 };
 ChunkTables chunk_tables(const MixerCall& call, const TokenTables& tokens);
 
-// The chunked form but for what happens inside the chunks; any dtype, dimension and score with a state.
+// The chunked form but for what happens inside the chunks; any dtype, dimension and score with a state. Features lie in
+// memory; chunked_backward() uses the kernels of chunk_states.h where they support the call.
 // Forward: `past` (undefined where nothing comes in), and the final state if it is requested.
 Tensor chunked_past(const MixerCall& call, const ChunkTables& tables);
 // Backward: adds to the gradients, and writes that of an initial state.
