@@ -22,14 +22,22 @@ __host__ __device__ constexpr int steps_before(bool squared, int block) {
   return squared ? 8 * block * (block + 1) : block;
 }
 
+// Heads of the batch that are computed at a time, so that their states fit in memory: `first` among all of them.
+struct HeadRange {
+  int64_t first, count;
+};
+
 // The sizes of a call.
 struct Sizes {
+  HeadRange range;
   int length, chunk, chunks, heads, batch;
   int qk_dim, v_dim, columns;  // columns: of a state outside, those of features.h
   int blocks;                  // of 16 dimensions of queries and keys
   int rows, features;          // of a state here, and outside
   bool sum_norm;
 
+  // `head` counts from the first of the range for states, from that of the batch for tokens.
+  __device__ int64_t state(int64_t own, int c) const { return own * chunks + c; }
   __device__ int64_t token(int64_t head, int t) const { return head * length + t; }
   __device__ int end_of(int c) const { return min((c + 1) * chunk, length); }
 };
@@ -54,7 +62,7 @@ void with_constants(const MixerCall& call, F&& f) {
     with_width(std::false_type());
 }
 
-Sizes sizes_of(const MixerCall& call, const ChunkTables& tables);
+Sizes sizes_of(const MixerCall& call, const ChunkTables& tables, const HeadRange& range);
 inline int blocks_of(const MixerCall& call) {
   return static_cast<int>((call.shape.qk_dim + 15) / 16);
 }
@@ -77,9 +85,9 @@ struct Walk {
   Tensor first, last;  // f32, as features.h orders rows: the state that comes in, and the place for that which goes out
   bool reverse;
 };
-// The states: bf16 [batch, heads, chunks, rows, width]. That of the first chunk of the walk is not written without
-// `first`.
-Tensor walk(const MixerCall& call, const ChunkTables& tables, const Walk& walk);
+// The states: bf16 [heads of the range, chunks, rows, width]. That of the first chunk of the walk is not written
+// without `first`.
+Tensor walk(const MixerCall& call, const ChunkTables& tables, const HeadRange& range, const Walk& walk);
 
 // y_i = f_i φ(x_i)ᵀ S, f = constant · reach.
 struct Reading {
@@ -90,7 +98,7 @@ struct Reading {
   // Exactly one of these receives y: f32 as a past; bf16, with its normalizer under the sum norm; bf16 to add to.
   Tensor past = {}, values = {}, normalizer = {}, add_to = {};
 };
-void read(const MixerCall& call, const ChunkTables& tables, const Reading& reading);
+void read(const MixerCall& call, const ChunkTables& tables, const HeadRange& range, const Reading& reading);
 
 // dx_i += f_i ∂/∂x_i φ(x_i)ᵀ S u_i, where u ends with 1 or −δ, and x·dx/degree · sign to the gradient of the decay.
 struct Contraction {
@@ -100,7 +108,7 @@ struct Contraction {
   Tensor dx, decay;
   float sign;
 };
-void contract(const MixerCall& call, const ChunkTables& tables, const Contraction& contraction);
+void contract(const MixerCall& call, const ChunkTables& tables, const HeadRange& range, const Contraction& contraction);
 
 // Whether all factors of tokens [begin, end) are zero; they rise or fall.
 __device__ inline bool erased(const float* reach, int64_t begin, int64_t end, bool rises) {

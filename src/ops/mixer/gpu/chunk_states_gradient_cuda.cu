@@ -37,10 +37,11 @@ struct Place {
     float* dx;
   };
   int pitch, sum_pitch;  // of rows of x and dx
-  int64_t b, h, head;
+  int64_t head, b, h;
   int c, token, end;
 
-  __device__ Place(const Sizes& s, unsigned char* memory) : b(blockIdx.z), h(blockIdx.y), head(b * gridDim.y + h) {
+  __device__ Place(const Sizes& s, unsigned char* memory)
+      : head(s.range.first + blockIdx.y), b(head / s.heads), h(head % s.heads) {
     stages = reinterpret_cast<bf16(*)[kStageRows][kWidth]>(memory);
     pitch = 16 * s.blocks + 8;
     sum_pitch = 16 * s.blocks + 4;
@@ -163,7 +164,7 @@ __global__ void __launch_bounds__(kThreads, kWidth <= 104 ? 2 : 1) contract_kern
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int row = warp * 16, g = lane / 4, quad = lane % 4;
   const int count = (s.rows + kStageRows - 1) / kStageRows;
-  const bf16* const state = m.states + (p.head * s.chunks + p.c) * s.rows * kWidth;
+  const bf16* const state = m.states + s.state(blockIdx.y, p.c) * s.rows * kWidth;
   const auto request = [&](int i) {
     if (i < count) {
       const bf16* const from = state + static_cast<int64_t>(i) * kStageRows * kWidth;
@@ -268,10 +269,11 @@ size_t contract_memory(const MixerCall& call) {
   return bytes;
 }
 
-void contract(const MixerCall& call, const ChunkTables& tables, const Contraction& contraction) {
+void contract(const MixerCall& call, const ChunkTables& tables, const HeadRange& range,
+              const Contraction& contraction) {
   const MixerShape& shape = call.shape;
   ContractArguments m = {};
-  m.sizes = sizes_of(call, tables);
+  m.sizes = sizes_of(call, tables, range);
   m.x = heads_of<bfloat16>(contraction.x, shape.heads);
   m.u = heads_of<bfloat16>(contraction.u, shape.heads);
   m.dx = heads_of<bfloat16>(contraction.dx, shape.heads);
@@ -289,8 +291,7 @@ void contract(const MixerCall& call, const ChunkTables& tables, const Contractio
     const size_t bytes = contract_memory(call);
     allow_shared_memory(kernel, bytes);
     const int per_chunk = (m.sizes.chunk + kRows - 1) / kRows;
-    const dim3 grid(static_cast<unsigned>(m.sizes.chunks * per_chunk), static_cast<unsigned>(shape.heads),
-                    static_cast<unsigned>(shape.batch));
+    const dim3 grid(static_cast<unsigned>(m.sizes.chunks * per_chunk), static_cast<unsigned>(range.count));
     kernel<<<grid, kThreads, bytes, stream(call.inputs.q.device())>>>(m);
     check_launch("mixer: gradients through states");
   });

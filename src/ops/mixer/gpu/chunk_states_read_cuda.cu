@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kThreads, kWidth <= 72 ? 2 : 1) read_kernel(co
   bf16(*const stages)[kStageRows][kWidth] = reinterpret_cast<bf16(*)[kStageRows][kWidth]>(memory);
   bf16* const x = &stages[kStages][0][0];
   const int pitch = 16 * s.blocks + 8;
-  const int64_t b = blockIdx.z, h = blockIdx.y, head = b * gridDim.y + h;
+  const int64_t head = s.range.first + blockIdx.y, b = head / s.heads, h = head % s.heads;
   const int per_chunk = (s.chunk + kRows - 1) / kRows;
   const int c = static_cast<int>(blockIdx.x) / per_chunk;
   const int token = c * s.chunk + static_cast<int>(blockIdx.x) % per_chunk * kRows;
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kThreads, kWidth <= 72 ? 2 : 1) read_kernel(co
     return;
   }
   const int steps = s.rows / 16, count = (steps + 3) / 4;
-  const bf16* const state = m.states + (head * s.chunks + c) * s.rows * kWidth;
+  const bf16* const state = m.states + s.state(blockIdx.y, c) * s.rows * kWidth;
   const auto request = [&](int i) {
     if (i < count) {
       const bf16* const from = state + static_cast<int64_t>(i) * kStageRows * kWidth;
@@ -193,10 +193,10 @@ size_t read_memory(const MixerCall& call) {
   return bytes;
 }
 
-void read(const MixerCall& call, const ChunkTables& tables, const Reading& reading) {
+void read(const MixerCall& call, const ChunkTables& tables, const HeadRange& range, const Reading& reading) {
   const MixerShape& shape = call.shape;
   ReadArguments m = {};
-  m.sizes = sizes_of(call, tables);
+  m.sizes = sizes_of(call, tables, range);
   m.x = heads_of<bfloat16>(reading.x, shape.heads);
   m.states = pointer<bfloat16>(reading.states);
   m.reach = floats(reading.reach);
@@ -216,8 +216,7 @@ void read(const MixerCall& call, const ChunkTables& tables, const Reading& readi
     const size_t bytes = read_memory(call);
     allow_shared_memory(kernel, bytes);
     const int per_chunk = (m.sizes.chunk + kRows - 1) / kRows;
-    const dim3 grid(static_cast<unsigned>(m.sizes.chunks * per_chunk), static_cast<unsigned>(shape.heads),
-                    static_cast<unsigned>(shape.batch));
+    const dim3 grid(static_cast<unsigned>(m.sizes.chunks * per_chunk), static_cast<unsigned>(range.count));
     kernel<<<grid, kThreads, bytes, stream(call.inputs.q.device())>>>(m);
     check_launch("mixer: reading states");
   });

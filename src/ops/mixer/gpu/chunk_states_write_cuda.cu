@@ -18,7 +18,8 @@ constexpr int kTokens = 64;  // of a tile
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kStages = 3;
-constexpr int kManyWaves = 8;  // of blocks: so many that the last one does not matter
+constexpr int64_t kStateBytes = int64_t{4} << 30;  // of states at a time, unless one head has more
+constexpr int kManyWaves = 8;                      // of blocks: so many that the last one does not matter
 
 struct WalkArguments {
   Sizes sizes;
@@ -56,7 +57,7 @@ struct Walker {
   static constexpr int kM = Shared::kM, kBlocks = kWidth / 8;
   const WalkArguments& m;
   Shared& shared;
-  int64_t b, h, head;
+  int64_t own, head, b, h;  // own: the head, among those of the range
   int block, first_a;
   float acc[kM][kBlocks][4];
 
@@ -65,9 +66,14 @@ struct Walker {
 
   // `walk`: which rows of which head.
   __device__ Walker(const WalkArguments& arguments, Shared& memory, int walk)
-      : m(arguments), shared(memory), head(walk / m.slices), block(0), first_a(0) {
-    b = head / m.sizes.heads;
-    h = head % m.sizes.heads;
+      : m(arguments),
+        shared(memory),
+        own(walk / m.slices),
+        head(m.sizes.range.first + own),
+        b(head / m.sizes.heads),
+        h(head % m.sizes.heads),
+        block(0),
+        first_a(0) {
     if constexpr (kSquared) {
       constexpr int kPerBlock = 16 / Shared::kFirst;
       int slice = walk % m.slices;
@@ -321,7 +327,7 @@ __global__ void __launch_bounds__(kThreads, 2) walk_kernel(const WalkArguments m
   __shared__ int shared_ticket;
   using Own = Walker<kSquared, kWidth>;
   const Sizes& s = m.sizes;
-  const int walks = s.batch * s.heads * m.slices;
+  const int walks = static_cast<int>(s.range.count) * m.slices;
   if (threadIdx.x == 0) shared_ticket = m.progress ? atomicAdd(m.progress + walks, 1) : static_cast<int>(blockIdx.x);
   __syncthreads();
   const int ticket = shared_ticket, walk = ticket % walks, segment = ticket / walks;
@@ -332,7 +338,7 @@ __global__ void __launch_bounds__(kThreads, 2) walk_kernel(const WalkArguments m
     const int c = segment;
     if (!m.last && c == (m.reverse ? 0 : s.chunks - 1)) return;
     own.add_chunk(c, [] {});
-    return own.write_sums(m.sums + (own.head * s.chunks + c) * size);
+    return own.write_sums(m.sums + s.state(own.own, c) * size);
   }
   if (segment > 0) {
     // A block with a lower ticket has the segment before: it runs, or is done.
@@ -351,7 +357,7 @@ __global__ void __launch_bounds__(kThreads, 2) walk_kernel(const WalkArguments m
     const int c = m.reverse ? s.chunks - 1 - i : i;
     const auto write = [&] {
       if (i == 0 && !m.first) return;
-      own.write_state(m.states + (own.head * s.chunks + c) * size);
+      own.write_state(m.states + s.state(own.own, c) * size);
       const float through = m.through ? m.through[own.head * s.chunks + c] : 1.0f;
       own.each_number([&](float& x, int) { x *= through; });
     };
@@ -379,7 +385,7 @@ __global__ void __launch_bounds__(kThreads, 2) walk_kernel(const WalkArguments m
 template <bool kSquared, int kWidth>
 __global__ void carry_kernel(const WalkArguments m) {
   const Sizes& s = m.sizes;
-  const int64_t head = static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y;
+  const int64_t head = s.range.first + blockIdx.y;
   const int64_t size = static_cast<int64_t>(s.rows) * kWidth;
   const int64_t element = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * 4;
   if (element >= size) return;
@@ -408,17 +414,17 @@ __global__ void carry_kernel(const WalkArguments m) {
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       const int at = min(base + i, s.chunks - 1);
-      const int64_t c = head * s.chunks + (m.reverse ? s.chunks - 1 - at : at);
+      const int c = m.reverse ? s.chunks - 1 - at : at;
       sums[i] = make_float4(0, 0, 0, 0);
-      if (at + 1 < s.chunks || m.last) sums[i] = *reinterpret_cast<const float4*>(m.sums + c * size + element);
-      through[i] = m.through ? m.through[c] : 1.0f;
+      if (at + 1 < s.chunks || m.last)
+        sums[i] = *reinterpret_cast<const float4*>(m.sums + s.state(blockIdx.y, c) * size + element);
+      through[i] = m.through ? m.through[head * s.chunks + c] : 1.0f;
     }
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       const int at = base + i;
       if (at >= s.chunks) break;
-      const int64_t c = head * s.chunks + (m.reverse ? s.chunks - 1 - at : at);
-      bf16* const to = m.states + c * size + element;
+      bf16* const to = m.states + s.state(blockIdx.y, m.reverse ? s.chunks - 1 - at : at) * size + element;
       if (ones)
         *reinterpret_cast<uint4*>(to) = last_columns(x[0] * twice);
       else
@@ -478,16 +484,28 @@ float score_constant(const MixerCall& call) {
 }
 
 // The states before the chunks.
-Tensor states_of(const MixerCall& call, const ChunkTables& tables, const Tensor& last) {
-  return walk(call, tables,
+Tensor states_of(const MixerCall& call, const ChunkTables& tables, const HeadRange& range, const Tensor& last) {
+  return walk(call, tables, range,
               {call.inputs.k, call.inputs.v, tables.out, {}, tables.out, call.inputs.initial_state, last, false});
+}
+
+// As many heads at a time as keep states small.
+template <class Body>
+void for_each_range(const MixerCall& call, const ChunkTables& tables, Body&& body) {
+  int64_t bytes = 0;
+  with_constants(call, [&](auto, auto width) {
+    bytes = tables.chunks * sizes_of(call, tables, {}).rows * decltype(width)::value * int64_t{2};
+  });
+  const int64_t all = call.shape.batch * call.shape.heads, step = std::clamp<int64_t>(kStateBytes / bytes, 1, 65535);
+  for (int64_t first = 0; first < all; first += step) body(HeadRange{first, std::min(step, all - first)});
 }
 
 }  // namespace
 
-Sizes sizes_of(const MixerCall& call, const ChunkTables& tables) {
+Sizes sizes_of(const MixerCall& call, const ChunkTables& tables, const HeadRange& range) {
   const MixerShape& shape = call.shape;
   Sizes s = {};
+  s.range = range;
   s.length = static_cast<int>(shape.length);
   s.chunk = static_cast<int>(tables.chunk);
   s.chunks = static_cast<int>(tables.chunks);
@@ -511,7 +529,7 @@ size_t walk_memory(const MixerCall& call) {
   return bytes;
 }
 
-Tensor walk(const MixerCall& call, const ChunkTables& tables, const Walk& walk) {
+Tensor walk(const MixerCall& call, const ChunkTables& tables, const HeadRange& range, const Walk& walk) {
   const MixerShape& shape = call.shape;
   const Device device = call.inputs.q.device();
   Tensor states;
@@ -520,9 +538,9 @@ Tensor walk(const MixerCall& call, const ChunkTables& tables, const Walk& walk) 
     constexpr int kWidth = decltype(width)::value;
     using Shared = WalkShared<kSquared, kWidth>;
     WalkArguments m = {};
-    m.sizes = sizes_of(call, tables);
+    m.sizes = sizes_of(call, tables, range);
     const Sizes& s = m.sizes;
-    states = Tensor::empty({shape.batch, shape.heads, tables.chunks, s.rows, kWidth}, DType::bf16, device);
+    states = Tensor::empty({range.count, tables.chunks, s.rows, kWidth}, DType::bf16, device);
     m.x = heads_of<bfloat16>(walk.x, shape.heads);
     m.u = heads_of<bfloat16>(walk.u, shape.heads);
     m.factors = floats(walk.factors);
@@ -535,7 +553,7 @@ Tensor walk(const MixerCall& call, const ChunkTables& tables, const Walk& walk) 
     m.reverse = walk.reverse;
     m.slices = kSquared ? s.rows / (16 * Shared::kFirst) : 1;
     // Two blocks fit on a multiprocessor. Where walks would leave it idle, chunks have blocks of their own.
-    const int64_t walks = shape.batch * shape.heads * m.slices, places = 2 * multiprocessors();
+    const int64_t walks = range.count * m.slices, places = 2 * multiprocessors();
     const bool alone = walks < 3 * places / 4;
     Tensor sums, progress, between;
     m.segments = 1;
@@ -555,8 +573,7 @@ Tensor walk(const MixerCall& call, const ChunkTables& tables, const Walk& walk) 
     kernel<<<static_cast<unsigned>(blocks), kThreads, sizeof(Shared), stream(device)>>>(m);
     check_launch("mixer: states of chunks");
     if (!alone) return;
-    const dim3 grid(blocks_for(int64_t{s.rows} * kWidth / 4, 256), static_cast<unsigned>(shape.heads),
-                    static_cast<unsigned>(shape.batch));
+    const dim3 grid(blocks_for(int64_t{s.rows} * kWidth / 4, 256), static_cast<unsigned>(range.count));
     carry_kernel<kSquared, kWidth><<<grid, 256, 0, stream(device)>>>(m);
     check_launch("mixer: sums of chunks");
   });
@@ -583,18 +600,19 @@ Past chunk_states_past(const MixerCall& call, const ChunkTables& tables, bool ho
   const bool comes_in = call.inputs.initial_state || tables.chunks > 1;
   Past past;
   if (!comes_in && !call.result.final_state) return past;
-  const Tensor states = chunk_states::states_of(call, tables, call.result.final_state);
-  if (!comes_in) return past;
   chunk_states::Reading reading{
-      call.inputs.q, tables.in, states, chunk_states::score_constant(call), call.inputs.initial_state ? -1 : 0, false};
-  if (hopper) {
+      call.inputs.q, tables.in, {}, chunk_states::score_constant(call), call.inputs.initial_state ? -1 : 0, false};
+  if (comes_in && hopper) {
     past.values = reading.values = Tensor::empty_like(call.result.out);
     if (call.result.normalizer) past.normalizer = reading.normalizer = Tensor::empty_like(call.result.normalizer);
-  } else {
+  } else if (comes_in) {
     past.columns = reading.past =
         Tensor::empty({shape.batch, shape.heads, shape.length, shape.state_columns}, DType::f32, device);
   }
-  chunk_states::read(call, tables, reading);
+  chunk_states::for_each_range(call, tables, [&](const chunk_states::HeadRange& range) {
+    reading.states = chunk_states::states_of(call, tables, range, call.result.final_state);
+    if (comes_in) chunk_states::read(call, tables, range, reading);
+  });
   return past;
 }
 
@@ -615,19 +633,23 @@ void chunk_states_backward(const MixerCall& call, const ChunkTables& tables, con
       heads_of<bfloat16>(out, shape.heads), chunk_states::score_constant(call), static_cast<int>(shape.length),
       static_cast<int>(shape.v_dim));
   check_launch("mixer: factors of a gradient");
-  if (initial || tables.chunks > 1)
-    chunk_states::contract(call, tables,
-                           {q, g, factors, delta, tables.in, chunk_states::states_of(call, tables, {}),
-                            initial ? -1 : 0, false, gradients.q, gradients.row_decay, 1.0f});
-  if (!initial && tables.chunks == 1 && !final_state_gradient) return;
-  const Tensor states = chunk_states::walk(
-      call, tables, {q, g, factors, delta, tables.in, final_state_gradient, initial_state_gradient, true});
-  const int empty = final_state_gradient ? -1 : static_cast<int>(tables.chunks) - 1;
-  chunk_states::contract(
-      call, tables, {k, v, tables.out, {}, tables.out, states, empty, true, gradients.k, gradients.key_decay, -1.0f});
-  chunk_states::Reading reading{k, tables.out, states, 1.0f, empty, true};
-  reading.add_to = gradients.v;
-  chunk_states::read(call, tables, reading);
+  const bool comes_in = initial || tables.chunks > 1, goes_out = comes_in || final_state_gradient;
+  const int first = initial ? -1 : 0, last = final_state_gradient ? -1 : static_cast<int>(tables.chunks) - 1;
+  chunk_states::for_each_range(call, tables, [&](const chunk_states::HeadRange& range) {
+    if (comes_in)
+      chunk_states::contract(call, tables, range,
+                             {q, g, factors, delta, tables.in, chunk_states::states_of(call, tables, range, {}), first,
+                              false, gradients.q, gradients.row_decay, 1.0f});
+    if (!goes_out) return;
+    const Tensor states = chunk_states::walk(
+        call, tables, range, {q, g, factors, delta, tables.in, final_state_gradient, initial_state_gradient, true});
+    chunk_states::contract(
+        call, tables, range,
+        {k, v, tables.out, {}, tables.out, states, last, true, gradients.k, gradients.key_decay, -1.0f});
+    chunk_states::Reading reading{k, tables.out, states, 1.0f, last, true};
+    reading.add_to = gradients.v;
+    chunk_states::read(call, tables, range, reading);
+  });
 }
 
 }  // namespace furious::cuda
