@@ -15,7 +15,7 @@
 #include "ops/mixer/gpu/chunk_states.h"
 #include "ops/mixer/gpu/heads.cuh"
 
-namespace furious::cuda::chunk_states {
+namespace furious::cuda::mma_states {
 
 // Rows of a state before those of block `block`, in units of 16.
 __host__ __device__ constexpr int steps_before(bool squared, int block) {
@@ -160,4 +160,4 @@ __device__ void copy_rows(bf16* to, int pitch, const Heads<bf16>& from, int64_t 
   }
 }
 
-}  // namespace furious::cuda::chunk_states
+}  // namespace furious::cuda::mma_states

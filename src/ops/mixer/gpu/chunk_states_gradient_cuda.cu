@@ -6,7 +6,7 @@
 // dx_a += x_b t_ab follow at once: the first in registers until block B is done, the second in shared memory.
 #include "ops/mixer/gpu/chunk_states.cuh"
 
-namespace furious::cuda::chunk_states {
+namespace furious::cuda::mma_states {
 namespace {
 
 constexpr int kWarps = 8;
@@ -297,4 +297,4 @@ void contract(const MixerCall& call, const ChunkTables& tables, const HeadRange&
   });
 }
 
-}  // namespace furious::cuda::chunk_states
+}  // namespace furious::cuda::mma_states

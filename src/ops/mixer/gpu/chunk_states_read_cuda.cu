@@ -5,7 +5,7 @@
 // operand A for rows (a, b) is the fragment of x_b times x_a of its row, made in registers.
 #include "ops/mixer/gpu/chunk_states.cuh"
 
-namespace furious::cuda::chunk_states {
+namespace furious::cuda::mma_states {
 namespace {
 
 constexpr int kM = 2;  // times 16 tokens of a warp
@@ -222,4 +222,4 @@ void read(const MixerCall& call, const ChunkTables& tables, const HeadRange& ran
   });
 }
 
-}  // namespace furious::cuda::chunk_states
+}  // namespace furious::cuda::mma_states

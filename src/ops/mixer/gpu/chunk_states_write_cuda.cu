@@ -11,7 +11,7 @@
 #include "ops/mixer/gpu/chunk_states.cuh"
 
 namespace furious::cuda {
-namespace chunk_states {
+namespace mma_states {
 namespace {
 
 constexpr int kTokens = 64;  // of a tile
@@ -580,7 +580,7 @@ Tensor walk(const MixerCall& call, const ChunkTables& tables, const HeadRange& r
   return states;
 }
 
-}  // namespace chunk_states
+}  // namespace mma_states
 
 bool chunk_states_support(const MixerCall& call) {
   const MixerShape& shape = call.shape;
@@ -589,9 +589,9 @@ bool chunk_states_support(const MixerCall& call) {
   return forced != "tiles" && forced != "simple" && call.inputs.q.dtype() == DType::bf16 &&
          product_precision(call) == MixerPrecision::bf16 &&
          (call.spec.score == Score::squared || call.spec.score == Score::linear) && !call.spec.signed_decay &&
-         fits(shape.qk_dim) && fits(shape.v_dim) && chunk_states::rows_are_wide(call.inputs.q) &&
-         chunk_states::rows_are_wide(call.inputs.k) && chunk_states::rows_are_wide(call.inputs.v) &&
-         shape.length <= (int64_t{1} << 30) && chunk_states::fit_in_shared_memory(call);
+         fits(shape.qk_dim) && fits(shape.v_dim) && mma_states::rows_are_wide(call.inputs.q) &&
+         mma_states::rows_are_wide(call.inputs.k) && mma_states::rows_are_wide(call.inputs.v) &&
+         shape.length <= (int64_t{1} << 30) && mma_states::fit_in_shared_memory(call);
 }
 
 Past chunk_states_past(const MixerCall& call, const ChunkTables& tables, bool hopper) {
@@ -600,8 +600,8 @@ Past chunk_states_past(const MixerCall& call, const ChunkTables& tables, bool ho
   const bool comes_in = call.inputs.initial_state || tables.chunks > 1;
   Past past;
   if (!comes_in && !call.result.final_state) return past;
-  chunk_states::Reading reading{
-      call.inputs.q, tables.in, {}, chunk_states::score_constant(call), call.inputs.initial_state ? -1 : 0, false};
+  mma_states::Reading reading{
+      call.inputs.q, tables.in, {}, mma_states::score_constant(call), call.inputs.initial_state ? -1 : 0, false};
   if (comes_in && hopper) {
     past.values = reading.values = Tensor::empty_like(call.result.out);
     if (call.result.normalizer) past.normalizer = reading.normalizer = Tensor::empty_like(call.result.normalizer);
@@ -609,9 +609,9 @@ Past chunk_states_past(const MixerCall& call, const ChunkTables& tables, bool ho
     past.columns = reading.past =
         Tensor::empty({shape.batch, shape.heads, shape.length, shape.state_columns}, DType::f32, device);
   }
-  chunk_states::for_each_range(call, tables, [&](const chunk_states::HeadRange& range) {
-    reading.states = chunk_states::states_of(call, tables, range, call.result.final_state);
-    if (comes_in) chunk_states::read(call, tables, range, reading);
+  mma_states::for_each_range(call, tables, [&](const mma_states::HeadRange& range) {
+    reading.states = mma_states::states_of(call, tables, range, call.result.final_state);
+    if (comes_in) mma_states::read(call, tables, range, reading);
   });
   return past;
 }
@@ -623,32 +623,32 @@ void chunk_states_backward(const MixerCall& call, const ChunkTables& tables, con
   const Device device = call.inputs.q.device();
   const Tensor &q = call.inputs.q, &k = call.inputs.k, &v = call.inputs.v, &initial = call.inputs.initial_state;
   const Tensor& n = call.result.normalizer;
-  const Tensor g = chunk_states::wide(out_gradient), out = chunk_states::wide(call.result.out);
+  const Tensor g = mma_states::wide(out_gradient), out = mma_states::wide(call.result.out);
   const Tensor factors = Tensor::empty({shape.batch, shape.heads, shape.length}, DType::f32, device);
   const Tensor delta = n ? Tensor::empty_like(factors) : Tensor();
-  const dim3 grid(blocks_for(shape.length, chunk_states::kFactorTokens), static_cast<unsigned>(shape.heads),
+  const dim3 grid(blocks_for(shape.length, mma_states::kFactorTokens), static_cast<unsigned>(shape.heads),
                   static_cast<unsigned>(shape.batch));
-  chunk_states::gradient_factor_kernel<<<grid, 8 * chunk_states::kFactorTokens, 0, stream(device)>>>(
+  mma_states::gradient_factor_kernel<<<grid, 8 * mma_states::kFactorTokens, 0, stream(device)>>>(
       floats(factors), floats(delta), floats(tables.in), floats(n), heads_of<bfloat16>(g, shape.heads),
-      heads_of<bfloat16>(out, shape.heads), chunk_states::score_constant(call), static_cast<int>(shape.length),
+      heads_of<bfloat16>(out, shape.heads), mma_states::score_constant(call), static_cast<int>(shape.length),
       static_cast<int>(shape.v_dim));
   check_launch("mixer: factors of a gradient");
   const bool comes_in = initial || tables.chunks > 1, goes_out = comes_in || final_state_gradient;
   const int first = initial ? -1 : 0, last = final_state_gradient ? -1 : static_cast<int>(tables.chunks) - 1;
-  chunk_states::for_each_range(call, tables, [&](const chunk_states::HeadRange& range) {
+  mma_states::for_each_range(call, tables, [&](const mma_states::HeadRange& range) {
     if (comes_in)
-      chunk_states::contract(call, tables, range,
-                             {q, g, factors, delta, tables.in, chunk_states::states_of(call, tables, range, {}), first,
-                              false, gradients.q, gradients.row_decay, 1.0f});
+      mma_states::contract(call, tables, range,
+                           {q, g, factors, delta, tables.in, mma_states::states_of(call, tables, range, {}), first,
+                            false, gradients.q, gradients.row_decay, 1.0f});
     if (!goes_out) return;
-    const Tensor states = chunk_states::walk(
+    const Tensor states = mma_states::walk(
         call, tables, range, {q, g, factors, delta, tables.in, final_state_gradient, initial_state_gradient, true});
-    chunk_states::contract(
+    mma_states::contract(
         call, tables, range,
         {k, v, tables.out, {}, tables.out, states, last, true, gradients.k, gradients.key_decay, -1.0f});
-    chunk_states::Reading reading{k, tables.out, states, 1.0f, last, true};
+    mma_states::Reading reading{k, tables.out, states, 1.0f, last, true};
     reading.add_to = gradients.v;
-    chunk_states::read(call, tables, range, reading);
+    mma_states::read(call, tables, range, reading);
   });
 }
 
