@@ -1056,6 +1056,25 @@ __device__ void write_output(const StepCall& step, const StepShare& own, const N
   written.activation(own.out, column, y);
 }
 
+// What the lane has of the sum over the blocks of column c, or in the last 16 lanes of the normalizer, scaled by the
+// largest exponent of all.
+__device__ float sum_of_blocks(const StepCall& step, const StepShare& own, int c, const Tagged& written) {
+  const int lane = lane_of_thread(), v_dim = step.cache.v_dim;
+  float sum = 0, largest = kNoExponent;
+#pragma unroll 1
+  for (int part = lane % 16; part < step.blocks; part += 16) {
+    const uint64_t* const from = own.partials + part * step.partial_width;
+    const float2 both = written.wait_partials(from + (lane < 16 ? c : v_dim), from + v_dim + 1);
+    const float larger = fmaxf(largest, both.y);
+    sum = sum * fast_exp(largest - larger) + both.x * fast_exp(both.y - larger);
+    largest = larger;
+  }
+  float most = largest;
+#pragma unroll
+  for (int offset = 8; offset > 0; offset /= 2) most = fmaxf(most, __shfl_xor_sync(0xFFFFFFFFu, most, offset));
+  return sum * fast_exp(largest - most);
+}
+
 // Adds up the warps' sums, and then the blocks'. `d`: of the first column of this thread, or of its warp where a head
 // has several blocks.
 __device__ void combine(const StepCall& step, const StepShare& own, const NewToken& token, float d,
@@ -1090,32 +1109,16 @@ __device__ void combine(const StepCall& step, const StepShare& own, const NewTok
     // The blocks of a head share out its columns. A warp adds up one: half of it y, the others n.
 #pragma unroll 1
   for (int c = own.column + warp; c < own.columns_end; c += kWarps) {
-    float sum = 0, most = kNoExponent;
-    const auto add = [&](float x, float exponent) {
-      const float larger = fmaxf(most, exponent);
-      sum = sum * fast_exp(most - larger) + x * fast_exp(exponent - larger);
-      most = larger;
-    };
+    float sum = 0;
+    if (step.softmax) {
+      sum = sum_of_blocks(step, own, c, written);
+    } else {
 #pragma unroll 1
-    for (int part = lane % 16; part < step.blocks; part += 16) {
-      const uint64_t* const from = own.partials + part * ld;
-      const int at = lane < 16 ? c : v_dim;
-      if (step.softmax) {
-        const float2 both = written.wait_partials(from + at, from + v_dim + 1);
-        add(both.x, both.y);
-      } else {
-        sum += written.wait_partial(from + at);
-      }
+      for (int part = lane % 16; part < step.blocks; part += 16)
+        sum += written.wait_partial(own.partials + part * ld + (lane < 16 ? c : v_dim));
     }
 #pragma unroll
-    for (int offset = 8; offset > 0; offset /= 2) {
-      const float other = __shfl_xor_sync(0xFFFFFFFFu, sum, offset);
-      const float exponent = __shfl_xor_sync(0xFFFFFFFFu, most, offset);
-      if (step.softmax)
-        add(other, exponent);
-      else
-        sum += other;
-    }
+    for (int offset = 8; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, offset);
     const float n = __shfl_xor_sync(0xFFFFFFFFu, sum, 16);
     if (c != own.column + warp && step.d != nullptr) d = own.d[c];
     if (lane == 0) write_output(step, own, token, sum, n, d, c, written);

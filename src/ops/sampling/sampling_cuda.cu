@@ -60,7 +60,7 @@ struct Arguments {
   int32_t* ids;
   int32_t* best;
   float* log_probabilities;
-  float* scratch;  // [rows, slice] where a slice is too large for shared memory, with one block for a row
+  float* scratch;  // [rows, blocks, 2, slice] where slices are too large for shared memory
 };
 
 // The blocks of a row.
@@ -97,6 +97,7 @@ struct Group {
 // neighbours.
 struct Slice {
   float* logits;
+  uint32_t* weights;  // written where a token is drawn
   int first, count, per_warp;
 
   template <class F>
@@ -319,20 +320,15 @@ struct Draw {
   uint64_t position;
   uint64_t floor = 0;  // the largest rank that is not drawn any more
 
-  // 0 of a token that is not drawn.
-  __device__ uint32_t weight(float logit, uint32_t id) const {
-    if (rank_of(logit, id) <= floor) return 0;
-    const uint32_t w = weight_of(logit, largest, options.scale);
-    return w < options.min_weight ? 0 : w;
-  }
-
-  // The sums of all weights and of those that are drawn, to all blocks.
+  // Computes the weights, of which those below min-p count as zero from then on; and their sums before and after that,
+  // to all blocks.
   __device__ void add_up() const {
     uint64_t all = 0, kept = 0;
-    slice.each([&](float logit, uint32_t) {
-      const uint32_t w = weight_of(logit, largest, options.scale);
+    slice.each([&](float logit, uint32_t id) {
+      const uint32_t w = weight_of(logit, largest, options.scale), own = w < options.min_weight ? 0 : w;
       all += w;
-      kept += w < options.min_weight ? 0 : w;
+      kept += own;
+      slice.weights[id - static_cast<uint32_t>(slice.first)] = own;
     });
     all = Sum().of_warp(all);
     kept = Sum().of_warp(kept);
@@ -368,7 +364,8 @@ struct Draw {
     if (!any) return;
     const int begin = warp * slice.per_warp + lane, end = min(slice.count, (warp + 1) * slice.per_warp);
     const auto weight_at = [&](int at) {
-      return at < end ? weight(slice.logits[at], static_cast<uint32_t>(slice.first + at)) : 0;
+      if (at >= end) return 0u;
+      return rank_of(slice.logits[at], static_cast<uint32_t>(slice.first + at)) > floor ? slice.weights[at] : 0u;
     };
     int at[trials];  // in the 32 tokens that have the wanted one
     uint64_t left[trials];
@@ -412,7 +409,7 @@ struct Draw {
     slice.each([&](float logit, uint32_t id) {
       const uint64_t rank = rank_of(logit, id);
       if (rank <= lowest) return;
-      const uint32_t w = weight(logit, id);
+      const uint32_t w = slice.weights[id - static_cast<uint32_t>(slice.first)];
 #pragma unroll
       for (int t = 0; t < kThresholds; ++t) {
         count[t] += rank > thresholds[t] ? 1 : 0;
@@ -482,7 +479,9 @@ __global__ void __launch_bounds__(kThreads) choose_kernel(const Arguments argume
   group.arrive();
   const int64_t row = blockIdx.x / static_cast<unsigned>(blocks);
   const int first = group.rank * arguments.slice;
-  const Slice slice{arguments.scratch != nullptr ? arguments.scratch + row * arguments.slice : dynamic, first,
+  float* const memory =
+      arguments.scratch != nullptr ? arguments.scratch + int64_t{blockIdx.x} * 2 * arguments.slice : dynamic;
+  const Slice slice{memory, reinterpret_cast<uint32_t*>(memory + arguments.slice), first,
                     max(0, min(arguments.slice, arguments.vocabulary - first)), arguments.slice / kWarps};
   const float* const logits = arguments.logits + row * arguments.stride;
   wait_for_previous();
@@ -560,12 +559,16 @@ __global__ void append_tokens_kernel(SlotHistory* to, const NewTokens tokens) {
   if (thread == 0) to->position = position;
 }
 
+// Logits and weights.
+int64_t slice_bytes(int64_t slice) {
+  return slice * static_cast<int64_t>(sizeof(float) + sizeof(uint32_t));
+}
+
 // Blocks for a row: as many as the device has room for in one wave, and enough for slices to fit into shared memory.
 int blocks_for_rows(const ChooseCall& call, size_t most_bytes) {
   if (!launches_early()) return 1;  // no clusters
   const auto fits = [&](int blocks) {
-    return (call.vocabulary / blocks + kSliceStep) * static_cast<int64_t>(sizeof(float)) <=
-           static_cast<int64_t>(most_bytes);
+    return slice_bytes(call.vocabulary / blocks + kSliceStep) <= static_cast<int64_t>(most_bytes);
   };
   int blocks = 1;
   while (blocks < kMostBlocks &&
@@ -587,11 +590,9 @@ void choose(const ChooseCall& call) {
   const size_t most_bytes = static_cast<size_t>(most_shared_memory()) - own_bytes;
   const int blocks = call.blocks > 0 && launches_early() ? call.blocks : blocks_for_rows(call, most_bytes);
   const int64_t slice = (call.vocabulary + blocks * kSliceStep - 1) / (blocks * kSliceStep) * kSliceStep;
-  const size_t bytes = static_cast<size_t>(slice) * sizeof(float);
-  require(bytes <= most_bytes || blocks == 1, "sampling: {} blocks for a row of {}, expected more", blocks,
-          call.vocabulary);
+  const auto bytes = static_cast<size_t>(slice_bytes(slice));
   Tensor scratch;
-  if (bytes > most_bytes) scratch = Tensor::empty({call.rows, slice}, DType::f32, call.device);
+  if (bytes > most_bytes) scratch = Tensor::empty({call.rows, blocks, 2, slice}, DType::f32, call.device);
   const Arguments arguments{call.logits,
                             call.stride,
                             static_cast<int>(call.vocabulary),
