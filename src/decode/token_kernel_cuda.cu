@@ -885,8 +885,9 @@ struct TokenSums {
     return (kWarps - 1 - warp_of_thread()) * 4;
   }
 
+  // kAtOnce: tokens of a lane, whose latencies overlap.
+  template <int kAtOnce>
   __device__ void add(const TokenChunk& chunk, const NewToken& token, const Polynomial& polynomial) {
-    constexpr int kAtOnce = 2;
     const int tokens = chunk.count + (chunk.has_new ? 1 : 0);
 #pragma unroll 1
     for (int first = first_of_warp(); first < tokens; first += kAtOnce * kTokensAtOnce) {
@@ -1139,7 +1140,10 @@ __device__ void add_window(const StepCall& step, const StepShare& own, const Ste
   TokenChunk chunk{WindowArea(step.cache, step.first_tokens, from.window), at_once, own.has_new};
 #pragma unroll 1
   for (int done = at_once;; done += each) {
-    sums.add(chunk, token, polynomial);
+    if (kSoftmax && each > kChunkTokens)
+      sums.template add<4>(chunk, token, polynomial);
+    else
+      sums.template add<2>(chunk, token, polynomial);
     if (done > at_once) {
       __syncwarp();
       if (lane == 0) memory.chunk_used[cursor.stage].arrive();
