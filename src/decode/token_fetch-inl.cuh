@@ -11,9 +11,8 @@ namespace {
 // The copies of a block go no faster than memory can serve all blocks: more of them at once would only make the words
 // that travel between the blocks wait.
 struct Pace {
-  static constexpr int kCycles = 62;  // for 1 KiB of a block: about four fifths of what an H200's memory can do
-  int cycles;                         // for 1 KiB
-  unsigned next;                      // when a copy may go
+  int cycles;     // for 1 KiB of a block
+  unsigned next;  // when a copy may go
 
   __device__ void copy(char* to, const void* from, int bytes, Barrier& fetched) {
     unsigned now;
@@ -247,7 +246,7 @@ __device__ void fetch(const TokenWork& program, Memory& memory, char* ring) {
     return p < program.count ? __ldcg(program.pieces + p * (kDescriptionBytes / 16) + lane) : uint4{};
   };
   uint4 next = description(0), after = description(1);
-  Pace pace{2 * Pace::kCycles, static_cast<unsigned>(clock())}, state_pace{Pace::kCycles, pace.next};
+  Pace pace{2 * program.weight_cycles, static_cast<unsigned>(clock())}, state_pace{kStateCycles, pace.next};
   int slot = -1;  // not known yet
 #pragma unroll 1
   for (int p = 0; p < program.count; ++p) {
@@ -277,7 +276,7 @@ __device__ void fetch(const TokenWork& program, Memory& memory, char* ring) {
 
 // Another fetches what a step needs besides, and half of the weights.
 __device__ void fetch_windows(const TokenWork& program, Memory& memory, char* ring) {
-  Pace pace{2 * Pace::kCycles, static_cast<unsigned>(clock())}, window_pace{Pace::kCycles, pace.next};
+  Pace pace{2 * program.weight_cycles, static_cast<unsigned>(clock())}, window_pace{kStateCycles, pace.next};
   StageCursor cursor{};
   int slot = -1;  // not known yet
 #pragma unroll 1
