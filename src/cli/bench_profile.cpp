@@ -21,7 +21,10 @@ StepProfile::StepProfile(const std::vector<Profiler::Row>& rows, const std::vect
 }
 
 std::string StepProfile::text(double unprofiled_seconds) const {
-  const auto number = [](double value) { return fmt::format("{:.{}f}", value, value < 10 ? 2 : 1); };
+  const auto number = [](double value) {
+    const bool small = value > 0 && value < 0.1;
+    return fmt::format("{:.{}f}", value, small ? 4 : value < 10 ? 2 : value < 1000 ? 1 : 0);
+  };
   const auto share = [&](double seconds) { return fmt::format("{:.1f} %", 100 * seconds / seconds_); };
   Table table{{"role", "operation", "pass", "ms", "share", "GFLOP", "GB", "floor ms", "times floor"}, {}};
   for (const Row& row : rows_) {
