@@ -152,7 +152,8 @@ void add_bench_recurrent(CLI::App& bench) {
   command->footer(
       "Example: furious bench recurrent --preset softmax --length 1024,8192\n"
       "Example: furious bench recurrent --device cuda --dtype bf16 --batch 64 --layers 4");
-  command->callback([options] { options->run(); });
+  command->callback(
+      [options] { with_memory_advice("use a smaller --batch, --length or --layers", [&] { options->run(); }); });
 }
 
 }  // namespace

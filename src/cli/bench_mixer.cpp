@@ -297,7 +297,8 @@ void add_bench_mixer(CLI::App& bench) {
       "Example: furious bench mixer --preset 2mamba --length 512,2048 --form auto,parallel --backward\n"
       "Example: furious bench mixer --sweep --device cuda --length 2048 --json sweep.json");
   command->callback([options, command] {
-    if (!options->sweep) return options->run();
+    if (!options->sweep)
+      return with_memory_advice("use a smaller --batch, --length or --heads", [&] { options->run(); });
     set_sweep_defaults(*options, *command);
     options->run_sweep();
   });

@@ -132,6 +132,10 @@ TEST(BenchCommand, SetsTheMeanLogDecayOfAStep) {
   expect_run(step + "2mamba --mean-decay 0.5", 2, {"--mean-decay"});
 }
 
+TEST(BenchCommand, OutOfMemorySaysWhatToDo) {
+  expect_run("bench mixer --device cpu --batch 1048576 --length 16777216", 1, {"out of memory on cpu", "--batch"});
+}
+
 TEST(BenchCommand, BadOptionsAreUsageErrors) {
   expect_run("bench mixer --preset 2mama", 2, {"did you mean \"2mamba\""});
   expect_run("bench mixer --form paralel", 2, {"did you mean \"parallel\""});
