@@ -1,4 +1,5 @@
 // The walk over chunks with linear scores against the double-precision oracle.
+#ifdef FURIOUS_CUDA  // forces a kernel, which needs a build with CUDA
 #include "cuda.h"
 #include "ops/mixer/gpu/mixer_cuda.h"
 #include "ops/mixer/mixer_case.h"
@@ -149,3 +150,4 @@ TEST(WalkCuda, SameBitsEveryTime) {
 
 }  // namespace
 }  // namespace furious
+#endif
