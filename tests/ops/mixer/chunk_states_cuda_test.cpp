@@ -84,7 +84,8 @@ MixerRun run_on_gpu(const MixerCase& c, int64_t chunk) {
   return run;
 }
 
-void compare(const MixerCase& c, int64_t chunk) {
+void compare(const MixerCase& c, int64_t chunk, std::string_view kernel = "chunk states") {
+  const cuda::KernelScope scope(kernel);
   SCOPED_TRACE(fmt::format("{}{}, chunk {}", describe(c), c.final_state_gradient ? ", final state" : "", chunk));
   MixerRun actual = run_on_gpu(c, chunk), expected = run_oracle(c);
   EXPECT_EQ(actual.result.form, Form::chunked);
@@ -143,23 +144,17 @@ TEST(ChunkStatesCuda, LongChunks) {
   SKIP_WITHOUT_GPU();
   Random random(3);
   for (const char* name : {"2mamba", "mamba2"})
-    for (const int64_t dim : {64, 96, 128})
-      for (const bool older : {false, true}) {
-        if (older == (dim == 96)) continue;
-        const Sizes sizes{.qk_dim = dim,
-                          .v_dim = dim,
-                          .length = 900,
-                          .chunk = dim == 96 ? 400 : 512,
-                          .boundaries = dim == 96,
-                          .strongest_decay = 0.01};
-        const MixerCase c = make_case(random, mixer_spec(name), sizes);
-        if (older) {
-          const cuda::KernelScope scope("tensor cores");
-          compare(c, sizes.chunk);
-        } else if (dim != 64) {
-          compare(c, sizes.chunk);
-        }
-      }
+    for (const int64_t dim : {64, 96, 128}) {
+      const Sizes sizes{.qk_dim = dim,
+                        .v_dim = dim,
+                        .length = 900,
+                        .chunk = dim == 96 ? 400 : 512,
+                        .boundaries = dim == 96,
+                        .strongest_decay = 0.01};
+      const MixerCase c = make_case(random, mixer_spec(name), sizes);
+      compare(c, sizes.chunk);
+      if (dim != 96) compare(c, sizes.chunk, "tensor cores");
+    }
 }
 
 // Enough blocks that each walks through all chunks of its rows, or through a segment of them.
@@ -212,6 +207,7 @@ TEST(ChunkStatesCuda, SameBitsEveryTime) {
                       .initial = true,
                       .final_gradient = true};
     const MixerCase c = make_case(random, spec, sizes);
+    const cuda::KernelScope scope("chunk states");
     MixerRun a = run_on_gpu(c, 128), b = run_on_gpu(c, 128);
     EXPECT_EQ(a.result.kernel, "chunk states");
     for (int i = 0; i < 7; ++i)
@@ -234,8 +230,12 @@ TEST(ChunkStatesCuda, WhatIsNotSupportedRunsThroughMemory) {
   EXPECT_EQ(kernel_of(mixer_spec("2mamba-3"), 16, 32), "tiles");
   EXPECT_EQ(kernel_of(mixer_spec("2mamba"), 20, 32), "simple");
   EXPECT_EQ(kernel_of(mixer_spec("mamba2"), 136, 32), "simple");
-  const cuda::KernelScope scope("tiles");
-  EXPECT_EQ(kernel_of(mixer_spec("2mamba"), 32, 32), "tiles");
+  {
+    const cuda::KernelScope scope("tiles");
+    EXPECT_EQ(kernel_of(mixer_spec("2mamba"), 32, 32), "tiles");
+  }
+  const cuda::KernelScope scope("chunk states");
+  expect_error([&] { kernel_of(mixer_spec("2mamba"), 20, 32); }, {"mixer_forward", "chunk states"});
 }
 
 }  // namespace

@@ -349,9 +349,9 @@ Tensor empty_state(const MixerCall& call) {
 }
 
 // chunked_backward() by way of features in memory, but for the decay of the final state.
-void walk_backward(const MixerCall& call, const ChunkTables& tables, const Tensor& out_gradient,
-                   const Tensor& final_state_gradient, const HeadGradients& gradients,
-                   const Tensor& initial_state_gradient) {
+void features_backward(const MixerCall& call, const ChunkTables& tables, const Tensor& out_gradient,
+                       const Tensor& final_state_gradient, const HeadGradients& gradients,
+                       const Tensor& initial_state_gradient) {
   const Tensor& initial = call.inputs.initial_state;
   if (initial || tables.chunks > 1) {
     const Tensor state = empty_state(call);
@@ -440,7 +440,7 @@ void chunked_backward(const MixerCall& call, const ChunkTables& tables, const Te
                       const Tensor& final_state_gradient, const HeadGradients& gradients,
                       const Tensor& initial_state_gradient) {
   const MixerShape& shape = call.shape;
-  const auto through_states = chunk_states_support(call) ? chunk_states_backward : walk_backward;
+  const auto through_states = chunk_states_support(call) ? chunk_states_backward : features_backward;
   through_states(call, tables, out_gradient, final_state_gradient, gradients, initial_state_gradient);
   if (!final_state_gradient || !call.spec.decay) return;
   state_decay_kernel<<<static_cast<unsigned>(shape.batch * shape.heads), kThreads, 0, stream(out_gradient.device())>>>(

@@ -10,6 +10,7 @@
 #include "ops/mixer/gpu/heads.cuh"
 #include "ops/mixer/gpu/mixer_cuda.h"
 #include "ops/mixer/gpu/states.h"
+#include "ops/mixer/gpu/walk.h"
 #include "tensor/cuda.cuh"
 
 namespace furious::cuda {
@@ -163,7 +164,7 @@ namespace {
 thread_local std::string_view forced_name;
 }
 KernelScope::KernelScope(std::string_view kernel) : before_(std::exchange(forced_name, kernel)) {
-  const std::vector<std::string> names{"hopper", "tensor cores", "tiles", "simple"};
+  const std::vector<std::string> names{"hopper", "tensor cores", "tiles", "simple", "walk", "chunk states"};
   if (std::ranges::find(names, kernel) != names.end()) return;
   forced_name = before_;
   unknown_name("mixer kernel", kernel, names);
@@ -229,10 +230,8 @@ Kernels choose_kernels(std::string_view operation, const MixerCall& call) {
   const std::string_view forced = forced_kernel();
   const bool hopper = on_hopper(call.inputs.q.device()), parallel = parallel_supports(call),
              tiles = tiles_support(call);
-  require(forced.empty() || forced == (parallel && hopper ? "hopper"
-                                       : parallel         ? "tensor cores"
-                                       : tiles            ? "tiles"
-                                                          : "simple"),
+  const std::string_view own = parallel && hopper ? "hopper" : parallel ? "tensor cores" : tiles ? "tiles" : "simple";
+  require(forced.empty() || (forced == "chunk states" ? chunk_states_support(call) : forced == own),
           "{}: the kernels \"{}\" do not compute this call; leave the choice to the mixer", operation, forced);
   if (parallel) return Kernels::parallel;
   if (tiles) return Kernels::tiles;
@@ -266,12 +265,18 @@ void inside_forward(const MixerCall& call, Kernels kernels, const TokenTables& w
 }  // namespace
 
 Form choose_form(const MixerCall& call) {
+  if (walk_supports(call)) return call.shape.length > 64 ? Form::chunked : Form::parallel;
   const int64_t longest = states_support(call) ? furious::longest_parallel(call.spec.score) : longest_parallel(call);
   return call.shape.state_rows > 0 && call.shape.length > longest ? Form::chunked : Form::parallel;
 }
 
 Tensor mixer_forward(const MixerCall& call) {
   const bool chunked = call.chunk < call.shape.length || call.inputs.initial_state || call.result.final_state;
+  if (chunked && walk_supports(call)) {
+    ran(call, "walk");
+    walk_forward(call, token_tables(call));
+    return {};
+  }
   const Kernels kernels = choose_kernels("mixer_forward", call);
   TokenTables within = token_tables(call);
   Tensor past;
@@ -310,7 +315,9 @@ void mixer_backward(const MixerCall& call, const Tensor& out_gradient, const Ten
                     const MixerGradients& gradients) {
   const MixerShape& shape = call.shape;
   const Device device = call.inputs.q.device();
-  const Kernels kernels = choose_kernels("mixer_backward", call);
+  const bool chunked = call.chunk < shape.length || call.inputs.initial_state || final_state_gradient;
+  const bool walks = chunked && !final_state_gradient && walk_supports(call);
+  const Kernels kernels = walks ? Kernels::parallel : choose_kernels("mixer_backward", call);
   const TokenTables tables = token_tables(call);
   const auto per_head = [&](const Tensor& gradient) {
     if (gradient.size(2) == shape.heads) return gradient;
@@ -323,10 +330,11 @@ void mixer_backward(const MixerCall& call, const Tensor& out_gradient, const Ten
     if (call.spec.norm == Norm::none || kernels != Kernels::parallel)
       heads.row_decay = Tensor::empty(tokens, DType::f64, device);
   }
-  const bool chunked = call.chunk < shape.length || call.inputs.initial_state || final_state_gradient;
-  const ChunkTables chunks = chunked ? chunk_tables(call, tables) : ChunkTables();
+  const ChunkTables chunks = chunked && !walks ? chunk_tables(call, tables) : ChunkTables();
   const TokenTables& within = chunked ? chunks.within : tables;
-  if (chunked && states_support(call) && !final_state_gradient) {
+  if (walks) {
+    walk_backward(call, tables, out_gradient, heads, gradients.initial_state);
+  } else if (chunked && states_support(call) && !final_state_gradient) {
     const ScaledGradient scaled = scale_gradient(call, out_gradient);
     const Tensor states = call.result.states ? call.result.states : chunk_states(call, chunks);
     state_gradients(call, chunks, states, scaled, heads, gradients.initial_state);
