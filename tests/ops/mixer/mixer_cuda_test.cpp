@@ -187,8 +187,7 @@ TEST(MixerCuda, EverySetOfKernelsAgreesWithTheOracle) {
         if (!has_state(spec)) continue;
         const MixerRun chunked = run_on_gpu(c, {.form = Form::chunked, .chunk = 64});
         EXPECT_EQ(chunked.result.form, Form::chunked);
-        const bool in_memory = kernel == std::string_view("tiles") || kernel == std::string_view("simple");
-        EXPECT_EQ(chunked.result.kernel, in_memory ? kernel : "chunk states");
+        EXPECT_EQ(chunked.result.kernel, kernel == std::string_view("simple") ? "simple" : "tiles");
         expect_near(c, chunked, expected, DType::bf16);
       }
     }
@@ -216,12 +215,12 @@ TEST(MixerCuda, LongChunksWithAndWithoutHopper) {
     const bool linear = spec.score == Score::linear;
     EXPECT_EQ(automatic.result.kernel, linear && spec.norm == Norm::none ? "walk"
                                        : hopper && !linear               ? "states"
-                                                                         : "chunk states");
+                                                                         : "tiles");
     expect_near(c, automatic, expected, DType::bf16);
     const cuda::KernelScope scope("tensor cores");
     const MixerRun older = run_on_gpu(c, options);
     EXPECT_EQ(older.result.form, Form::chunked);
-    EXPECT_EQ(older.result.kernel, "chunk states");
+    EXPECT_EQ(older.result.kernel, "tiles");
     expect_near(c, older, expected, DType::bf16);
   }
 }

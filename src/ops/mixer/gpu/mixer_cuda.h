@@ -8,9 +8,8 @@ namespace furious::cuda {
 // While it lives, mixers of this thread run the kernels of this name (MixerResult::kernel: "hopper", "tensor cores",
 // "tiles", "simple", "walk" or "chunk states") instead of the fastest; a call that they cannot compute is an Error.
 // With "tensor cores" a Hopper device runs what older devices run. Inside chunks, "hopper" and "tensor cores" compute
-// what no earlier chunk adds to; with a past, "tiles" compute the forward pass in their place. With "tiles" and
-// "simple" the chunked form has φ in memory. "chunk states" is about states only: the kernels inside chunks are the
-// fastest.
+// what no earlier chunk adds to; with a past, "tiles" compute the forward pass in their place. "chunk
+// states" is about states only, which otherwise have φ in memory: the kernels inside chunks are the fastest.
 class KernelScope {
  public:
   explicit KernelScope(std::string_view kernel);
