@@ -82,13 +82,12 @@ int64_t longest_parallel(Score score) {
 }
 
 int64_t kept_state_bytes(const MixerSpec& spec, int64_t dim, int64_t length, Device device, DType dtype) {
-  const bool squared = spec.score == Score::squared;
-  if (device.is_cpu() || dtype != DType::bf16 || dim != 64 ||
-      (!squared && (spec.score != Score::linear || spec.norm != Norm::none)) || spec.signed_decay ||
+  if (device.is_cpu() || dtype != DType::bf16 || dim != 64 || spec.score != Score::squared || spec.signed_decay ||
       length <= longest_parallel(spec.score))
     return 0;
-  const int64_t chunk = default_chunk(spec, dim, dim, device, dtype), tiles = squared ? 41 : 1;  // of 64 x 64
-  return (length + chunk - 1) / chunk * tiles * 64 * 64 * 2;
+  constexpr int64_t kTiles = 41;  // of 64 x 64
+  const int64_t chunk = default_chunk(spec, dim, dim, device, dtype);
+  return (length + chunk - 1) / chunk * kTiles * 64 * 64 * 2;
 }
 
 Form choose_form(const MixerSpec& spec, const MixerShape& shape, const MixerInputs& inputs,

@@ -590,6 +590,14 @@ bool has_vectors(const Tensor& x) {
   return reinterpret_cast<uintptr_t>(x.raw()) % 16 == 0;
 }
 
+bool fits_in_shared_memory(const MixerShape& shape, Device device) {
+  (void)stream(device);  // makes it current
+  bool fits = false;
+  with_widths(shape,
+              [&]<int kQk, int kV>() { fits = sizeof(Shared<kQk, kV>) <= static_cast<size_t>(most_shared_memory()); });
+  return fits;
+}
+
 }  // namespace
 
 bool walk_supports(const MixerCall& call) {
@@ -602,7 +610,8 @@ bool walk_supports(const MixerCall& call) {
          call.precision == MixerPrecision::automatic && call.spec.score == Score::linear &&
          call.spec.norm == Norm::none && !call.spec.signed_decay && fits(shape.qk_dim) && fits(shape.v_dim) &&
          shape.first_query == 0 && has_vectors(call.inputs.q) && has_vectors(call.inputs.k) &&
-         has_vectors(call.inputs.v) && shape.length <= (int64_t{1} << 30);
+         has_vectors(call.inputs.v) && shape.length <= (int64_t{1} << 30) &&
+         fits_in_shared_memory(shape, call.inputs.q.device());
 }
 
 void walk_forward(const MixerCall& call, const TokenTables& tokens) {
