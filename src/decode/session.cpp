@@ -114,9 +114,7 @@ void Session::read(std::string_view text) try {
 void Session::read_each(const std::vector<std::string>& texts) try {
   Memory& memory = own();
   require(static_cast<int64_t>(texts.size()) == memory.sequences,
-          "session.read_each: {} texts for {} sequences; give one "
-          "for each",
-          texts.size(), memory.sequences);
+          "session.read_each: {} texts for {} sequences; give one for each", texts.size(), memory.sequences);
   const ThreadLimit limit(memory.model.parts().threads);
   memory.spread();
   std::vector<std::vector<int32_t>> tokens;

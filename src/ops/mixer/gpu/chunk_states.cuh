@@ -72,12 +72,6 @@ size_t walk_memory(const MixerCall& call);
 size_t read_memory(const MixerCall& call);
 size_t contract_memory(const MixerCall& call);
 
-// Whether rows of a head can be read 16 bytes at a time.
-inline bool rows_are_wide(const Tensor& x) {
-  return x.stride(0) % 8 == 0 && x.stride(1) % 8 == 0 && x.stride(2) % 8 == 0 &&
-         reinterpret_cast<uintptr_t>(x.raw()) % 16 == 0;
-}
-
 // One walk of a state through the chunks: S ← through · S + Σ_j w_j φ(x_j) u_jᵀ, where u ends with 1, or −δ.
 struct Walk {
   Tensor x, u, factors, delta;
@@ -119,13 +113,6 @@ __device__ inline void load_two_transposed(uint32_t& r0, uint32_t& r1, const voi
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];\n"
                : "=r"(r0), "=r"(r1)
                : "r"(shared_address(row)));
-}
-
-// Products of two bf16 each, rounded once. multiply_pairs() needs Hopper; −0 does not change a product.
-__device__ inline uint32_t scale_pairs(uint32_t x, uint32_t y) {
-  uint32_t r;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;\n" : "=r"(r) : "r"(x), "r"(y), "r"(0x80008000u));
-  return r;
 }
 
 // 16 × 8 by 8 × 8.

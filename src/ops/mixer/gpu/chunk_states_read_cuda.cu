@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(kThreads, kWidth <= 72 ? 2 : 1) read_kernel(co
       for (int u = 0; u < kM; ++u)
         if constexpr (kSquared) {
 #pragma unroll
-          for (int e = 0; e < 4; ++e) f[u][e] = scale_pairs(own[u][e], scalars[step][u][e % 2]);
+          for (int e = 0; e < 4; ++e) f[u][e] = multiply_pairs(own[u][e], scalars[step][u][e % 2]);
         } else {
           load_matrices(f[u], x + (row + 16 * u + lane % 16) * pitch + 16 * (4 * i + step) + lane / 16 * 8);
         }

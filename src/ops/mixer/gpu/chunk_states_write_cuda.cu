@@ -144,10 +144,10 @@ struct Walker {
         const bf16* const scaled = &shared.scaled[buffer][warp() * kM + i][16 * step + 2 * t];
         const uint32_t low = *reinterpret_cast<const uint32_t*>(scaled);
         const uint32_t high = *reinterpret_cast<const uint32_t*>(scaled + 8);
-        f[i][0] = scale_pairs(own[0], low);
-        f[i][1] = scale_pairs(own[1], low);
-        f[i][2] = scale_pairs(own[2], high);
-        f[i][3] = scale_pairs(own[3], high);
+        f[i][0] = multiply_pairs(own[0], low);
+        f[i][1] = multiply_pairs(own[1], low);
+        f[i][2] = multiply_pairs(own[2], high);
+        f[i][3] = multiply_pairs(own[3], high);
       }
     } else {
 #pragma unroll
@@ -590,9 +590,8 @@ bool chunk_states_support(const MixerCall& call) {
   return forced == "chunk states" && call.inputs.q.dtype() == DType::bf16 &&
          product_precision(call) == MixerPrecision::bf16 &&
          (call.spec.score == Score::squared || call.spec.score == Score::linear) && !call.spec.signed_decay &&
-         fits(shape.qk_dim) && fits(shape.v_dim) && mma_states::rows_are_wide(call.inputs.q) &&
-         mma_states::rows_are_wide(call.inputs.k) && mma_states::rows_are_wide(call.inputs.v) &&
-         shape.length <= (int64_t{1} << 30) && mma_states::fit_in_shared_memory(call);
+         fits(shape.qk_dim) && fits(shape.v_dim) && rows_are_wide(call.inputs.q) && rows_are_wide(call.inputs.k) &&
+         rows_are_wide(call.inputs.v) && shape.length <= (int64_t{1} << 30) && mma_states::fit_in_shared_memory(call);
 }
 
 Past chunk_states_past(const MixerCall& call, const ChunkTables& tables, bool hopper) {

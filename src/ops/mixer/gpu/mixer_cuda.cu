@@ -176,6 +176,11 @@ std::string_view forced_kernel() {
   return forced_name;
 }
 
+bool rows_are_wide(const Tensor& x) {
+  return x.stride(0) % 8 == 0 && x.stride(1) % 8 == 0 && x.stride(2) % 8 == 0 &&
+         reinterpret_cast<uintptr_t>(x.raw()) % 16 == 0;
+}
+
 TokenTables token_tables(const MixerCall& call) {
   const MixerShape& shape = call.shape;
   const Device device = call.inputs.q.device();

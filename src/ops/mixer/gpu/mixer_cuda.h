@@ -45,6 +45,9 @@ void simple_forward(const MixerCall& call, const TokenTables& tables, const Tens
 void simple_backward(const MixerCall& call, const TokenTables& tables, const Tensor& out_gradient,
                      const HeadGradients& gradients);
 
+// Whether every row of a bf16 tensor [batch, length, heads, dim] can be read 16 bytes at a time.
+bool rows_are_wide(const Tensor& x);
+
 // The precision of the call's products: the requested one, or that of the inputs.
 MixerPrecision product_precision(const MixerCall& call);
 

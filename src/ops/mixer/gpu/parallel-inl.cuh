@@ -67,9 +67,6 @@ inline Parallel parallel_of(const MixerCall& call, const TokenTables& tables) {
   return m;
 }
 
-// Every row of a bf16 tensor can be read 16 bytes at a time.
-bool rows_are_wide(const Tensor& x);
-
 // The factor that f takes out of q·k: S = scale·q·k.
 template <Score kScore>
 __device__ float score_scale(float scale) {

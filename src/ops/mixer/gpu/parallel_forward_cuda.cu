@@ -269,12 +269,6 @@ void launch(const MixerCall& call, const Parallel& m) {
 
 }  // namespace
 
-bool rows_are_wide(const Tensor& x) {
-  const auto eighths = [](int64_t stride) { return stride % 8 == 0; };
-  return eighths(x.stride(0)) && eighths(x.stride(1)) && eighths(x.stride(2)) &&
-         reinterpret_cast<uintptr_t>(x.raw()) % 16 == 0;
-}
-
 bool parallel_supports(const MixerCall& call) {
   const MixerShape& shape = call.shape;
   const std::string_view forced = forced_kernel();
