@@ -244,7 +244,8 @@ MixerShape check_mixer(std::string_view operation, const MixerSpec& spec, const 
   return shape;
 }
 
-MixerResult mixer_forward(const MixerSpec& spec, const MixerInputs& inputs, const MixerOptions& options) {
+MixerResult mixer_forward(const MixerSpec& spec, const MixerInputs& inputs, const MixerOptions& options,
+                          const MixerResult& into) {
   constexpr std::string_view kOperation = "mixer_forward";
   const MixerShape shape = check_mixer(kOperation, spec, inputs, options.form);
   const std::vector<Segment> segments = segments_of(kOperation, inputs.boundaries, shape.batch, shape.length);
@@ -262,14 +263,20 @@ MixerResult mixer_forward(const MixerSpec& spec, const MixerInputs& inputs, cons
   check_precision(kOperation, options.precision, device);
   MixerResult result;
   const DType accumulator = accumulator_of(inputs.q);
-  result.out = Tensor::empty({shape.batch, shape.queries(), shape.heads, shape.v_dim}, inputs.v.dtype(), device);
+  const auto output = [&](std::string_view argument, const Tensor& given, DType dtype, const Shape& wanted) {
+    if (!given) return Tensor::empty(wanted, dtype, device);
+    ArgumentCheck(kOperation).dense(argument, given, dtype, {wanted.begin(), wanted.end()}, device);
+    return given;
+  };
+  const Shape per_query{shape.batch, shape.heads, shape.queries()};
+  result.out = output("into.out", into.out, inputs.v.dtype(), {shape.batch, shape.queries(), shape.heads, shape.v_dim});
   if (spec.norm == Norm::sum) {
-    result.normalizer = Tensor::empty({shape.batch, shape.heads, shape.queries()}, accumulator, device);
-    if (spec.score == Score::exponential) result.maximum = Tensor::empty_like(result.normalizer);
+    result.normalizer = output("into.normalizer", into.normalizer, accumulator, per_query);
+    if (spec.score == Score::exponential) result.maximum = output("into.maximum", into.maximum, accumulator, per_query);
   }
   if (options.final_state)
-    result.final_state =
-        Tensor::empty({shape.batch, shape.heads, shape.state_rows, shape.state_columns}, accumulator, device);
+    result.final_state = output("into.final_state", into.final_state, accumulator,
+                                {shape.batch, shape.heads, shape.state_rows, shape.state_columns});
   result.form = options.form == Form::automatic && shape.first_query > 0 ? Form::parallel : options.form;
 #ifdef FURIOUS_CUDA
   if (!device.is_cpu()) {

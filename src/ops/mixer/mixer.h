@@ -115,7 +115,10 @@ struct MixerGradients {
   Tensor q, k, v, log_decay, initial_state;
 };
 
-MixerResult mixer_forward(const MixerSpec& spec, const MixerInputs& inputs, const MixerOptions& options = {});
+// The tensors of `into` (out, normalizer, maximum, final_state), where defined, are written instead of new ones. They
+// are contiguous; on a GPU they start at a multiple of 16 bytes.
+MixerResult mixer_forward(const MixerSpec& spec, const MixerInputs& inputs, const MixerOptions& options = {},
+                          const MixerResult& into = {});
 
 // `result` is what mixer_forward returned for these inputs. `final_state_gradient` is optional. No floating-point
 // atomics: the same bits on every run, for every number of threads.
