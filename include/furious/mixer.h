@@ -15,11 +15,12 @@
 // Layouts, those of flash-linear-attention; any strides with unit inner stride:
 //
 //   q, k           [B, T, Hqk, K]   f32, bf16 or f16 (a GPU: f32 or bf16; Form::reference: also f64), 8 ≤ K, V ≤ 256
-//   v              [B, T, H, V]     of the dtype of q; Hqk divides H, or H divides Hqk: heads are shared by neighbours
+//   v              [B, T, H, V]     of the dtype of q
 //   log_decay      [B, T, H]        f32 (f64 with f64 inputs), none positive; exactly when the spec has decay
 //   initial_state  [N, H, D, C]     f32 (f64); N is B, or the number of packed sequences
 //   out            [B, T, H, V]     of the dtype of v
 //
+// H is the largest number of heads of q, k and v; each may have a divisor of it, whose heads serve neighbouring ones.
 // D is state_rows(spec, K), C is V, or V + 1 with norm sum: the last column is the state of n.
 //
 // All failures are a furious::Error that names the argument, before anything is written. Threads may call at the same
@@ -122,7 +123,9 @@ FURIOUS_API Tensor mixer_step(const MixerSpec& spec, const Tensor& q, const Tens
 
 // The sizes of a call without its tensors. Of a MixerCache, whose sequences grow, the length is not used.
 struct MixerSizes {
-  int64_t batch = 1, length = 0, heads = 1, qk_heads = 1, qk_dim = 0, v_dim = 0;
+  int64_t batch = 1, length = 0;
+  int64_t heads = 1, qk_heads = 1;  // of v, and of q and k
+  int64_t qk_dim = 0, v_dim = 0;
   DType dtype = DType::f32;
   Device device = {};
   bool initial_state = false;

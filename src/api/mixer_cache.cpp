@@ -1,4 +1,5 @@
 #include "api/convert.h"
+#include "api/convert_mixer.h"
 #include "base/boundary.h"
 #include "base/error.h"
 #include "furious/mixer.h"
@@ -11,18 +12,6 @@ namespace furious::ops {
 namespace {
 
 constexpr std::string_view kOperation = "mixer_cache";
-
-furious::MixerSpec checked(const MixerSpec& spec) {
-  require(spec.score <= Score::series && spec.norm <= Norm::sum,
-          "{}: score {} and norm {}, expected a Score and a Norm", kOperation, static_cast<int>(spec.score),
-          static_cast<int>(spec.norm));
-  return {static_cast<furious::Score>(spec.score),
-          spec.decay,
-          static_cast<furious::Norm>(spec.norm),
-          spec.scale,
-          spec.degree,
-          spec.signed_decay};
-}
 
 furious::MixerCache::Sizes slots_of(const MixerSizes& sizes) {
   require_usable(kOperation, sizes.device);
@@ -46,7 +35,7 @@ struct MixerCache::Contents {
 
   Contents(const MixerSpec& spec, const MixerSizes& sizes)
       : device(internal(sizes.device)),
-        cache(checked(spec), slots_of(sizes), device),
+        cache(internal(kOperation, spec), slots_of(sizes), device),
         rows(all_slots(sizes.batch, device)) {}
 
   // Before anything is computed, so that a wrong one leaves the cache as it was.
