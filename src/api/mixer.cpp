@@ -95,7 +95,7 @@ furious::Tensor readable(const furious::Tensor& x) {
 }
 
 furious::Tensor contiguous(const furious::Tensor& x) {
-  return !x || x.is_contiguous() ? x : to_dtype(x, x.dtype());
+  return !x || dense(x) ? x : to_dtype(x, x.dtype());
 }
 
 furious::Device device_of(const Tensor& x) {
@@ -157,7 +157,7 @@ furious::MixerInputs inputs_of(const Piece& piece, const furious::MixerInputs& i
           tokens_of(piece, in.v),
           tokens_of(piece, in.log_decay),
           {},
-          states_of(piece, in.initial_state)};
+          contiguous(states_of(piece, in.initial_state))};
 }
 
 void check_cu_seqlens(std::string_view operation, std::span<const int64_t> starts, int64_t batch, int64_t length) {
@@ -226,16 +226,26 @@ Call call_of(std::string_view operation, const MixerSpec& spec, const MixerInput
   return call;
 }
 
+// A part of a result: scratch where the part begins at an address that the kernels cannot write.
+Output part_of(const Call& call, const furious::Tensor& part, Output::Fits fits = dense) {
+  return part ? Output(call.operation, "into", part, part.shape(), part.dtype(), part.device(), fits) : Output();
+}
+
 furious::MixerResult forward(const Call& call, const furious::MixerResult& into) {
   if (call.pieces.empty()) return furious::mixer_forward(call.spec, call.inputs, call.options, into);
   furious::MixerResult result = into;
   for (const Piece& piece : call.pieces) {
+    const Output out = part_of(call, tokens_of(piece, into.out)),
+                 normalizer = part_of(call, rows_of(piece, into.normalizer, call.shape.heads)),
+                 maximum = part_of(call, rows_of(piece, into.maximum, call.shape.heads)),
+                 final_state = part_of(call, states_of(piece, into.final_state));
     furious::MixerResult part;
-    part.out = tokens_of(piece, into.out);
-    part.normalizer = rows_of(piece, into.normalizer, call.shape.heads);
-    part.maximum = rows_of(piece, into.maximum, call.shape.heads);
-    part.final_state = states_of(piece, into.final_state);
+    part.out = out.tensor();
+    part.normalizer = normalizer.tensor();
+    part.maximum = maximum.tensor();
+    part.final_state = final_state.tensor();
     part = furious::mixer_forward(call.spec, inputs_of(piece, call.inputs), call.options, part);
+    for (const Output* output : {&out, &normalizer, &maximum, &final_state}) output->finish();
     result.form = part.form;
     result.chunk = part.chunk;
     result.kernel = part.kernel;
@@ -252,14 +262,18 @@ void backward(const Call& call, const furious::MixerResult& result, const furiou
   for (const Piece& piece : call.pieces) {
     furious::MixerResult part = result;
     part.out = tokens_of(piece, result.out);
-    part.normalizer = rows_of(piece, result.normalizer, call.shape.heads);
-    part.maximum = rows_of(piece, result.maximum, call.shape.heads);
-    part.final_state = states_of(piece, result.final_state);
-    const furious::MixerGradients gradients{tokens_of(piece, into.q), tokens_of(piece, into.k),
-                                            tokens_of(piece, into.v), tokens_of(piece, into.log_decay),
-                                            states_of(piece, into.initial_state)};
+    part.normalizer = contiguous(rows_of(piece, result.normalizer, call.shape.heads));
+    part.maximum = contiguous(rows_of(piece, result.maximum, call.shape.heads));
+    part.final_state = contiguous(states_of(piece, result.final_state));
+    const Output q = part_of(call, tokens_of(piece, into.q), has_rows),
+                 k = part_of(call, tokens_of(piece, into.k), has_rows),
+                 v = part_of(call, tokens_of(piece, into.v), has_rows),
+                 log_decay = part_of(call, tokens_of(piece, into.log_decay), has_rows),
+                 initial_state = part_of(call, states_of(piece, into.initial_state));
     furious::mixer_backward(call.spec, inputs_of(piece, call.inputs), part, tokens_of(piece, out_gradient),
-                            states_of(piece, final_state_gradient), call.options, gradients);
+                            contiguous(states_of(piece, final_state_gradient)), call.options,
+                            {q.tensor(), k.tensor(), v.tensor(), log_decay.tensor(), initial_state.tensor()});
+    for (const Output* output : {&q, &k, &v, &log_decay, &initial_state}) output->finish();
   }
 }
 
@@ -304,6 +318,7 @@ Precision precision_from_name(std::string_view name) try {
 }
 
 std::string name_of(Form form) {
+  require(form <= Form::reference, "name_of: form {}, expected a Form", static_cast<int>(form));
   return std::string(furious::name_of(static_cast<furious::Form>(form)));
 }
 

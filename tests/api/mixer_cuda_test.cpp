@@ -77,6 +77,79 @@ TEST(PublicMixerCuda, WritesMemoryOfTheCallerWhateverItsAlignment) {
       }
 }
 
+// Parts of results begin at addresses of any alignment.
+TEST(PublicMixerCuda, PackedSequencesWithStatesAgreeWithTheCpu) {
+  SKIP_WITHOUT_GPU();
+  Random random(3);
+  for (const int64_t dim : {9, 64})
+    for (const MixerSpec& spec : all_specs()) {
+      if (!has_state(spec, dim)) continue;
+      MixerCase c = random_case(
+          random, spec,
+          {.shortest = 61, .longest = 61, .dim = dim, .states = false, .final_gradient = false, .boundaries = false});
+      SCOPED_TRACE(describe(c));
+      for (Tensor* x : {&c.inputs.q, &c.inputs.k, &c.inputs.v, &c.inputs.log_decay, &c.out_gradient})
+        if (*x) *x = to_dtype(x->slice(0, 0, 1), DType::f32);
+      const std::vector<int64_t> starts{0, 1, 8, 15, 40, 61};
+      const Shape states{5, c.heads, state_rows(spec, dim), state_columns(spec, dim)};
+      c.inputs.initial_state = random.uniform_tensor(states, 0.5, 1);
+      c.final_state_gradient = random.normal_tensor(states, 0.1);
+      const auto run_on = [&](ops::Device device) {
+        const auto there = [&](const Tensor& x) { return x ? external(x).to(device) : ops::Tensor(); };
+        const ops::MixerInputs inputs{there(c.inputs.q),
+                                      there(c.inputs.k),
+                                      there(c.inputs.v),
+                                      there(c.inputs.log_decay),
+                                      there(c.inputs.initial_state),
+                                      starts};
+        const ops::MixerOptions options{.final_state = true};
+        const ops::MixerResult result = ops::mixer_forward(public_spec(spec), inputs, options);
+        const ops::MixerGradients gradients = ops::mixer_backward(
+            public_spec(spec), inputs, result, there(c.out_gradient), there(c.final_state_gradient), options);
+        const auto here = [](const ops::Tensor& x) { return x ? internal(x.to({})) : Tensor(); };
+        MixerRun all;
+        all.result.out = here(result.out);
+        all.result.final_state = here(result.final_state);
+        all.gradients = {here(gradients.q), here(gradients.k), here(gradients.v), here(gradients.log_decay),
+                         here(gradients.initial_state)};
+        return all;
+      };
+      expect_close(run_on(kCuda), run_on({}), 2e-3);
+    }
+}
+
+TEST(PublicMixerCuda, CacheAgreesWithTheForwardPass) {
+  SKIP_WITHOUT_GPU();
+  Random random(4);
+  for (const MixerSpec& spec : all_specs()) {
+    const MixerCase c = random_case(
+        random, spec,
+        {.shortest = 100, .longest = 100, .dim = 16, .states = false, .final_gradient = false, .boundaries = false});
+    SCOPED_TRACE(describe(c));
+    MixerInputs inputs = c.inputs;  // one head of queries and keys
+    inputs.q = inputs.k = inputs.k.slice(2, 0, 1);
+    const int64_t heads = inputs.v.size(2), batch = inputs.v.size(0);
+    if (inputs.log_decay) inputs.log_decay = inputs.log_decay.slice(2, 0, heads);
+    const Tensor expected = mixer_forward(spec, inputs, {Form::parallel}).out;
+    ops::MixerCache cache(public_spec(spec),
+                          {.batch = batch, .heads = heads, .qk_dim = 16, .v_dim = 16, .device = kCuda});
+    const auto tokens = [&](const Tensor& x, int64_t first, int64_t count) {
+      return x ? external(to_gpu(x.slice(1, first, count))) : ops::Tensor();
+    };
+    const Tensor out = Tensor::empty(expected.shape(), DType::f32);
+    copy(out.slice(1, 0, 40), internal(cache
+                                           .prefill({tokens(inputs.q, 0, 40), tokens(inputs.k, 0, 40),
+                                                     tokens(inputs.v, 0, 40), tokens(inputs.log_decay, 0, 40)})
+                                           .to({})));
+    for (int64_t t = 40; t < 100; ++t) {
+      const auto token = [&](const Tensor& x) { return x ? external(to_gpu(x.select(1, t))) : ops::Tensor(); };
+      copy(out.select(1, t),
+           internal(cache.step(token(inputs.q), token(inputs.k), token(inputs.v), token(inputs.log_decay)).to({})));
+    }
+    EXPECT_LE(relative_error(out, expected, 0.1), 2e-3);
+  }
+}
+
 TEST(PublicMixerCuda, RefusesF16AndTensorsOnTwoDevices) {
   SKIP_WITHOUT_GPU();
   const auto zeros = [](int64_t heads, ops::Device device, ops::DType dtype = ops::DType::f32) {
