@@ -1,8 +1,8 @@
 // Tensor cores and the memory around them, by the names that the kernels use. bf16 or tf32 operands, f32 sums.
 //
 // A warp multiplies 16 × 16 by 16 × 8. Lane l holds of the result rows l/4 and l/4 + 8, columns 2(l%4) and the next.
-// Tiles in shared memory are rows of kDim bf16, in vectors of 16 bytes; vector p of row r lies at place p ^ (r % 8), so
-// that the eight rows of an ldmatrix fall into different banks.
+// Tiles in shared memory are rows of bf16, in vectors of 16 bytes, swizzled so that the eight rows of an ldmatrix fall
+// into different banks.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -117,40 +117,65 @@ __device__ inline float fast_exp2(float x) {
   return y;
 }
 
-// Rows of kDim bf16 in shared memory.
-template <int kDim>
-struct Tile {
-  static constexpr int kVectors = kDim / 8;
+// Rows of `stride` bf16 in shared memory, a multiple of 32. Vector p of row r lies at place p ^ (r % 8); where the
+// stride is no multiple of 64, so that two rows share the banks of 128 bytes, at p ^ (r/2 % 4).
+struct StridedTile {
   __nv_bfloat16* data;
+  int stride;
 
-  __device__ __nv_bfloat16* at(int row, int vector) const {
-    return data + row * kDim + ((vector & ~7) | ((vector ^ row) & 7)) * 8;
+  // `row` counts from row8, a multiple of 8.
+  __device__ __nv_bfloat16* at(int row8, int row, int vector) const {
+    const int swizzle = stride % 64 == 0 ? row & 7 : row >> 1 & 3;
+    return data + (row8 + row) * stride + (vector ^ swizzle) * 8;
   }
 
-  // `count` rows from `from`, `stride` elements apart; those at and after `valid` become zeros. By all threads.
+  // `count` rows from `from`, `step` elements apart; what is at and after row `rows` or column `columns` becomes zeros.
+  // By all threads.
   template <int kThreads>
-  __device__ void load(const __nv_bfloat16* from, int64_t stride, int count, int64_t valid) const {
-    for (int i = static_cast<int>(threadIdx.x); i < count * kVectors; i += kThreads) {
-      const int row = i / kVectors, vector = i % kVectors;
-      const bool inside = row < valid;
-      copy_async(at(row, vector), inside ? from + row * stride + vector * 8 : from, inside);
-    }
+  __device__ void load(const __nv_bfloat16* from, int64_t step, int count, int64_t rows, int columns) const {
+    const int lanes = stride % 64 == 0 ? 3 : 2;  // a power of two of threads per row
+    const int thread = static_cast<int>(threadIdx.x), lane = thread & ((1 << lanes) - 1);
+    for (int row = thread >> lanes; row < count; row += kThreads >> lanes)
+      for (int vector = lane; vector < stride / 8; vector += 1 << lanes) {
+        const bool inside = row < rows && vector * 8 < columns;
+        copy_async(at(row & ~7, row & 7, vector), inside ? from + row * step + vector * 8 : from, inside);
+      }
   }
 
-  // Fragments for mma: A of rows [row, row+16) and dimensions [16·step, +16).
+  // Fragments for mma: A of rows [row, row+16), `row` a multiple of 8, and dimensions [16·step, +16).
   __device__ void a_fragment(uint32_t (&r)[4], int row, int step) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    load_matrices(r, at(row + lane % 16, 2 * step + lane / 16));
+    load_matrices(r, at(row + lane / 8 % 2 * 8, lane % 8, 2 * step + lane / 16));
   }
   // B of a product with the tile transposed: columns are rows [row, row+16), two groups of 8 (r0, r1 and r2, r3).
   __device__ void b_fragment(uint32_t (&r)[4], int row, int step) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    load_matrices(r, at(row + lane / 16 * 8 + lane % 8, 2 * step + lane / 8 % 2));
+    load_matrices(r, at(row + lane / 16 * 8, lane % 8, 2 * step + lane / 8 % 2));
   }
   // B of a product with the tile as it is: rows [row, row+16) are summed over, columns are dimensions [16·step, +16).
   __device__ void b_fragment_transposed(uint32_t (&r)[4], int row, int step) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    load_matrices_transposed(r, at(row + lane % 16, 2 * step + lane / 16));
+    load_matrices_transposed(r, at(row + lane / 8 % 2 * 8, lane % 8, 2 * step + lane / 16));
+  }
+};
+
+// The same with a stride that the compiler knows, a multiple of 64.
+template <int kDim>
+struct Tile {
+  static_assert(kDim % 64 == 0);
+  __nv_bfloat16* data;
+
+  __device__ __nv_bfloat16* at(int row, int vector) const {
+    return StridedTile{data, kDim}.at(row & ~7, row & 7, vector);
+  }
+  __device__ void a_fragment(uint32_t (&r)[4], int row, int step) const {
+    StridedTile{data, kDim}.a_fragment(r, row, step);
+  }
+  __device__ void b_fragment(uint32_t (&r)[4], int row, int step) const {
+    StridedTile{data, kDim}.b_fragment(r, row, step);
+  }
+  __device__ void b_fragment_transposed(uint32_t (&r)[4], int row, int step) const {
+    StridedTile{data, kDim}.b_fragment_transposed(r, row, step);
   }
 };
 

@@ -212,19 +212,18 @@ int64_t longest_in_tiles(const MixerCall& call) {
   return std::max(kLeast, cost * 4 * shape.state_rows * shape.state_columns / (shape.qk_dim + shape.v_dim));
 }
 
-enum class Kernels : uint8_t { parallel, tiles, simple };
+enum class Kernels : uint8_t { hopper, tensor_cores, tiles, simple };
+constexpr std::string_view kKernelNames[] = {"hopper", "tensor cores", "tiles", "simple"};
 
 Kernels choose_kernels(std::string_view operation, const MixerCall& call) {
   const std::string_view forced = forced_kernel();
-  const bool hopper = on_hopper(call.inputs.q.device()), parallel = parallel_supports(call),
-             tiles = tiles_support(call);
-  require(forced.empty() || forced == (parallel && hopper ? "hopper"
-                                       : parallel         ? "tensor cores"
-                                       : tiles            ? "tiles"
-                                                          : "simple"),
+  const Kernels chosen = hopper_supports(call)     ? Kernels::hopper
+                         : parallel_supports(call) ? Kernels::tensor_cores
+                         : tiles_support(call)     ? Kernels::tiles
+                                                   : Kernels::simple;
+  require(forced.empty() || forced == kKernelNames[static_cast<int>(chosen)],
           "{}: the kernels \"{}\" do not compute this call; leave the choice to the mixer", operation, forced);
-  if (parallel) return Kernels::parallel;
-  if (tiles) return Kernels::tiles;
+  if (chosen != Kernels::simple) return chosen;
   const MixerPrecision precision = call.precision;
   require(
       precision == MixerPrecision::automatic || precision == MixerPrecision::f32,
@@ -232,6 +231,10 @@ Kernels choose_kernels(std::string_view operation, const MixerCall& call) {
       "use auto or f32, or dimensions that are multiples of 8 up to {}",
       operation, name_of(precision), call.shape.qk_dim, call.shape.v_dim, kLargestTileDim);
   return Kernels::simple;
+}
+
+bool uses_parallel(Kernels kernels) {
+  return kernels == Kernels::hopper || kernels == Kernels::tensor_cores;
 }
 
 void ran(const MixerCall& call, std::string_view kernel) {
@@ -244,10 +247,13 @@ Form choose_form(const MixerCall& call) {
   // The lengths up to which the parallel form is faster, measured on an H200 (docs/performance.md).
   constexpr int64_t kOnTensorCores = 65536;
   constexpr int64_t kSimple = 512;
-  const int64_t longest = states_support(call)      ? longest_parallel(call.spec.score)
-                          : parallel_supports(call) ? kOnTensorCores
-                          : tiles_support(call)     ? longest_in_tiles(call)
-                                                    : kSimple;
+  constexpr int64_t kFasterThanTiles = 4;  // an estimate
+  const int64_t longest = states_support(call)    ? longest_parallel(call.spec.score)
+                          : hopper_supports(call) ? kOnTensorCores
+                          : parallel_supports(call)
+                              ? std::min(kOnTensorCores, kFasterThanTiles * longest_in_tiles(call))
+                          : tiles_support(call) ? longest_in_tiles(call)
+                                                : kSimple;
   return call.shape.state_rows > 0 && call.shape.length > longest ? Form::chunked : Form::parallel;
 }
 
@@ -270,10 +276,10 @@ Tensor mixer_forward(const MixerCall& call) {
     past = chunked_past(call, chunks);
     within = chunks.within;
   }
-  if (kernels == Kernels::parallel && !past) {
-    ran(call, on_hopper(call.inputs.q.device()) ? "hopper" : "tensor cores");
-    parallel_forward(call, within);
-  } else if (kernels != Kernels::simple) {  // the kernels of `parallel` have no past of this kind
+  if (uses_parallel(kernels)) {
+    ran(call, kernels == Kernels::hopper && !past ? "hopper" : "tensor cores");
+    parallel_forward(call, within, past);
+  } else if (kernels == Kernels::tiles) {
     ran(call, "tiles");
     tiles_forward(call, within, past);
   } else {
@@ -297,7 +303,8 @@ void mixer_backward(const MixerCall& call, const Tensor& out_gradient, const Ten
   if (call.spec.decay) {
     const Shape tokens{shape.batch, shape.heads, shape.length};
     heads.key_decay = Tensor::empty(tokens, DType::f64, device);
-    if (call.spec.norm == Norm::none || kernels != Kernels::parallel)
+    // With a decay that may grow, pairs whose mask is saturated have no part in it, so that it does not cancel.
+    if (call.spec.norm == Norm::none || call.spec.signed_decay || !uses_parallel(kernels))
       heads.row_decay = Tensor::empty(tokens, DType::f64, device);
   }
   const bool chunked = call.chunk < shape.length || call.inputs.initial_state || final_state_gradient;
@@ -309,7 +316,7 @@ void mixer_backward(const MixerCall& call, const Tensor& out_gradient, const Ten
     state_gradients(call, chunks, states, scaled, heads, gradients.initial_state);
     inside_chunks_backward(call, tables, call.chunk, scaled, heads);
   } else {
-    if (kernels == Kernels::parallel)
+    if (uses_parallel(kernels))
       parallel_backward(call, within, scale_gradient(call, out_gradient), heads);
     else if (kernels == Kernels::tiles)
       tiles_backward(call, within, out_gradient, heads);
