@@ -187,7 +187,7 @@ TEST(MixerCuda, EverySetOfKernelsAgreesWithTheOracle) {
         if (!has_state(spec)) continue;
         const MixerRun chunked = run_on_gpu(c, {.form = Form::chunked, .chunk = 64});
         EXPECT_EQ(chunked.result.form, Form::chunked);
-        EXPECT_EQ(chunked.result.kernel, kernel == std::string_view("simple") ? "simple" : "tiles");
+        EXPECT_EQ(chunked.result.kernel, kernel == std::string_view("hopper") ? "tensor cores" : kernel);
         expect_near(c, chunked, expected, DType::bf16);
       }
     }
@@ -213,12 +213,12 @@ TEST(MixerCuda, LongChunksWithAndWithoutHopper) {
     const MixerRun automatic = run_on_gpu(c, options);
     const bool hopper = mixer_forward(spec, on_gpu(c).inputs, {.form = Form::parallel}).kernel == "hopper";
     const bool linear_sum = spec.score == Score::linear && spec.norm == Norm::sum;
-    EXPECT_EQ(automatic.result.kernel, hopper && !linear_sum ? "states" : "tiles");
+    EXPECT_EQ(automatic.result.kernel, hopper && !linear_sum ? "states" : "tensor cores");
     expect_near(c, automatic, expected, DType::bf16);
     const cuda::KernelScope scope("tensor cores");
     const MixerRun older = run_on_gpu(c, options);
     EXPECT_EQ(older.result.form, Form::chunked);
-    EXPECT_EQ(older.result.kernel, "tiles");
+    EXPECT_EQ(older.result.kernel, "tensor cores");
     expect_near(c, older, expected, DType::bf16);
   }
 }

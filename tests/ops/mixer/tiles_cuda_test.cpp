@@ -1,7 +1,6 @@
 // The general kernels of the parallel form against the double-precision oracle, row by row: every score, norm, decay,
 // precision of the products, dtype and padding of dimensions.
-#include "cuda.h"
-#include "ops/mixer/mixer_case.h"
+#include "ops/mixer/gpu_case.h"
 
 namespace furious {
 namespace {
@@ -11,113 +10,10 @@ using namespace furious::testing;
 constexpr MixerPrecision kPrecisions[] = {MixerPrecision::f32, MixerPrecision::tf32x3, MixerPrecision::tf32,
                                           MixerPrecision::bf16};
 
-struct Sizes {
-  int64_t qk_dim, v_dim;
-  int64_t length;
-  int64_t batch = 1, q_heads = 1, k_heads = 1, v_heads = 1;
-  bool boundaries = false;
-  double strongest_decay = 0.5;
-};
-
-std::vector<MixerSpec> tile_specs() {
-  std::vector<MixerSpec> specs;
-  const std::vector<std::pair<Score, int>> scores{{Score::linear, 0}, {Score::squared, 0}, {Score::exponential, 0},
-                                                  {Score::power, 3},  {Score::power, 4},   {Score::series, 1},
-                                                  {Score::series, 2}, {Score::series, 3},  {Score::series, 4}};
-  for (const auto& [score, degree] : scores)
-    for (const Norm norm : {Norm::none, Norm::sum})
-      for (const int decay : {0, 1, 2}) specs.push_back({score, decay > 0, norm, 0, degree, decay == 2});
-  return specs;
-}
-
-MixerCase make_case(Random& random, const MixerSpec& spec, const Sizes& sizes, DType dtype) {
-  MixerCase c;
-  c.spec = spec;
-  c.heads = std::max({sizes.q_heads, sizes.k_heads, sizes.v_heads});
-  // Under the sum norm, polynomial scores that cancel or vanish are ill-conditioned in any precision.
-  const bool positive = spec.score != Score::exponential && spec.norm == Norm::sum;
-  const auto normal = [&](int64_t heads, int64_t dim, bool absolute) {
-    const Tensor x = random.normal_tensor({sizes.batch, sizes.length, heads, dim});
-    for (int64_t i = 0; absolute && i < x.elements(); ++i) x.data<float>()[i] = std::fabs(x.data<float>()[i]);
-    return x;
-  };
-  c.inputs.q = normal(sizes.q_heads, sizes.qk_dim, positive);
-  c.inputs.k = normal(sizes.k_heads, sizes.qk_dim, positive);
-  c.inputs.v = normal(sizes.v_heads, sizes.v_dim, false);
-  c.out_gradient = normal(c.heads, sizes.v_dim, false);
-  if (spec.decay)
-    c.inputs.log_decay = random.uniform_tensor({sizes.batch, sizes.length, c.heads}, -sizes.strongest_decay,
-                                               spec.signed_decay ? sizes.strongest_decay : 0);
-  if (sizes.boundaries) {
-    std::vector<int32_t> starts{0};
-    for (int64_t t = 1; t < sizes.batch * sizes.length; ++t)
-      if (random.integer(0, 39) == 0) starts.push_back(static_cast<int32_t>(t));
-    c.inputs.boundaries = int_tensor_of(starts, {static_cast<int64_t>(starts.size())});
-  }
-  return cast(c, dtype);
-}
-
-MixerCase on_gpu(const MixerCase& c) {
-  MixerCase there = c;
-  for (Tensor* x : {&there.inputs.q, &there.inputs.k, &there.inputs.v, &there.inputs.log_decay,
-                    &there.inputs.initial_state, &there.out_gradient})
-    if (*x) *x = to_gpu(*x);
-  return there;
-}
-
-MixerRun run_there(const MixerCase& there, const MixerOptions& forward, const MixerOptions& backward) {
-  MixerRun run;
-  run.result = mixer_forward(there.spec, there.inputs, forward);
-  run.gradients = mixer_backward(there.spec, there.inputs, run.result, there.out_gradient, {}, backward);
-  for (Tensor* x : {&run.result.out, &run.result.normalizer, &run.result.maximum, &run.gradients.q, &run.gradients.k,
-                    &run.gradients.v, &run.gradients.log_decay, &run.gradients.initial_state})
-    if (*x) *x = to_cpu(*x);
-  return run;
-}
-MixerRun run_on_gpu(const MixerCase& c, const MixerOptions& options) {
-  return run_there(on_gpu(c), options, options);
-}
-
-struct Errors {
-  double out, q, k, v, log_decay = 0;
-};
-
-Errors errors_of(const MixerCase& c, const MixerRun& actual, const MixerRun& expected) {
-  // Under the sum norm gradients are differences that may cancel, to nothing for a document of one token: what came in
-  // sets the scale.
-  double least = 0;
-  for (const double g : to_doubles(c.out_gradient)) least += g * g;
-  const double floor = c.spec.norm == Norm::sum ? std::sqrt(least) : 1e-30;
-  Errors errors{relative_error(actual.result.out, expected.result.out).worst,
-                relative_error(actual.gradients.q, expected.gradients.q, floor).worst,
-                relative_error(actual.gradients.k, expected.gradients.k, floor).worst,
-                relative_error(actual.gradients.v, expected.gradients.v, floor).worst};
-  // A sum over all later tokens: their errors add up, their values may cancel.
-  if (c.spec.decay)
-    errors.log_decay = relative_error(actual.gradients.log_decay, expected.gradients.log_decay,
-                                      c.spec.norm == Norm::sum ? std::sqrt(least) : 1e-6);  // of one token it is 0
-  return errors;
-}
-
 double tolerance_of(MixerPrecision precision, DType dtype) {
   if (precision == MixerPrecision::bf16) return 3e-2;
   if (dtype == DType::bf16) return 1e-2;
   return precision == MixerPrecision::tf32 ? 4e-3 : precision == MixerPrecision::tf32x3 ? 5e-5 : 2e-5;
-}
-
-void expect_within(const Errors& errors, double tolerance) {
-  EXPECT_LE(errors.out, tolerance) << "out";
-  EXPECT_LE(errors.q, tolerance) << "dq";
-  EXPECT_LE(errors.k, tolerance) << "dk";
-  EXPECT_LE(errors.v, tolerance) << "dv";
-  EXPECT_LE(errors.log_decay, 4 * tolerance) << "da";
-}
-
-// Shapes for which bf16 products have dedicated kernels.
-bool has_fast_kernels(const MixerCase& c) {
-  const int64_t dim = c.inputs.q.size(-1);
-  return c.inputs.q.dtype() == DType::bf16 && (dim == 64 || dim == 128) && c.inputs.v.size(-1) == dim &&
-         c.spec.degree == 0 && !c.spec.signed_decay && (c.spec.score != Score::exponential || c.spec.norm == Norm::sum);
 }
 
 // In all precisions, with one run of the oracle.
@@ -128,7 +24,7 @@ void compare(const MixerCase& c, DType dtype) {
     SCOPED_TRACE(fmt::format("{} products of {}", name_of(precision), name_of(dtype)));
     const MixerRun actual = run_on_gpu(c, {.precision = precision});
     EXPECT_EQ(actual.result.form, Form::parallel);
-    if (precision == MixerPrecision::bf16 && has_fast_kernels(c)) {
+    if (precision == MixerPrecision::bf16 && dtype == DType::bf16) {  // those have dedicated kernels
       EXPECT_TRUE(actual.result.kernel == "hopper" || actual.result.kernel == "tensor cores") << actual.result.kernel;
     } else {
       EXPECT_EQ(actual.result.kernel, "tiles");
@@ -147,7 +43,7 @@ TEST(TilesCuda, EverySpec) {
   const std::vector<std::pair<int64_t, int64_t>> dims{{64, 64}, {32, 32}, {96, 96}, {128, 64}, {24, 40}};
   const std::vector<int64_t> lengths{1, 63, 64, 65, 130};
   size_t i = 0;
-  for (const MixerSpec& spec : tile_specs())
+  for (const MixerSpec& spec : gpu_specs())
     for (const DType dtype : {DType::f32, DType::bf16}) {
       Sizes sizes{dims[i % 5].first, dims[i % 5].second, lengths[i / 2 % 5]};
       ++i;
@@ -249,7 +145,7 @@ TEST(TilesCuda, RowsOfAnyAlignment) {
 TEST(TilesCuda, SameBitsEveryTime) {
   SKIP_WITHOUT_GPU();
   Random random(6);
-  for (const MixerSpec& spec : tile_specs()) {
+  for (const MixerSpec& spec : gpu_specs()) {
     const Sizes sizes{.qk_dim = 64, .v_dim = 96, .length = 300, .v_heads = 2};
     const MixerCase c = make_case(random, spec, sizes, DType::f32);
     const MixerOptions options{.precision =
@@ -336,7 +232,7 @@ TEST(TilesCuda, OtherDimensionsComputeInF32) {
 TEST(TilesCuda, ZeroKeysGiveZerosNotNaN) {
   SKIP_WITHOUT_GPU();
   Random random(11);
-  for (const MixerSpec& spec : tile_specs())
+  for (const MixerSpec& spec : gpu_specs())
     for (const MixerPrecision precision : kPrecisions) {
       MixerCase c = make_case(random, spec, {.qk_dim = 32, .v_dim = 64, .length = 70}, DType::f32);
       SCOPED_TRACE(fmt::format("{}, {}", describe(c), name_of(precision)));

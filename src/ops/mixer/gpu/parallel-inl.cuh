@@ -88,15 +88,15 @@ struct WideInputs {
 };
 
 // The passes of the mma kernels (parallel_passes.cuh), each compiled in a file of its own.
-enum class Pass : uint8_t { out, dq, dk, dv };
-template <Pass kPass>
+enum class Target : uint8_t { out, dq, dk, dv };
+template <Target kTarget>
 void run_pass(const MixerCall& call, const Parallel& m);
-template <Pass kPass>
+template <Target kTarget>
 int pass_bytes(int qk_dim, int v_dim);  // of shared memory
-extern template void run_pass<Pass::out>(const MixerCall&, const Parallel&);
-extern template void run_pass<Pass::dq>(const MixerCall&, const Parallel&);
-extern template void run_pass<Pass::dk>(const MixerCall&, const Parallel&);
-extern template void run_pass<Pass::dv>(const MixerCall&, const Parallel&);
+extern template void run_pass<Target::out>(const MixerCall&, const Parallel&);
+extern template void run_pass<Target::dq>(const MixerCall&, const Parallel&);
+extern template void run_pass<Target::dk>(const MixerCall&, const Parallel&);
+extern template void run_pass<Target::dv>(const MixerCall&, const Parallel&);
 
 // The factor that f takes out of q·k: S = scale·q·k.
 template <Score kScore>

@@ -97,9 +97,9 @@ void parallel_backward(const MixerCall& call, const TokenTables& tables, const S
   if (hopper_supports(call)) return hopper_backward(call, m, scaled.g);
   const WideInputs inputs(call.inputs);
   inputs.put_into(m);
-  run_pass<Pass::dq>(call, m);
-  run_pass<Pass::dk>(call, m);
-  run_pass<Pass::dv>(call, m);
+  run_pass<Target::dq>(call, m);
+  run_pass<Target::dk>(call, m);
+  run_pass<Target::dv>(call, m);
 }
 
 void inside_chunks_backward(const MixerCall& call, const TokenTables& tables, int64_t chunk,

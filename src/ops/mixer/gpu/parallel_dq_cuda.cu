@@ -3,6 +3,6 @@
 
 namespace furious::cuda {
 
-template void run_pass<Pass::dq>(const MixerCall&, const Parallel&);
+template void run_pass<Target::dq>(const MixerCall&, const Parallel&);
 
 }  // namespace furious::cuda

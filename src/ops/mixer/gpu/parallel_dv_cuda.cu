@@ -3,6 +3,6 @@
 
 namespace furious::cuda {
 
-template void run_pass<Pass::dv>(const MixerCall&, const Parallel&);
+template void run_pass<Target::dv>(const MixerCall&, const Parallel&);
 
 }  // namespace furious::cuda

@@ -35,8 +35,9 @@ bool parallel_supports(const MixerCall& call) {
   const int qk_dim = static_cast<int>(call.shape.qk_dim), v_dim = static_cast<int>(call.shape.v_dim);
   return forced != "tiles" && forced != "simple" && call.inputs.q.dtype() == DType::bf16 &&
          product_precision(call) == MixerPrecision::bf16 && call.shape.length <= (int64_t{1} << 30) &&
-         std::max({pass_bytes<Pass::out>(qk_dim, v_dim), pass_bytes<Pass::dq>(qk_dim, v_dim),
-                   pass_bytes<Pass::dk>(qk_dim, v_dim), pass_bytes<Pass::dv>(qk_dim, v_dim)}) <= most_shared_memory();
+         std::max({pass_bytes<Target::out>(qk_dim, v_dim), pass_bytes<Target::dq>(qk_dim, v_dim),
+                   pass_bytes<Target::dk>(qk_dim, v_dim), pass_bytes<Target::dv>(qk_dim, v_dim)}) <=
+             most_shared_memory();
 }
 
 bool on_hopper(Device device) {
@@ -57,7 +58,7 @@ void parallel_forward(const MixerCall& call, const TokenTables& tables, const Te
   const WideInputs inputs(call.inputs);
   inputs.put_into(m);
   m.state_part = floats(past);
-  run_pass<Pass::out>(call, m);
+  run_pass<Target::out>(call, m);
 }
 
 void inside_chunks_forward(const MixerCall& call, const TokenTables& tables, int64_t chunk, const Tensor& past,

@@ -3,6 +3,6 @@
 
 namespace furious::cuda {
 
-template void run_pass<Pass::out>(const MixerCall&, const Parallel&);
+template void run_pass<Target::out>(const MixerCall&, const Parallel&);
 
 }  // namespace furious::cuda

@@ -20,21 +20,21 @@ namespace furious::cuda {
 // `polynomial` holds powers and series, and every polynomial with a decay that may grow.
 enum class Kind : uint8_t { linear, squared, polynomial, exponential };
 
-template <Pass kPass, int kWidth>
+template <Target kTarget, int kWidth>
 struct PassLayout {
-  static constexpr bool kQueries = kPass == Pass::out || kPass == Pass::dq;  // what the block owns
-  static constexpr bool kGradient = kPass == Pass::dq || kPass == Pass::dk;
+  static constexpr bool kQueries = kTarget == Target::out || kTarget == Target::dq;  // what the block owns
+  static constexpr bool kGradient = kTarget == Target::dq || kTarget == Target::dk;
   static constexpr int kM = kWidth <= 128 ? 2 : 1;  // of 16 rows, per warp: as many as registers hold
   static constexpr int kWarps = kWidth <= 192 ? 4 : 8;
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kBlocks = kWarps == 4 ? 2 : 1;  // at a time on a multiprocessor
+  static constexpr int kBlocks = kWidth <= 32 ? 3 : kWidth <= 192 ? 2 : 1;  // at a time on a multiprocessor
   static constexpr int kWarpRows = 16 * kM;
   static constexpr int kRows = kWarps * kWarpRows;
   static constexpr int kTile = kWidth <= (kGradient ? 96 : 128) ? 64 : 32;
-  static constexpr int kGroup = kWidth <= (kGradient ? 32 : 96) ? kTile : 32;  // of a tile, scores held at a time
+  static constexpr int kGroup = kWidth <= (kGradient ? 0 : 96) ? kTile : 32;  // of a tile, scores held at a time
 
   // What weighs the columns of a tile.
-  struct Columns {
+  struct alignas(16) Columns {
     float factor[kTile];  // without exponentials; else a part of the exponent
     float local[kTile];   // A less the reference of the block
     float delta[kTile];
@@ -50,9 +50,9 @@ struct PassLayout {
   __host__ __device__ static int stride_of(int dim) { return (dim + 31) / 32 * 32; }
 };
 
-template <Pass kPass, Kind kKind, int kWidth>
+template <Target kTarget, Kind kKind, int kWidth>
 struct Walk {
-  using L = PassLayout<kPass, kWidth>;
+  using L = PassLayout<kTarget, kWidth>;
   using Columns = typename L::Columns;
   static constexpr bool kQueries = L::kQueries, kGradient = L::kGradient;
   static constexpr bool kExponential = kKind == Kind::exponential;
@@ -163,7 +163,7 @@ struct Walk {
         own[mt][u] = a ? static_cast<float>(a[token] - reference) : 0.0f;
         shift[mt][u] = own[mt][u] * kLog2e;
         if (kQueries && kGradient && m.log_sum) shift[mt][u] -= m.log_sum[head_row + token];
-        delta[mt][u] = kPass == Pass::dq ? m.delta[head_row + token] : 0.0f;
+        delta[mt][u] = kTarget == Target::dq ? m.delta[head_row + token] : 0.0f;
         start[mt][u] = kQueries && starts ? starts[token] : 0;
         largest[mt][u] = -INFINITY;
       }
@@ -282,54 +282,68 @@ struct Walk {
     return kKind == Kind::squared ? 2 * x : kKind == Kind::linear ? 1.0f : m.f.derivative(x);
   }
 
-  // Calls f(mt, nn, e, c) for every element of a group: element e of scores [mt][nn] is column c of the tile.
+  // Calls f(nn, c) for the scores [·][nn] of a group, whose elements are columns c and c + 1 of the tile.
   template <class F>
-  __device__ void for_pairs(int first, F&& f) const {
+  __device__ void for_columns(int first, F&& f) const {
 #pragma unroll
-    for (int nn = 0; nn < kN; ++nn)
+    for (int nn = 0; nn < kN; ++nn) f(nn, first + nn * 8 + lane % 4 * 2);
+  }
+  // Calls f(mt, u, e, i) for the elements e of scores [mt][nn], row u of the lane and column i of the two.
+  template <class F>
+  static __device__ void for_elements(F&& f) {
 #pragma unroll
-      for (int mt = 0; mt < kM; ++mt)
+    for (int mt = 0; mt < kM; ++mt)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) f(mt, nn, e, first + nn * 8 + lane % 4 * 2 + e % 2);
+      for (int e = 0; e < 4; ++e) f(mt, e / 2, e, e % 2);
+  }
+  struct Two {
+    float at[2];
+  };
+  static __device__ Two two(const float* column, int c) {
+    const float2 x = *reinterpret_cast<const float2*>(column + c);
+    return {{x.x, x.y}};
   }
 
   // Polynomials: s becomes the weights, or the coefficients c_ij. kMasked: some pairs are none, or (`exact`) their
   // decay is an exponential for each.
   template <bool kMasked>
   __device__ void weigh(Scores& s, const Scores& dw, const Columns& column, int tile0, int first, bool exact) {
-    for_pairs(first, [&](int mt, int nn, int e, int c) {
-      const int u = e / 2;
-      const float x = s[mt][nn][e];
-      float d = column.factor[c];
-      bool none = false, saturated = false;
-      if constexpr (kMasked) {
-        if (exact) {
-          const float apart = difference(mt, u, column.local[c]);
-          d = scale * fast_exp2(fminf(apart, m.f.largest_decay) * kLog2e);
-          saturated = apart >= m.f.saturated;
+    for_columns(first, [&](int nn, int c) {
+      const Two factor = two(column.factor, c), local = kMasked ? two(column.local, c) : Two();
+      const Two shifts = kTarget == Target::dk ? two(column.delta, c) : Two();
+      for_elements([&](int mt, int u, int e, int i) {
+        const float x = s[mt][nn][e];
+        float d = factor.at[i];
+        bool none = false, saturated = false;
+        if constexpr (kMasked) {
+          if (exact) {
+            const float apart = difference(mt, u, local.at[i]);
+            d = scale * fast_exp2(fminf(apart, m.f.largest_decay) * kLog2e);
+            saturated = apart >= m.f.saturated;
+          }
+          none = hidden(mt, u, tile0 + c + i, column, c + i);
         }
-        none = hidden(mt, u, tile0 + c, column, c);
-      }
-      float w = kGradient ? slope(x) * d : value(x) * d;
-      if constexpr (kGradient) {
-        const float g = dw[mt][nn][e] - (kQueries ? delta[mt][u] : column.delta[c]);
-        if (kPairSums) decay_sum[mt][u] += none || saturated ? 0.0f : value(x) * d * g;
-        w *= g;
-      }
-      if (kMasked && none) w = 0.0f;
-      if (kPass == Pass::out) n[mt][u] += w;
-      s[mt][nn][e] = w;
+        float w = kGradient ? slope(x) * d : value(x) * d;
+        if constexpr (kGradient) {
+          const float g = dw[mt][nn][e] - (kQueries ? delta[mt][u] : shifts.at[i]);
+          if (kPairSums) decay_sum[mt][u] += none || saturated ? 0.0f : value(x) * d * g;
+          w *= g;
+        }
+        if (kMasked && none) w = 0.0f;
+        if (kTarget == Target::out) n[mt][u] += w;
+        s[mt][nn][e] = w;
+      });
     });
   }
 
-  // The exponent (base 2) of a pair's weight, less what `shift` of a row takes from all of its pairs in the forward
-  // pass. kAny: it may saturate.
+  // The exponent (base 2) of a pair's weight; forward without what a row adds to all of its pairs. kAny: it may
+  // saturate.
   template <bool kAny>
-  __device__ float exponent(float x, int mt, int u, const Columns& column, int c) const {
-    const float rest = kPass == Pass::out ? 0.0f : kQueries ? shift[mt][u] : -shift[mt][u];
-    if constexpr (!kAny) return fmaf(x, scale, column.factor[c] + rest);
-    const float apart = difference(mt, u, column.local[c]);
-    const float log_sum = kPass == Pass::out ? 0.0f : apart * kLog2e - (column.factor[c] + rest);
+  __device__ float exponent(float x, int mt, int u, float factor, float local) const {
+    const float rest = kTarget == Target::out ? 0.0f : kQueries ? shift[mt][u] : -shift[mt][u];
+    if constexpr (!kAny) return fmaf(x, scale, factor + rest);
+    const float apart = difference(mt, u, local);
+    const float log_sum = kTarget == Target::out ? 0.0f : apart * kLog2e - (factor + rest);
     return fminf(x * scale, m.f.largest_score * kLog2e) + fminf(apart, m.f.largest_decay) * kLog2e - log_sum;
   }
 
@@ -339,11 +353,14 @@ struct Walk {
     float top[kM][2];
 #pragma unroll
     for (int mt = 0; mt < kM; ++mt) top[mt][0] = top[mt][1] = -INFINITY;
-    for_pairs(first, [&](int mt, int nn, int e, int c) {
-      float x = exponent<kAny>(s[mt][nn][e], mt, e / 2, column, c);
-      if (kMasked && hidden(mt, e / 2, tile0 + c, column, c)) x = -INFINITY;
-      s[mt][nn][e] = x;
-      top[mt][e / 2] = fmaxf(top[mt][e / 2], x);
+    for_columns(first, [&](int nn, int c) {
+      const Two factor = two(column.factor, c), local = kAny ? two(column.local, c) : Two();
+      for_elements([&](int mt, int u, int e, int i) {
+        float x = exponent<kAny>(s[mt][nn][e], mt, u, factor.at[i], local.at[i]);
+        if (kMasked && hidden(mt, u, tile0 + c + i, column, c + i)) x = -INFINITY;
+        s[mt][nn][e] = x;
+        top[mt][u] = fmaxf(top[mt][u], x);
+      });
     });
     float base[kM][2] = {};
     if (!kAny || m.sum_norm) {
@@ -361,53 +378,43 @@ struct Walk {
         scale_rows(acc[mt], shrink[0], shrink[1]);
       }
     }
-    for_pairs(first, [&](int mt, int nn, int e, int) {
-      s[mt][nn][e] = fast_exp2(s[mt][nn][e] - base[mt][e / 2]);
-      n[mt][e / 2] += s[mt][nn][e];
+    for_columns(first, [&](int nn, int) {
+      for_elements([&](int mt, int u, int e, int) {
+        s[mt][nn][e] = fast_exp2(s[mt][nn][e] - base[mt][u]);
+        n[mt][u] += s[mt][nn][e];
+      });
     });
   }
 
   // Exponentials, backward.
   template <bool kMasked, bool kAny>
   __device__ void weigh_exponential(Scores& s, const Scores& dw, const Columns& column, int tile0, int first) {
-    for_pairs(first, [&](int mt, int nn, int e, int c) {
-      const int u = e / 2;
-      const float x = s[mt][nn][e];
-      float w = fast_exp2(exponent<kAny>(x, mt, u, column, c));
-      if (kMasked && hidden(mt, u, tile0 + c, column, c)) w = 0.0f;
-      if constexpr (kGradient) {
-        const float g = w * (dw[mt][nn][e] - (kQueries ? delta[mt][u] : column.delta[c]));
-        // Under the sum norm the decays of a query's pairs cancel, unless some saturate.
-        if (kAny || !kQueries)
-          decay_sum[mt][u] += kAny && difference(mt, u, column.local[c]) >= m.f.saturated ? 0.0f : g;
-        w = kAny && x * scale >= m.f.largest_score * kLog2e ? 0.0f : g * m.scale;
-      }
-      s[mt][nn][e] = w;
+    for_columns(first, [&](int nn, int c) {
+      const Two factor = two(column.factor, c), local = kAny ? two(column.local, c) : Two();
+      const Two shifts = kTarget == Target::dk ? two(column.delta, c) : Two();
+      for_elements([&](int mt, int u, int e, int i) {
+        const float x = s[mt][nn][e];
+        float w = fast_exp2(exponent<kAny>(x, mt, u, factor.at[i], local.at[i]));
+        if (kMasked && hidden(mt, u, tile0 + c + i, column, c + i)) w = 0.0f;
+        if constexpr (kGradient) {
+          const float g = w * (dw[mt][nn][e] - (kQueries ? delta[mt][u] : shifts.at[i]));
+          // Under the sum norm the decays of a query's pairs cancel, unless some saturate.
+          if (kAny || !kQueries) decay_sum[mt][u] += kAny && difference(mt, u, local.at[i]) >= m.f.saturated ? 0.0f : g;
+          w = kAny && x * scale >= m.f.largest_score * kLog2e ? 0.0f : g * m.scale;
+        }
+        s[mt][nn][e] = w;
+      });
     });
   }
 
-  __device__ void weigh_group(Scores& s, const Scores& dw, const Columns& column, int tile0, int first, bool diagonal,
-                              bool masked) {
-    const auto with_masks = [&](auto is_masked) {
-      constexpr bool kMasked = decltype(is_masked)::value;
-      if constexpr (!kExponential) {
-        weigh<kMasked>(s, dw, column, tile0, first, diagonal || m.may_grow);
-      } else if constexpr (kPass == Pass::out) {
-        exponentiate<kMasked, false>(s, column, tile0, first);
-      } else {
-        weigh_exponential<kMasked, false>(s, dw, column, tile0, first);
-      }
-    };
-    if (kExponential && (m.may_grow || !m.sum_norm)) {
-      if constexpr (kPass == Pass::out)
-        exponentiate<true, true>(s, column, tile0, first);
-      else if constexpr (kExponential)
-        weigh_exponential<true, true>(s, dw, column, tile0, first);
-    } else if (masked) {
-      with_masks(std::true_type());
-    } else {
-      with_masks(std::false_type());
-    }
+  template <bool kMasked, bool kAny>
+  __device__ void weigh_as(Scores& s, const Scores& dw, const Columns& column, int tile0, int first, bool diagonal) {
+    if constexpr (!kExponential)
+      weigh<kMasked>(s, dw, column, tile0, first, diagonal || m.may_grow);
+    else if constexpr (kTarget == Target::out)
+      exponentiate<kMasked, kAny>(s, column, tile0, first);
+    else
+      weigh_exponential<kMasked, kAny>(s, dw, column, tile0, first);
   }
 
   __device__ void walk_tile(int tile, int stage) {
@@ -419,13 +426,18 @@ struct Walk {
                         (kQueries ? latest_start > tile0 : column.begin[kTile - 1] > w0);
     move_reference(column, tile == far_tile, diagonal);
     const StridedTile qk = walked_qk(stage), v = walked_v(stage);
-#pragma unroll
+#pragma unroll 1
     for (int first = 0; first < kTile; first += L::kGroup) {
       if (kTile > L::kGroup && (kQueries ? tile0 + first > w_last : tile0 + first + L::kGroup - 1 < w0)) continue;
       Scores s, dw;
       scores(s, own_qk, qk, first, qk_steps);
       if constexpr (kGradient) scores(dw, own_v, v, first, v_steps);
-      weigh_group(s, dw, column, tile0, first, diagonal, masked);
+      if (kExponential && (m.may_grow || !m.sum_norm))
+        weigh_as<true, kExponential>(s, dw, column, tile0, first, diagonal);
+      else if (masked)
+        weigh_as<true, false>(s, dw, column, tile0, first, diagonal);
+      else
+        weigh_as<false, false>(s, dw, column, tile0, first, diagonal);
       accumulate(s, kGradient ? qk : v, first);
     }
   }
@@ -453,7 +465,7 @@ struct Walk {
     const int token = token_of(mt, u);
     const bool valid = token < length;
     float factor = 1;
-    if constexpr (kPass == Pass::out) {
+    if constexpr (kTarget == Target::out) {
       float sum = quad_sum(n[mt][u]);
       if (!valid) return;
       if (m.state_part) sum += add_state_part(mt, u, token);
@@ -471,10 +483,10 @@ struct Walk {
     } else if (!valid) {
       return;
     }
-    const Heads<__nv_bfloat16>& out = kPass == Pass::out  ? m.out
-                                      : kPass == Pass::dq ? m.dq
-                                      : kPass == Pass::dk ? m.dk
-                                                          : m.dv;
+    const Heads<__nv_bfloat16>& out = kTarget == Target::out  ? m.out
+                                      : kTarget == Target::dq ? m.dq
+                                      : kTarget == Target::dk ? m.dk
+                                                              : m.dv;
     __nv_bfloat16* const to = out.row(b, token - m.first, h);
     const int columns_there = kGradient ? m.qk_dim : m.v_dim;
 #pragma unroll
@@ -521,11 +533,11 @@ struct Walk {
   }
 };
 
-template <Pass kPass, Kind kKind, int kWidth>
-__global__ void __launch_bounds__(PassLayout<kPass, kWidth>::kThreads, PassLayout<kPass, kWidth>::kBlocks)
+template <Target kTarget, Kind kKind, int kWidth>
+__global__ void __launch_bounds__(PassLayout<kTarget, kWidth>::kThreads, PassLayout<kTarget, kWidth>::kBlocks)
     pass_kernel(const __grid_constant__ Parallel m) {
   extern __shared__ __align__(128) unsigned char memory[];
-  Walk<kPass, kKind, kWidth>(m, memory).run();
+  Walk<kTarget, kKind, kWidth>(m, memory).run();
 }
 
 // Calls f with the padded width, as a constant.
@@ -548,20 +560,20 @@ void with_kind(const MixerSpec& spec, F&& f) {
   return f(std::integral_constant<Kind, Kind::linear>());
 }
 
-template <Pass kPass>
+template <Target kTarget>
 int pass_bytes(int qk_dim, int v_dim) {
-  constexpr bool kGradient = kPass == Pass::dq || kPass == Pass::dk;
+  constexpr bool kGradient = kTarget == Target::dq || kTarget == Target::dk;
   return with_width(kGradient ? qk_dim : v_dim,
-                    [&](auto width) { return PassLayout<kPass, width()>::bytes(kGradient ? v_dim : qk_dim); });
+                    [&](auto width) { return PassLayout<kTarget, width()>::bytes(kGradient ? v_dim : qk_dim); });
 }
 
-template <Pass kPass>
+template <Target kTarget>
 void run_pass(const MixerCall& call, const Parallel& m) {
-  const int bytes = pass_bytes<kPass>(m.qk_dim, m.v_dim);
+  const int bytes = pass_bytes<kTarget>(m.qk_dim, m.v_dim);
   with_kind(call.spec, [&](auto kind) {
-    with_width(kPass == Pass::dq || kPass == Pass::dk ? m.qk_dim : m.v_dim, [&](auto width) {
-      using L = PassLayout<kPass, width()>;
-      const auto kernel = pass_kernel<kPass, kind(), width()>;
+    with_width(kTarget == Target::dq || kTarget == Target::dk ? m.qk_dim : m.v_dim, [&](auto width) {
+      using L = PassLayout<kTarget, width()>;
+      const auto kernel = pass_kernel<kTarget, kind(), width()>;
       const dim3 grid(blocks_for(call.shape.queries(), L::kRows), static_cast<unsigned>(call.shape.heads),
                       static_cast<unsigned>(call.shape.batch));
       allow_shared_memory(kernel, bytes);
