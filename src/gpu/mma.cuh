@@ -71,6 +71,18 @@ __device__ inline void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending));
 }
 
+// A read that the compiler leaves where it is, ahead of its use.
+__device__ inline double load_early(const double* from) {
+  double x;
+  asm volatile("ld.global.f64 %0, [%1];\n" : "=d"(x) : "l"(from));
+  return x;
+}
+__device__ inline float load_early(const float* from) {
+  float x;
+  asm volatile("ld.global.f32 %0, [%1];\n" : "=f"(x) : "l"(from));
+  return x;
+}
+
 __device__ inline uint32_t pack(float low, float high) {
   uint32_t r;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(r) : "f"(high), "f"(low));
@@ -178,5 +190,55 @@ struct Tile {
     StridedTile{data, kDim}.b_fragment_transposed(r, row, step);
   }
 };
+
+// s[m][n] += products of rows [row_a, +16·kM) of tile a and rows [row_b, +8·kN) of tile b, over 16·`steps` columns.
+template <int kM, int kN, class A, class B>
+__device__ void add_products(float (&s)[kM][kN][4], const A& a, int row_a, const B& b, int row_b, int steps) {
+#pragma unroll 2
+  for (int step = 0; step < steps; ++step) {
+    uint32_t x[kM][4];
+#pragma unroll
+    for (int m = 0; m < kM; ++m) a.a_fragment(x[m], row_a + m * 16, step);
+#pragma unroll
+    for (int n = 0; n < kN; n += 2) {
+      uint32_t y[4];
+      b.b_fragment(y, row_b + n * 8, step);
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        mma(s[m][n], x[m], y[0], y[1]);
+        mma(s[m][n + 1], x[m], y[2], y[3]);
+      }
+    }
+  }
+}
+
+// Two neighbouring blocks of a result as the operand A of the next product.
+__device__ inline void pack_fragment(uint32_t (&r)[4], const float (&left)[4], const float (&right)[4]) {
+  r[0] = pack(left[0], left[1]);
+  r[1] = pack(left[2], left[3]);
+  r[2] = pack(right[0], right[1]);
+  r[3] = pack(right[2], right[3]);
+}
+
+// acc += products of the weights p, rounded, with rows [row, +8·kN) of the tile, in columns [16·kFirst, 16·kEnd).
+template <int kFirst, int kEnd, int kM, int kN, int kBlocks, class T>
+__device__ void add_weighted_rows(float (&acc)[kM][kBlocks][4], const float (&p)[kM][kN][4], const T& tile, int row) {
+#pragma unroll
+  for (int n = 0; n < kN; n += 2) {
+    uint32_t x[kM][4];
+#pragma unroll
+    for (int m = 0; m < kM; ++m) pack_fragment(x[m], p[m][n], p[m][n + 1]);
+#pragma unroll
+    for (int d = kFirst; d < kEnd; ++d) {
+      uint32_t y[4];
+      tile.b_fragment_transposed(y, row + n * 8, d);
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        mma(acc[m][2 * d], x[m], y[0], y[1]);
+        mma(acc[m][2 * d + 1], x[m], y[2], y[3]);
+      }
+    }
+  }
+}
 
 }  // namespace furious::cuda

@@ -103,4 +103,14 @@ inline void expect_within(const Errors& errors, double tolerance) {
   EXPECT_LE(errors.log_decay, 4 * tolerance) << "da";
 }
 
+inline void expect_same_bits(const MixerRun& a, const MixerRun& b) {
+  EXPECT_TRUE(same_bits(a.result.out, b.result.out));
+  EXPECT_TRUE(same_bits(a.gradients.q, b.gradients.q));
+  EXPECT_TRUE(same_bits(a.gradients.k, b.gradients.k));
+  EXPECT_TRUE(same_bits(a.gradients.v, b.gradients.v));
+  if (a.gradients.log_decay) {
+    EXPECT_TRUE(same_bits(a.gradients.log_decay, b.gradients.log_decay));
+  }
+}
+
 }  // namespace furious::testing

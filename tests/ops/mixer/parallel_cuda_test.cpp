@@ -39,9 +39,9 @@ TEST(ParallelCuda, EveryDimension) {
                                                 {192, 96}, {96, 160}, {80, 48},  {21, 13},  {100, 75}};
   for (const int64_t dim : {8, 16, 24, 32, 40, 48, 64, 72, 80, 96, 128, 160, 192, 200, 256})
     dims.emplace_back(dim, dim);
-  for (const char* name : {"2mamba", "2mamba-e", "mamba2"})
+  for (const char* name : {"2mamba", "2mamba-e"})
     for (const auto& [qk_dim, v_dim] : dims)
-      for (const int64_t length : {1, 64, 65, 170}) {
+      for (const int64_t length : {1, 65, 140}) {
         const Sizes sizes{.qk_dim = qk_dim, .v_dim = v_dim, .length = length, .boundaries = random.coin()};
         compare(make_case(random, mixer_spec(name), sizes, DType::bf16));
       }
@@ -68,12 +68,12 @@ TEST(ParallelCuda, EverySpec) {
 TEST(ParallelCuda, ManyTilesAndSharedHeads) {
   SKIP_WITHOUT_GPU();
   Random random(3);
-  for (const char* name : {"2mamba", "softmax", "2mamba-e", "mamba2", "2mamba-4"})
+  for (const char* name : {"2mamba", "2mamba-e", "mamba2", "2mamba-4"})
     for (const double strongest : {0.01, 2.0})
-      for (const auto& [qk_dim, v_dim] : std::vector<std::pair<int64_t, int64_t>>{{32, 32}, {64, 128}, {192, 192}}) {
+      for (const auto& [qk_dim, v_dim] : std::vector<std::pair<int64_t, int64_t>>{{32, 32}, {64, 128}, {160, 80}}) {
         const Sizes sizes{.qk_dim = qk_dim,
                           .v_dim = v_dim,
-                          .length = 520,
+                          .length = 330,
                           .q_heads = 2,
                           .boundaries = random.coin(),
                           .strongest_decay = strongest};
@@ -126,13 +126,7 @@ TEST(ParallelCuda, SameBitsEveryTime) {
       const Sizes sizes{.qk_dim = qk_dim, .v_dim = v_dim, .length = 300, .v_heads = 2};
       const MixerCase c = make_case(random, spec, sizes, DType::bf16);
       const MixerRun a = run_on_gpu(c, kParallel), b = run_on_gpu(c, kParallel);
-      EXPECT_TRUE(same_bits(a.result.out, b.result.out));
-      EXPECT_TRUE(same_bits(a.gradients.q, b.gradients.q));
-      EXPECT_TRUE(same_bits(a.gradients.k, b.gradients.k));
-      EXPECT_TRUE(same_bits(a.gradients.v, b.gradients.v));
-      if (spec.decay) {
-        EXPECT_TRUE(same_bits(a.gradients.log_decay, b.gradients.log_decay));
-      }
+      expect_same_bits(a, b);
     }
 }
 

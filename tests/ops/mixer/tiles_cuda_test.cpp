@@ -128,10 +128,7 @@ TEST(TilesCuda, RowsOfAnyAlignment) {
       for (Tensor* x : {&odd.inputs.q, &odd.inputs.k, &odd.inputs.v, &odd.out_gradient}) *x = within_rows(*x);
       const MixerOptions options{.precision = precision};
       const MixerRun a = run_there(c, options, options), b = run_there(odd, options, options);
-      EXPECT_TRUE(same_bits(a.result.out, b.result.out));
-      EXPECT_TRUE(same_bits(a.gradients.q, b.gradients.q));
-      EXPECT_TRUE(same_bits(a.gradients.k, b.gradients.k));
-      EXPECT_TRUE(same_bits(a.gradients.v, b.gradients.v));
+      expect_same_bits(a, b);
       // Gradients into such rows, too.
       const MixerResult result = mixer_forward(c.spec, c.inputs, options);
       const MixerGradients into{within_rows(c.inputs.q), within_rows(c.inputs.k), within_rows(c.inputs.v), {}, {}};
@@ -151,13 +148,7 @@ TEST(TilesCuda, SameBitsEveryTime) {
     const MixerOptions options{.precision =
                                    random.pick<MixerPrecision>({std::begin(kPrecisions), std::end(kPrecisions)})};
     const MixerRun a = run_on_gpu(c, options), b = run_on_gpu(c, options);
-    EXPECT_TRUE(same_bits(a.result.out, b.result.out));
-    EXPECT_TRUE(same_bits(a.gradients.q, b.gradients.q));
-    EXPECT_TRUE(same_bits(a.gradients.k, b.gradients.k));
-    EXPECT_TRUE(same_bits(a.gradients.v, b.gradients.v));
-    if (spec.decay) {
-      EXPECT_TRUE(same_bits(a.gradients.log_decay, b.gradients.log_decay));
-    }
+    expect_same_bits(a, b);
   }
 }
 

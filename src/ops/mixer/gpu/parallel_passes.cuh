@@ -6,7 +6,8 @@
 // with g' = g/n and δ' = δ/n (exponential: g and δ, and w holds 1/n). A block owns some rows of one head, queries or
 // keys, and walks over tiles of the other side, from the farthest to the diagonal (parallel-inl.cuh says how decay is
 // weighed on that path). Each side has two operands: the one that scores contract, queries or keys, and the other one,
-// gradients or values. Every pass is load, scores, weigh, accumulate for each tile, and finish. Scores are made in each
+// gradients or values. Every pass is copy, scores, weigh and
+// a product with the weights for each tile, and finish. Scores are made in each
 // pass, and nothing is added up across blocks: the same bits on every run.
 //
 // The operand that is accumulated is padded to kWidth columns, which registers hold; products over the other one count
@@ -31,7 +32,8 @@ struct PassLayout {
   static constexpr int kWarpRows = 16 * kM;
   static constexpr int kRows = kWarps * kWarpRows;
   static constexpr int kTile = kWidth <= (kGradient ? 96 : 128) ? 64 : 32;
-  static constexpr int kGroup = kWidth <= (kGradient ? 0 : 96) ? kTile : 32;  // of a tile, scores held at a time
+  // Columns of a tile that scores are held for at a time.
+  static constexpr int kGroup = (kGradient ? kWidth == 64 : kWidth <= 96) ? kTile : 32;
 
   // What weighs the columns of a tile.
   struct alignas(16) Columns {
@@ -170,36 +172,53 @@ struct Walk {
     latest_start = kQueries && starts ? starts[min(w_last, length - 1)] : 0;
   }
 
-  __device__ void load_tile(int tile, int stage) const {
+  __device__ void copy_tile(int tile, int stage) const {
     const int64_t tile0 = static_cast<int64_t>(tile) * kTile, rows = length - tile0;
     const Heads<__nv_bfloat16>&qk = kQueries ? m.k : m.q, &v = kQueries ? m.v : m.g;
     walked_qk(stage).load<L::kThreads>(qk.row(b, tile0, h), qk.token, kTile, rows, m.qk_dim);
     walked_v(stage).load<L::kThreads>(v.row(b, tile0, h), v.token, kTile, rows, m.v_dim);
     commit_copies();
-    const int i = static_cast<int>(threadIdx.x);
-    if (i < kTile)
-      load_column(columns[stage], tile0, i);
-    else if (i == kTile && a && !kExponential && tile != far_tile)
-      columns[stage].step = __expf(static_cast<float>(kQueries ? a[min(tile0 + kTile, m.length) - 1] - a[tile0 - 1]
-                                                               : a[tile0 + kTile] - a[tile0]));
   }
 
-  __device__ void load_column(Columns& column, int64_t tile0, int i) const {
-    const int64_t token = min(tile0 + i, m.length - 1);
-    const double here = a ? a[token] : 0.0;
-    const float local = static_cast<float>(here - reference);
+  // What a thread reads of a tile's tokens, for one column or (the thread after those) for `step`. It is requested
+  // before the tile ahead is walked and used after it, so that nobody waits for memory.
+  struct ColumnInput {
+    double here, edge;  // A of the column, and of the tile's reference; or those that `step` is between
+    float delta, log_sum;
+    int begin;
+  };
+  __device__ ColumnInput read_column(int tile) const {
+    const int64_t tile0 = static_cast<int64_t>(tile) * kTile;
+    const int i = static_cast<int>(threadIdx.x);
+    ColumnInput in = {};
+    if (i > kTile) return in;
+    const int64_t token = min(tile0 + i, m.length - 1), last = min(tile0 + kTile, m.length) - 1;
+    if (a && i < kTile) {
+      in.here = load_early(a + token);
+      if (!kExponential) in.edge = load_early(a + (kQueries ? last : tile0));
+    } else if (a && !kExponential && tile != far_tile) {
+      in.here = load_early(a + (kQueries ? last : tile0 + kTile));
+      in.edge = load_early(a + (kQueries ? tile0 - 1 : tile0));
+    }
+    if (kQueries || i == kTile) return in;
+    if (kExponential && m.log_sum) in.log_sum = load_early(m.log_sum + head_row + token);
+    if (kGradient) in.delta = load_early(m.delta + head_row + token);
+    in.begin = tile0 + i >= m.length ? length : starts ? starts[token] : 0;  // behind the last query: sees no key
+    return in;
+  }
+  __device__ void write_column(const ColumnInput& in, int stage) const {
+    Columns& column = columns[stage];
+    const int i = static_cast<int>(threadIdx.x);
+    if (i == kTile) column.step = __expf(static_cast<float>(in.here - in.edge));
+    if (i >= kTile) return;
+    const float local = a ? static_cast<float>(in.here - reference) : 0.0f;
     column.local[i] = local;
-    if constexpr (kExponential) {
-      column.factor[i] = kQueries ? -local * kLog2e : local * kLog2e - (m.log_sum ? m.log_sum[head_row + token] : 0.0f);
-    } else {
-      const double edge = !a ? 0.0 : kQueries ? a[min(tile0 + kTile, m.length) - 1] : a[tile0];
-      column.factor[i] = scale * __expf(static_cast<float>(kQueries ? edge - here : here - edge));
-    }
-    if constexpr (!kQueries) {
-      const bool valid = tile0 + i < m.length;
-      column.begin[i] = !valid ? length : starts ? starts[token] : 0;  // behind the last query: sees no key
-      if constexpr (kGradient) column.delta[i] = valid ? m.delta[head_row + token] : 0.0f;
-    }
+    if constexpr (kExponential)
+      column.factor[i] = kQueries ? -local * kLog2e : local * kLog2e - in.log_sum;
+    else
+      column.factor[i] = scale * __expf(static_cast<float>(kQueries ? in.edge - in.here : in.here - in.edge));
+    if (kTarget == Target::dk) column.delta[i] = in.delta;
+    if (!kQueries) column.begin[i] = in.begin;
   }
 
   // s = products of the warp's rows of `rows` with the group of the tile that begins at `first`.
@@ -210,47 +229,7 @@ struct Walk {
       for (int nn = 0; nn < kN; ++nn)
 #pragma unroll
         for (int e = 0; e < 4; ++e) s[mt][nn][e] = 0;
-#pragma unroll 2
-    for (int step = 0; step < steps; ++step) {
-      uint32_t x[kM][4];
-#pragma unroll
-      for (int mt = 0; mt < kM; ++mt) rows.a_fragment(x[mt], w0 - row0 + mt * 16, step);
-#pragma unroll
-      for (int nn = 0; nn < kN; nn += 2) {
-        uint32_t y[4];
-        tile.b_fragment(y, first + nn * 8, step);
-#pragma unroll
-        for (int mt = 0; mt < kM; ++mt) {
-          mma(s[mt][nn], x[mt], y[0], y[1]);
-          mma(s[mt][nn + 1], x[mt], y[2], y[3]);
-        }
-      }
-    }
-  }
-
-  // acc += the weights of a group, rounded, times its rows of the tile.
-  __device__ void accumulate(const Scores& s, const StridedTile& tile, int first) {
-#pragma unroll
-    for (int kk = 0; kk < kN / 2; ++kk) {
-      uint32_t p[kM][4];
-#pragma unroll
-      for (int mt = 0; mt < kM; ++mt) {
-        p[mt][0] = pack(s[mt][2 * kk][0], s[mt][2 * kk][1]);
-        p[mt][1] = pack(s[mt][2 * kk][2], s[mt][2 * kk][3]);
-        p[mt][2] = pack(s[mt][2 * kk + 1][0], s[mt][2 * kk + 1][1]);
-        p[mt][3] = pack(s[mt][2 * kk + 1][2], s[mt][2 * kk + 1][3]);
-      }
-#pragma unroll
-      for (int d = 0; d < kWidth / 16; ++d) {
-        uint32_t y[4];
-        tile.b_fragment_transposed(y, first + kk * 16, d);
-#pragma unroll
-        for (int mt = 0; mt < kM; ++mt) {
-          mma(acc[mt][2 * d], p[mt], y[0], y[1]);
-          mma(acc[mt][2 * d + 1], p[mt], y[2], y[3]);
-        }
-      }
-    }
+    add_products(s, rows, w0 - row0, tile, first, steps);
   }
 
   // Sums so far become relative to the reference of the tile, or true ones on the diagonal.
@@ -270,6 +249,7 @@ struct Walk {
       for (int u = 0; u < 2; ++u) {
         factor[u] = diagonal ? __expf(difference(mt, u, upto)) : column.step;
         n[mt][u] *= factor[u];
+        decay_sum[mt][u] *= factor[u];
       }
       scale_rows(acc[mt], factor[0], factor[1]);
     }
@@ -438,21 +418,28 @@ struct Walk {
         weigh_as<true, false>(s, dw, column, tile0, first, diagonal);
       else
         weigh_as<false, false>(s, dw, column, tile0, first, diagonal);
-      accumulate(s, kGradient ? qk : v, first);
+      add_weighted_rows<0, kWidth / 16>(acc, s, kGradient ? qk : v, first);
     }
   }
 
   __device__ void run() {
     find_tiles();
     load_own();
-    load_tile(far_tile, 0);
+    copy_tile(far_tile, 0);
+    write_column(read_column(far_tile), 0);
     const int count = (kQueries ? near_tile - far_tile : far_tile - near_tile) + 1;
     for (int i = 0; i < count; ++i) {
       wait_for_copies<0>();
       __syncthreads();
-      const int tile = kQueries ? far_tile + i : far_tile - i;
-      if (i + 1 < count) load_tile(kQueries ? tile + 1 : tile - 1, i + 1 & 1);
+      const int tile = kQueries ? far_tile + i : far_tile - i, next = kQueries ? tile + 1 : tile - 1;
+      const bool more = i + 1 < count;
+      ColumnInput column = {};
+      if (more) {
+        copy_tile(next, i + 1 & 1);
+        column = read_column(next);
+      }
       walk_tile(tile, i & 1);
+      if (more) write_column(column, i + 1 & 1);
     }
 #pragma unroll
     for (int mt = 0; mt < kM; ++mt)
