@@ -33,7 +33,7 @@ struct PassLayout {
   static constexpr int kRows = kWarps * kWarpRows;
   static constexpr int kTile = kWidth <= (kGradient ? 96 : 128) ? 64 : 32;
   // Columns of a tile that scores are held for at a time.
-  static constexpr int kGroup = (kGradient ? kWidth == 64 : kWidth <= 96) ? kTile : 32;
+  static constexpr int kGroup = !kGradient && kWidth <= 96 ? kTile : 32;
 
   // What weighs the columns of a tile.
   struct alignas(16) Columns {
@@ -155,8 +155,8 @@ struct Walk {
   __device__ void load_own() {
     const int64_t row = row0 - m.first, rows = length - row0;
     const Heads<__nv_bfloat16>&qk = kQueries ? m.q : m.k, &v = kQueries ? m.g : m.v;
-    own_qk.load<L::kThreads>(qk.row(b, row, h), qk.token, L::kRows, rows, m.qk_dim);
-    if constexpr (kGradient) own_v.load<L::kThreads>(v.row(b, row, h), v.token, L::kRows, rows, m.v_dim);
+    own_qk.template load<L::kThreads>(qk.row(b, row, h), qk.token, L::kRows, rows, m.qk_dim);
+    if constexpr (kGradient) own_v.template load<L::kThreads>(v.row(b, row, h), v.token, L::kRows, rows, m.v_dim);
 #pragma unroll
     for (int mt = 0; mt < kM; ++mt)
 #pragma unroll
@@ -175,8 +175,8 @@ struct Walk {
   __device__ void copy_tile(int tile, int stage) const {
     const int64_t tile0 = static_cast<int64_t>(tile) * kTile, rows = length - tile0;
     const Heads<__nv_bfloat16>&qk = kQueries ? m.k : m.q, &v = kQueries ? m.v : m.g;
-    walked_qk(stage).load<L::kThreads>(qk.row(b, tile0, h), qk.token, kTile, rows, m.qk_dim);
-    walked_v(stage).load<L::kThreads>(v.row(b, tile0, h), v.token, kTile, rows, m.v_dim);
+    walked_qk(stage).template load<L::kThreads>(qk.row(b, tile0, h), qk.token, kTile, rows, m.qk_dim);
+    walked_v(stage).template load<L::kThreads>(v.row(b, tile0, h), v.token, kTile, rows, m.v_dim);
     commit_copies();
   }
 
