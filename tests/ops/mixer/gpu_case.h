@@ -74,6 +74,16 @@ inline MixerRun run_on_gpu(const MixerCase& c, const MixerOptions& options) {
   return run_there(on_gpu(c), options, options);
 }
 
+// The oracle without the final state, which costs more than all the rest where states are large.
+inline MixerRun run_oracle_without_state(const MixerCase& c) {
+  const MixerCase exact = cast(c, DType::f64);
+  const MixerOptions reference{Form::reference};
+  MixerRun run;
+  run.result = mixer_forward(exact.spec, exact.inputs, reference);
+  run.gradients = mixer_backward(exact.spec, exact.inputs, run.result, exact.out_gradient, {}, reference);
+  return run;
+}
+
 struct Errors {
   double out, q, k, v, log_decay = 0;
 };

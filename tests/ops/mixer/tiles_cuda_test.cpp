@@ -19,7 +19,7 @@ double tolerance_of(MixerPrecision precision, DType dtype) {
 // In all precisions, with one run of the oracle.
 void compare(const MixerCase& c, DType dtype) {
   SCOPED_TRACE(describe(c));
-  const MixerRun oracle = run_oracle(c);
+  const MixerRun oracle = run_oracle_without_state(c);
   for (const MixerPrecision precision : kPrecisions) {
     SCOPED_TRACE(fmt::format("{} products of {}", name_of(precision), name_of(dtype)));
     const MixerRun actual = run_on_gpu(c, {.precision = precision});
@@ -89,7 +89,7 @@ TEST(TilesCuda, UsesTheRequestedPrecision) {
       const Sizes sizes{.qk_dim = dim, .v_dim = dim, .length = 200};
       const MixerCase c = make_case(random, spec, sizes, DType::f32);
       SCOPED_TRACE(describe(c));
-      const MixerRun oracle = run_oracle(c);
+      const MixerRun oracle = run_oracle_without_state(c);
       const auto errors = [&](MixerPrecision precision) {
         return errors_of(c, run_on_gpu(c, {.precision = precision}), oracle);
       };
@@ -160,7 +160,7 @@ TEST(TilesCuda, FamiliesMix) {
     const Sizes sizes{.qk_dim = 64, .v_dim = 64, .length = 200, .boundaries = true};
     const MixerCase c = make_case(random, mixer_spec(name), sizes, DType::bf16), there = on_gpu(c);
     SCOPED_TRACE(describe(c));
-    const MixerRun oracle = run_oracle(c);
+    const MixerRun oracle = run_oracle_without_state(c);
     const MixerOptions fast{.form = Form::parallel}, tiles{.precision = MixerPrecision::tf32};
     const MixerRun a = run_there(there, fast, tiles), b = run_there(there, tiles, fast);
     EXPECT_TRUE(a.result.kernel == "hopper" || a.result.kernel == "tensor cores") << a.result.kernel;
@@ -178,7 +178,7 @@ TEST(TilesCuda, ForcedPrecisionUsesTheParallelForm) {
   const MixerRun forced = run_on_gpu(c, options);
   EXPECT_EQ(forced.result.form, Form::parallel);
   EXPECT_EQ(forced.result.kernel, "tiles");
-  expect_within(errors_of(c, forced, run_oracle(c)), 1e-2);
+  expect_within(errors_of(c, forced, run_oracle_without_state(c)), 1e-2);
 }
 
 // In calls with states: inside the chunks.
@@ -193,7 +193,7 @@ TEST(TilesCuda, InsideChunks) {
       const MixerRun actual = run_on_gpu(c, {.form = Form::chunked, .chunk = 48, .precision = precision});
       EXPECT_EQ(actual.result.form, Form::chunked);
       EXPECT_EQ(actual.result.kernel, "tiles");
-      const MixerRun oracle = run_oracle(c);
+      const MixerRun oracle = run_oracle_without_state(c);
       const double tolerance = precision == MixerPrecision::tf32 ? 4e-3 : 1e-4;
       expect_within(errors_of(c, actual, oracle), tolerance);
       EXPECT_LE(relative_error(actual.gradients.initial_state, oracle.gradients.initial_state), tolerance);
@@ -211,7 +211,7 @@ TEST(TilesCuda, OtherDimensionsComputeInF32) {
       SCOPED_TRACE(describe(c));
       const MixerRun actual = run_on_gpu(c, {.precision = MixerPrecision::f32});
       EXPECT_EQ(actual.result.kernel, "simple");
-      expect_within(errors_of(c, actual, run_oracle(c)), 2e-5);
+      expect_within(errors_of(c, actual, run_oracle_without_state(c)), 2e-5);
       for (const MixerPrecision precision : {MixerPrecision::bf16, MixerPrecision::tf32, MixerPrecision::tf32x3}) {
         const MixerOptions options{.precision = precision};
         expect_error([&] { mixer_forward(spec, there.inputs, options); },
