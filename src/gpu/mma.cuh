@@ -53,7 +53,7 @@ __device__ inline void load_matrices_transposed(uint32_t (&r)[4], const void* ro
                : "r"(shared_address(row)));
 }
 
-// 16 bytes, or zeros where there is nothing to load.
+// 16 bytes, or zeros where there is nothing to load; `from` is then not read.
 __device__ inline void copy_async(void* to, const void* from, bool valid) {
   const int bytes = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared_address(to)), "l"(from), "r"(bytes));
@@ -141,16 +141,22 @@ struct StridedTile {
     return data + (row8 + row) * stride + (vector ^ swizzle) * 8;
   }
 
-  // `count` rows from `from`, `step` elements apart; what is at and after row `rows` or column `columns` becomes zeros.
-  // By all threads.
-  template <int kThreads>
-  __device__ void load(const __nv_bfloat16* from, int64_t step, int count, int64_t rows, int columns) const {
-    const int lanes = stride % 64 == 0 ? 3 : 2;  // a power of two of threads per row
-    const int thread = static_cast<int>(threadIdx.x), lane = thread & ((1 << lanes) - 1);
-    for (int row = thread >> lanes; row < count; row += kThreads >> lanes)
-      for (int vector = lane; vector < stride / 8; vector += 1 << lanes) {
-        const bool inside = row < rows && vector * 8 < columns;
-        copy_async(at(row & ~7, row & 7, vector), inside ? from + row * step + vector * 8 : from, inside);
+  // Neighbouring threads that copy one row: `stride` has a multiple of as many vectors.
+  static constexpr __host__ __device__ int lanes_of(int stride) { return stride % 64 == 0 ? 8 : 4; }
+
+  // Copies kCount rows, `step` elements apart; those at and after `rows`, and columns at and after `columns`, become
+  // zeros. By all threads; `from` is where a thread begins: in row thread/kLanes, column 8·(thread%kLanes).
+  template <int kThreads, int kCount, int kLanes>
+  __device__ void load(const __nv_bfloat16* from, int64_t step, int rows, int columns) const {
+    constexpr int kAtOnce = kThreads / kLanes;
+    static_assert(kAtOnce % 8 == 0);
+    const int row = static_cast<int>(threadIdx.x) / kLanes, lane = static_cast<int>(threadIdx.x) % kLanes;
+#pragma unroll 1
+    for (int vector = lane; vector < stride / 8; vector += kLanes, from += kLanes * 8)
+#pragma unroll
+      for (int i = 0; i < kCount; i += kAtOnce) {
+        if (kCount % kAtOnce != 0 && i + row >= kCount) break;
+        copy_async(at((row & ~7) + i, row & 7, vector), from + i * step, i + row < rows && vector * 8 < columns);
       }
   }
 
@@ -194,6 +200,7 @@ struct Tile {
 // s[m][n] += products of rows [row_a, +16·kM) of tile a and rows [row_b, +8·kN) of tile b, over 16·`steps` columns.
 template <int kM, int kN, class A, class B>
 __device__ void add_products(float (&s)[kM][kN][4], const A& a, int row_a, const B& b, int row_b, int steps) {
+  __builtin_assume(steps > 0);
 #pragma unroll 2
   for (int step = 0; step < steps; ++step) {
     uint32_t x[kM][4];

@@ -70,6 +70,7 @@ struct Walk {
   const int* const starts;
   const int64_t head_row;
   const int length, qk_steps, v_steps;
+  const __nv_bfloat16 *qk_from, *v_from;  // where the thread's part of the walked side begins
   StridedTile own_qk, own_v;
   __nv_bfloat16* stages;
   Columns* columns;
@@ -99,6 +100,8 @@ struct Walk {
     own_v = {own_qk.data + L::kRows * qk_stride(), v_stride()};
     stages = kGradient ? own_v.data + L::kRows * v_stride() : own_v.data;
     columns = reinterpret_cast<Columns*>(stages + 2 * kTile * (qk_stride() + v_stride()));
+    qk_from = thread_part<kQkLanes>(kQueries ? m.k : m.q, 0);
+    v_from = thread_part<kVLanes>(kQueries ? m.v : m.g, 0);
     // The longest work first: the last queries, the first keys.
     const int block = static_cast<int>(kQueries ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
     row0 = m.first + block * L::kRows;
@@ -110,6 +113,14 @@ struct Walk {
                                          : 1.0f;
   }
 
+  // Of the operand that is accumulated the compiler knows the stride.
+  static constexpr int kQkLanes = kGradient ? StridedTile::lanes_of(kWidth) : 4;
+  static constexpr int kVLanes = kGradient ? 4 : StridedTile::lanes_of(kWidth);
+  template <int kLanes>
+  __device__ const __nv_bfloat16* thread_part(const Heads<__nv_bfloat16>& x, int token) const {
+    const int thread = static_cast<int>(threadIdx.x);
+    return x.row(b, token + thread / kLanes, h) + thread % kLanes * 8;
+  }
   // The strides of tiles of queries and keys, and of values and gradients.
   __device__ int qk_stride() const { return kGradient ? kWidth : L::stride_of(m.qk_dim); }
   __device__ int v_stride() const { return kGradient ? L::stride_of(m.v_dim) : kWidth; }
@@ -153,10 +164,12 @@ struct Walk {
   }
 
   __device__ void load_own() {
-    const int64_t row = row0 - m.first, rows = length - row0;
     const Heads<__nv_bfloat16>&qk = kQueries ? m.q : m.k, &v = kQueries ? m.g : m.v;
-    own_qk.template load<L::kThreads>(qk.row(b, row, h), qk.token, L::kRows, rows, m.qk_dim);
-    if constexpr (kGradient) own_v.template load<L::kThreads>(v.row(b, row, h), v.token, L::kRows, rows, m.v_dim);
+    own_qk.template load<L::kThreads, L::kRows, kQkLanes>(thread_part<kQkLanes>(qk, row0 - m.first), qk.token,
+                                                          length - row0, m.qk_dim);
+    if constexpr (kGradient)
+      own_v.template load<L::kThreads, L::kRows, kVLanes>(thread_part<kVLanes>(v, row0 - m.first), v.token,
+                                                          length - row0, m.v_dim);
 #pragma unroll
     for (int mt = 0; mt < kM; ++mt)
 #pragma unroll
@@ -173,10 +186,10 @@ struct Walk {
   }
 
   __device__ void copy_tile(int tile, int stage) const {
-    const int64_t tile0 = static_cast<int64_t>(tile) * kTile, rows = length - tile0;
-    const Heads<__nv_bfloat16>&qk = kQueries ? m.k : m.q, &v = kQueries ? m.v : m.g;
-    walked_qk(stage).template load<L::kThreads>(qk.row(b, tile0, h), qk.token, kTile, rows, m.qk_dim);
-    walked_v(stage).template load<L::kThreads>(v.row(b, tile0, h), v.token, kTile, rows, m.v_dim);
+    const int tile0 = tile * kTile, rows = length - tile0;
+    const int64_t qk_step = kQueries ? m.k.token : m.q.token, v_step = kQueries ? m.v.token : m.g.token;
+    walked_qk(stage).template load<L::kThreads, kTile, kQkLanes>(qk_from + tile0 * qk_step, qk_step, rows, m.qk_dim);
+    walked_v(stage).template load<L::kThreads, kTile, kVLanes>(v_from + tile0 * v_step, v_step, rows, m.v_dim);
     commit_copies();
   }
 
@@ -188,11 +201,10 @@ struct Walk {
     int begin;
   };
   __device__ ColumnInput read_column(int tile) const {
-    const int64_t tile0 = static_cast<int64_t>(tile) * kTile;
-    const int i = static_cast<int>(threadIdx.x);
+    const int tile0 = tile * kTile, i = static_cast<int>(threadIdx.x);
     ColumnInput in = {};
     if (i > kTile) return in;
-    const int64_t token = min(tile0 + i, m.length - 1), last = min(tile0 + kTile, m.length) - 1;
+    const int token = min(tile0 + i, length - 1), last = min(tile0 + kTile, length) - 1;
     if (a && i < kTile) {
       in.here = load_early(a + token);
       if (!kExponential) in.edge = load_early(a + (kQueries ? last : tile0));
@@ -203,7 +215,7 @@ struct Walk {
     if (kQueries || i == kTile) return in;
     if (kExponential && m.log_sum) in.log_sum = load_early(m.log_sum + head_row + token);
     if (kGradient) in.delta = load_early(m.delta + head_row + token);
-    in.begin = tile0 + i >= m.length ? length : starts ? starts[token] : 0;  // behind the last query: sees no key
+    in.begin = tile0 + i >= length ? length : starts ? starts[token] : 0;  // behind the last query: sees no key
     return in;
   }
   __device__ void write_column(const ColumnInput& in, int stage) const {
@@ -476,11 +488,14 @@ struct Walk {
                                                               : m.dv;
     __nv_bfloat16* const to = out.row(b, token - m.first, h);
     const int columns_there = kGradient ? m.qk_dim : m.v_dim;
+    const bool pairs = columns_there % 2 == 0 && reinterpret_cast<uintptr_t>(to) % 4 == 0;
 #pragma unroll
     for (int d = 0; d < kWidth / 8; ++d) {
       const int c = d * 8 + lane % 4 * 2;
-      if (c < columns_there)
-        store_pair(to + c, acc[mt][d][2 * u] * factor, acc[mt][d][2 * u + 1] * factor, c + 1 < columns_there);
+      const float x = acc[mt][d][2 * u] * factor, y = acc[mt][d][2 * u + 1] * factor;
+      if (pairs && c < columns_there) *reinterpret_cast<uint32_t*>(to + c) = pack(x, y);
+      if (!pairs && c < columns_there) to[c] = from_float<__nv_bfloat16>(x);
+      if (!pairs && c + 1 < columns_there) to[c + 1] = from_float<__nv_bfloat16>(y);
     }
   }
 
@@ -508,15 +523,6 @@ struct Walk {
       product += x.x * acc[mt][d][2 * u] + x.y * acc[mt][d][2 * u + 1];
     }
     return product / (kKind == Kind::squared ? 2 : 1);
-  }
-
-  static __device__ void store_pair(__nv_bfloat16* to, float x, float y, bool both) {
-    if (both && reinterpret_cast<uintptr_t>(to) % 4 == 0) {
-      *reinterpret_cast<uint32_t*>(to) = pack(x, y);
-    } else {
-      to[0] = from_float<__nv_bfloat16>(x);
-      if (both) to[1] = from_float<__nv_bfloat16>(y);
-    }
   }
 };
 
