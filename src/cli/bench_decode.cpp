@@ -149,7 +149,7 @@ void add_bench_decode(CLI::App& bench) {
   add_threads(*command, options->threads);
   command->add_option("--json", options->json, "Write the rows to this JSON file");
   command->footer("Example: furious bench decode --preset 2mamba --size small --batch 1,64 --device cuda");
-  command->callback([options] { options->run(); });
+  command->callback([options] { with_memory_advice("use a smaller --batch or --context", [&] { options->run(); }); });
 }
 
 }  // namespace furious::cli

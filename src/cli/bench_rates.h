@@ -1,8 +1,11 @@
 // Measurements that the benchmarks share.
 #pragma once
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <chrono>
+#include <string_view>
 
 #include "ops/elementwise.h"
 
@@ -28,6 +31,16 @@ inline double copy_rate(Device device) {
   double best = 1e30;
   for (int i = 0; i < 5; ++i) best = std::min(best, seconds_of([&] { copy(to, from); }, device));
   return 2.0 * static_cast<double>(from.bytes()) / best;
+}
+
+// Runs a benchmark; out of memory is an error that says what to do.
+template <class Work>
+void with_memory_advice(std::string_view advice, Work&& work) {
+  try {
+    work();
+  } catch (const OutOfMemory& error) {
+    throw OutOfMemory(fmt::format("{}; {}", error.what(), advice));
+  }
 }
 
 }  // namespace furious::cli

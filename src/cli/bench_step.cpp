@@ -3,17 +3,21 @@
 
 #include <algorithm>
 #include <memory>
+#include <numeric>
 #include <optional>
 
 #include "base/error.h"
 #include "base/parallel.h"
 #include "base/random.h"
+#include "cli/bench_profile.h"
+#include "cli/bench_rates.h"
 #include "cli/commands.h"
 #include "cli/flags.h"
 #include "cli/json_file.h"
 #include "cli/train_flags.h"
 #include "data/batch_rows.h"
 #include "model/cost.h"
+#include "model/mean_decay.h"
 #include "model/plan.h"
 #include "ops/matmul.h"
 #include "tensor/arena.h"
@@ -72,7 +76,8 @@ struct StepBench {
   std::string preset = "2mamba";
   int32_t vocabulary = 32000;
   int64_t steps = 5;
-  bool no_graph = false;
+  bool no_graph = false, profile = false;
+  std::optional<double> mean_decay;
   std::string json;
 
   TrainOptions resolve() const;
@@ -80,7 +85,9 @@ struct StepBench {
     TrainStep median;
     int64_t peak = 0;  // bytes, of the first step
   };
+  std::unique_ptr<Trainer> make_trainer(const TrainOptions& options, const DataParallel& parallel = {}) const;
   Measured measure(Trainer& trainer) const;
+  StepProfile profiled(Trainer& trainer, const TrainOptions& options, double rate) const;
   void run() const;
   void run(const DataParallel& parallel) const;
 };
@@ -116,10 +123,44 @@ StepBench::Measured StepBench::measure(Trainer& trainer) const {
   return {done[static_cast<size_t>(steps / 2)], peak};
 }
 
+// The step with the median time. On a GPU the first one allocates what the graph had.
+StepProfile StepBench::profiled(Trainer& trainer, const TrainOptions& options, double rate) const {
+  const Device device = trainer.model().device();
+  const auto ranks = static_cast<int64_t>(Communicator::world().size());
+  const std::vector<WorkCost> costs = training_costs(trainer.model().config(), options.batch / ranks, options.length,
+                                                     device, trainer.model().compute().activations);
+  const StepRates rates{rate, copy_rate(device)};
+  std::vector<StepProfile> done;
+  for (int64_t i = 0; i <= steps; ++i) {
+    Profiler profiler(device);
+    const double tokens_per_second = trainer.step(&profiler).tokens_per_second;
+    const double seconds = static_cast<double>(options.batch * options.length) / tokens_per_second;
+    if (i > 0) done.emplace_back(profiler.rows(), costs, seconds, rates);
+  }
+  std::ranges::nth_element(done, done.begin() + steps / 2, {}, &StepProfile::seconds);
+  return done[static_cast<size_t>(steps / 2)];
+}
+
 TrainData random_data(const TrainOptions& options, int32_t vocabulary) {
   TrainData data;
   data.batches = std::make_unique<RandomBatches>(options.batch, options.length, vocabulary);
   return data;
+}
+
+// One row of a batch, at most this long: enough for the mean of the decays.
+Tensor some_tokens(const Trainer& trainer) {
+  constexpr int64_t kMost = 512;
+  const Tensor row = trainer.data().batches->at(0, {0, 1}).inputs;
+  return row.slice(1, 0, std::min(kMost, row.size(1)));
+}
+
+std::unique_ptr<Trainer> StepBench::make_trainer(const TrainOptions& options, const DataParallel& parallel) const {
+  TrainData data = random_data(options, vocabulary);
+  if (!mean_decay) return std::make_unique<Trainer>(options, std::move(data), parallel);
+  const ModelConfig config = with_settable_decay(model_config(options, vocabulary));
+  auto trainer = std::make_unique<Trainer>(options, config, std::move(data), parallel);
+  set_mean_log_decay(trainer->model(), some_tokens(*trainer), *mean_decay);
+  return trainer;
 }
 
 // Speed of several ranks together, beside the speed of each with its own rows and without communication, all at the
@@ -159,7 +200,9 @@ void StepBench::run(const DataParallel& parallel) const {
   check_same_everywhere(options,
                         {{"--vocab", std::to_string(vocabulary)},
                          {"--steps", std::to_string(steps)},
-                         {"--no-graph", no_graph ? "true" : "false"}},
+                         {"--no-graph", no_graph ? "true" : "false"},
+                         {"--profile", profile ? "true" : "false"},
+                         {"--mean-decay", mean_decay ? std::to_string(*mean_decay) : ""}},
                         parallel.ranks);
   parallel.ranks.set_timeout(options.timeout);
   const Device device = usable_device(options.device);
@@ -168,12 +211,19 @@ void StepBench::run(const DataParallel& parallel) const {
   if (ranks > 1) {
     TrainOptions own = options;
     own.batch /= ranks;
-    Trainer trainer(own, random_data(own, vocabulary));
-    scaling.alone = parallel.ranks.all_gather(measure(trainer).median.tokens_per_second);
+    const auto trainer = make_trainer(own);
+    scaling.alone = parallel.ranks.all_gather(measure(*trainer).median.tokens_per_second);
   }
   Arena::of(device).trim();
-  Trainer trainer(options, random_data(options, vocabulary), parallel);
-  const auto [median, peak] = measure(trainer);
+  const auto trainer = make_trainer(options, parallel);
+  const auto [median, peak] = measure(*trainer);
+  const ModelConfig& config = trainer->model().config();
+  const double flops = training_flops(config, options.batch, options.length) / ranks;
+  const double tokens = static_cast<double>(options.batch / ranks * options.length);  // of a rank
+  const double seconds = tokens / (median.tokens_per_second / ranks);
+  const double rate = flops / seconds / median.mfu;
+  std::optional<StepProfile> profile_of_step;
+  if (profile) profile_of_step = profiled(*trainer, options, rate);
   if (ranks > 1) {
     scaling.together = parallel.ranks.all_gather(median.tokens_per_second / ranks);
     scaling.efficiency = std::ranges::min(scaling.together) / std::ranges::min(scaling.alone);
@@ -181,11 +231,6 @@ void StepBench::run(const DataParallel& parallel) const {
   }
   if (!parallel.ranks.leads()) return;
 
-  const ModelConfig& config = trainer.model().config();
-  const double flops = training_flops(config, options.batch, options.length) / ranks;
-  const double tokens = static_cast<double>(options.batch / ranks * options.length);  // of a rank
-  const double seconds = tokens / (median.tokens_per_second / ranks);
-  const double rate = flops / seconds / median.mfu;
   if (const std::string slow = slow_precision(options); !slow.empty()) fmt::print(stderr, "warning: {}\n", slow);
   fmt::print("{}: {:.1f} M parameters, {} layers of width {}, batch {} x {} tokens, {} products, {}\n", config.arch,
              static_cast<double>(parameter_count(config)) / 1e6, config.layers, config.hidden, options.batch,
@@ -196,7 +241,7 @@ void StepBench::run(const DataParallel& parallel) const {
       "large product ({}); peak {:.2f} GB (estimated {:.2f})\n",
       median.tokens_per_second, steps, seconds * 1e3, flops / tokens / 1e6, flops / seconds / 1e9, 100 * median.mfu,
       rate / 1e9, matmul_library(device), static_cast<double>(peak) / 1e9,
-      static_cast<double>(trainer.memory().total()) / 1e9);
+      static_cast<double>(trainer->memory().total()) / 1e9);
   nlohmann::ordered_json result{{"preset", options.arch},
                                 {"size", size_text(options, config)},
                                 {"parameters", parameter_count(config)},
@@ -220,6 +265,17 @@ void StepBench::run(const DataParallel& parallel) const {
         1e3 * scaling.times.slowest_seconds, scaling.times.slowest);
     result["scaling"] = scaling.json();
   }
+  if (const std::vector<double> decays = mean_log_decays(trainer->model(), some_tokens(*trainer)); !decays.empty()) {
+    const auto [strongest, weakest] = std::ranges::minmax(decays);
+    const double mean = std::accumulate(decays.begin(), decays.end(), 0.0) / static_cast<double>(decays.size());
+    fmt::print("mean log-decay {:.4g} ({}), {:.4g} to {:.4g} in the layers\n", mean,
+               mean_decay ? "set by --mean-decay" : "new weights", strongest, weakest);
+    result["mean_log_decay"] = mean;
+  }
+  if (profile_of_step) {
+    fmt::print("\n{}\n", profile_of_step->text(seconds));
+    result["profile"] = profile_of_step->json();
+  }
   file->write(result);
 }
 
@@ -237,8 +293,17 @@ void add_bench_step(CLI::App& bench) {
       ->check(CLI::Range(1, 1 << 20))
       ->capture_default_str();
   step->add_flag("--no-graph", command->no_graph, "On a GPU, launch kernels one by one instead of as a CUDA graph");
+  step->add_option(
+          "--mean-decay", command->mean_decay,
+          "Mean log-decay of every layer, such as -0.001; new weights have strong ones, which erase most of the "
+          "past")
+      ->check(CLI::Range(-20.0, -1e-6));
+  step->add_flag("--profile", command->profile,
+                 "Also time the operations of a step one by one, on a GPU without a graph");
   add_json(*step, command->json, "Write the result to this JSON file");
-  step->footer("Example: furious bench step --preset softmax --size mini --length 1024 --batch 2");
+  step->footer(
+      "Example: furious bench step --preset softmax --size mini --length 1024 --batch 2\n"
+      "Example: furious bench step --preset 2mamba --mean-decay -0.001 --profile");
   step->callback([command] { command->run(); });
 }
 

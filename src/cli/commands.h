@@ -11,6 +11,7 @@ namespace furious::cli {
 void add_ablate(CLI::App& app);
 void add_bench(CLI::App& app);
 void add_bench_decode(CLI::App& bench);
+void add_bench_mixer(CLI::App& bench);
 void add_bench_sampling(CLI::App& bench);
 void add_bench_step(CLI::App& bench);
 void add_demo(CLI::App& app);

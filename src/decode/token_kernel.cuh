@@ -16,6 +16,7 @@ inline constexpr int kFewestRows = 64;   // of a state, in a piece
 inline constexpr int kMostStateRows = 512;
 inline constexpr int kLargestHead = 128;
 static_assert(8 * kMostGroups == 32);
+inline constexpr int kStateCycles = 62;         // for 1 KiB of a state or of the window beside it
 inline constexpr int kCopies = 4;               // of a buffer for words that all blocks read
 inline constexpr int64_t kCopyBytes = 1 << 20;  // between a word and its next copy
 
@@ -104,6 +105,7 @@ struct TokenWork {
   int warp_activations;  // units of shared memory of each warp
   int sums;              // bytes of it; the ring follows
   int operations;
+  int weight_cycles;   // for 1 KiB of weights: how fast they are copied
   const int32_t* ids;  // of the tokens
   int id_stride;
 };

@@ -181,6 +181,7 @@ struct StridedTile {
 template <int kDim>
 struct Tile {
   static_assert(kDim % 64 == 0);
+  static constexpr int kVectors = kDim / 8;
   __nv_bfloat16* data;
 
   __device__ __nv_bfloat16* at(int row, int vector) const {

@@ -148,22 +148,26 @@ void with_lanes(F&& f, const Memory&... memory) {
 inline constexpr int kRowThreads = 256;
 
 template <int N, class F>
-__global__ void map_rows_kernel(F f, uint32_t packs, uint32_t items) {
+__global__ void map_rows_kernel(F f, int64_t first_row, uint32_t packs, uint32_t items) {
   const uint32_t item = blockIdx.x * kRowThreads + threadIdx.x;
-  if (item < items) f.template run<N>(item / packs, static_cast<int>(item % packs) * N);
+  if (item < items) f.template run<N>(first_row + item / packs, static_cast<int>(item % packs) * N);
 }
 
 // f.run<N>(row, column) for every N neighbours of `count` rows of `size` elements; N is `Lanes` where `memory` allows.
+// A launch counts in 32 bits, whose divisions are fast: more rows than that are several launches.
 template <int Lanes, class F, class... Memory>
 void map_rows(Device device, int64_t count, int64_t size, const F& f, const Memory&... memory) {
   if (count * size == 0) return;
+  require(size <= INT32_MAX, "a CUDA kernel for rows of {} numbers: more than it can count; use shorter rows", size);
   with_lanes<Lanes>(
       [&](auto lanes) {
         constexpr int N = lanes;
-        const int64_t items = count * (size / N);
-        require(items <= INT32_MAX, "a CUDA kernel for {} rows of {}: more than it can count", count, size);
-        map_rows_kernel<N><<<blocks_for(items, kRowThreads), kRowThreads, 0, stream(device)>>>(
-            f, static_cast<uint32_t>(size / N), static_cast<uint32_t>(items));
+        const int64_t packs = size / N, most_rows = INT32_MAX / packs;
+        for (int64_t first = 0; first < count; first += most_rows) {
+          const int64_t items = std::min(most_rows, count - first) * packs;
+          map_rows_kernel<N><<<blocks_for(items, kRowThreads), kRowThreads, 0, stream(device)>>>(
+              f, first, static_cast<uint32_t>(packs), static_cast<uint32_t>(items));
+        }
       },
       memory...);
   check_launch("rows");
@@ -207,6 +211,7 @@ void sum_columns(Device device, const Tensor& out, int64_t rows, int64_t columns
     if (out) sum_rows(out, nullptr, 0, columns);
     return;
   }
+  require(columns <= INT32_MAX, "a CUDA kernel for {} columns: more than it can count", columns);
   with_lanes<Lanes>(
       [&](auto lanes) {
         constexpr int N = lanes;

@@ -205,7 +205,11 @@ Variable LanguageModel::run(Tape& tape, const Tensor& tokens, const OpsOfLayer& 
   const auto seen = [observe](const std::string& place, const Variable& out) {
     if (observe) observe(place, out.value());
   };
-  Variable x = embedding(tape, embedding_, checked_ids("tokens", tokens), compute_.activations);
+  Variable x;
+  {
+    const Tape::Label label(tape, kEmbeddingWork);
+    x = embedding(tape, embedding_, checked_ids("tokens", tokens), compute_.activations);
+  }
   seen("model.embed_tokens", x);
   for (size_t i = 0; i < layers_.size(); ++i) {
     // Holds what it needs by value: recomputed() runs it again when this function has returned.
@@ -222,6 +226,7 @@ Variable LanguageModel::run(Tape& tape, const Tensor& tokens, const OpsOfLayer& 
     };
     x = compute_.recompute ? recomputed(tape, x, layer) : layer(tape, x);
   }
+  const Tape::Label label(tape, kNormWork);
   x = rms_norm(tape, x, norm_, config_.norm_eps);
   seen("model.norm", x);
   return x;
@@ -248,8 +253,9 @@ Tensor LanguageModel::checked_ids(std::string_view argument, const Tensor& ids, 
 Variable LanguageModel::loss(Tape& tape, const Tensor& tokens, const Tensor& targets, const Tensor& boundaries,
                              const Tensor& row_losses) const {
   const Tensor targets_here = checked_ids("targets", targets, kIgnoredTarget);
-  return cross_entropy(tape, run(tape, tokens, boundaries), output_weight(), targets_here, row_losses,
-                       compute_.precision);
+  const Variable h = run(tape, tokens, boundaries);
+  const Tape::Label label(tape, kLossWork);
+  return cross_entropy(tape, h, output_weight(), targets_here, row_losses, compute_.precision);
 }
 
 Tensor LanguageModel::logits(const Tensor& tokens, const Tensor& boundaries) const {

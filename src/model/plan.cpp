@@ -290,6 +290,48 @@ struct Writes {
   std::vector<Value> operator()(const auto& op) const { return {op.y}; }
 };
 
+struct Weighs {
+  std::vector<Weight> operator()(const RmsNormOp& op) const { return {op.weight}; }
+  std::vector<Weight> operator()(const LinearOp& op) const {
+    std::vector<Weight> weights = op.weights;
+    weights.push_back(op.bias);
+    return weights;
+  }
+  std::vector<Weight> operator()(const ConvOp& op) const { return {op.weight, op.bias}; }
+  std::vector<Weight> operator()(const HeadFunctionOp& op) const { return {op.bias}; }
+  std::vector<Weight> operator()(const OriginalDecayOp& op) const { return {op.a_log}; }
+  std::vector<Weight> operator()(const ResidualOp& op) const { return {op.d}; }
+  std::vector<Weight> operator()(const auto&) const { return {}; }
+};
+
+struct Role {
+  const Plan& plan;
+
+  std::string_view operator()(const LinearOp& op) const {
+    constexpr std::pair<std::string_view, std::string_view> kRoles[] = {{"self_attn.qkv_proj", "qkv product"},
+                                                                        {"self_attn.z_gate_proj", "gate product"},
+                                                                        {"self_attn.branch", "branch products"},
+                                                                        {"self_attn.o_proj", "output product"},
+                                                                        {"mlp.", "MLP products"}};
+    const std::string& name = plan.weights[op.weights.front()].name;
+    for (const auto& [prefix, role] : kRoles)
+      if (name.starts_with(prefix)) return role;
+    return "products";
+  }
+  std::string_view operator()(const RmsNormOp&) const { return kNormWork.role; }
+  std::string_view operator()(const ConvOp&) const { return "convolution"; }
+  std::string_view operator()(const SplitOp&) const { return "split"; }
+  std::string_view operator()(const ActivationOp&) const { return "activation"; }
+  std::string_view operator()(const SwigluOp&) const { return "activation"; }
+  std::string_view operator()(const RopeOp&) const { return "rope"; }
+  std::string_view operator()(const HeadFunctionOp&) const { return "decay"; }
+  std::string_view operator()(const OriginalDecayOp&) const { return "decay"; }
+  std::string_view operator()(const DiscretizeOp&) const { return "decay"; }
+  std::string_view operator()(const MixerOp&) const { return "mixer"; }
+  std::string_view operator()(const ResidualOp&) const { return "D residual"; }
+  std::string_view operator()(const ConcatOp&) const { return "branch"; }
+};
+
 }  // namespace
 
 std::vector<Value> inputs_of(const Op& op) {
@@ -300,6 +342,16 @@ std::vector<Value> inputs_of(const Op& op) {
 
 std::vector<Value> outputs_of(const Op& op) {
   return std::visit(Writes(), op);
+}
+
+std::vector<Weight> weights_of(const Op& op) {
+  std::vector<Weight> weights = std::visit(Weighs(), op);
+  std::erase(weights, kNo);
+  return weights;
+}
+
+WorkLabel label_of(const Plan& plan, const Op& op) {
+  return {std::visit(Role{plan}, op), name_of(op)};
 }
 
 std::string_view name_of(const Op& op) {

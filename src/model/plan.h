@@ -13,6 +13,7 @@
 #include "model/config.h"
 #include "ops/nn/decay.h"
 #include "ops/nn/rope.h"
+#include "tensor/profiler.h"
 
 namespace furious {
 
@@ -137,10 +138,16 @@ struct Plan {
   Weight weight(std::string_view name) const;  // kNo where the layer has none of that name
 };
 
-// The values that an operation reads (without kNo) and those that it writes.
+// The values that an operation reads (without kNo), those that it writes, and its weights.
 std::vector<Value> inputs_of(const Op& op);
 std::vector<Value> outputs_of(const Op& op);
+std::vector<Weight> weights_of(const Op& op);
 std::string_view name_of(const Op& op);
+WorkLabel label_of(const Plan& plan, const Op& op);  // for a profiler
+
+// What surrounds the layers.
+inline constexpr WorkLabel kEmbeddingWork{"embedding", "embedding"}, kNormWork{"norm", "rms_norm"},
+    kLossWork{"loss", "cross_entropy"}, kOptimizerWork{"optimizer", "adamw"};
 
 // The plan of every layer of such a model. A configuration that cannot work is an error.
 Plan plan_layer(const ModelConfig& config);

@@ -1,5 +1,7 @@
 #include "model/run_plan.h"
 
+#include <optional>
+
 #include "ops/elementwise.h"
 #include "ops/nn/conv.h"
 #include "ops/nn/linear.h"
@@ -128,6 +130,8 @@ struct PlanRunner::Visitor {
 };
 
 void PlanRunner::run(const Op& op, std::vector<Variable>& values) const {
+  std::optional<Tape::Label> label;
+  if (tape_.profiler() != nullptr) label.emplace(tape_, label_of(plan_, op));
   std::visit(Visitor{*this, values}, op);
 }
 

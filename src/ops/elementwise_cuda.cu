@@ -1,5 +1,5 @@
+#include "gpu/rows.cuh"
 #include "ops/elementwise_kernels.h"
-#include "tensor/cuda.cuh"
 
 namespace furious::cuda {
 namespace {
@@ -102,14 +102,59 @@ __global__ void add_dense_kernel(T* __restrict__ out, const T* __restrict__ in, 
   }
 }
 
+// Rows of strided views, such as parts of a fused projection and of its gradient.
+template <class T>
+struct AddRows {
+  DeviceRows<T> out, in;
+
+  template <int N>
+  __device__ void run(int64_t row, int column) const {
+    float sum[N], added[N];
+    T* const to = out[row] + column;
+    load(sum, to);
+    load(added, in[row] + column);
+#pragma unroll
+    for (int i = 0; i < N; ++i) sum[i] += added[i];
+    store(to, sum);
+  }
+};
+
+template <class To, class From>
+struct CopyRows {
+  DeviceRows<To> out;
+  DeviceRows<From> in;
+
+  template <int N>
+  __device__ void run(int64_t row, int column) const {
+    Pack<From, N> from;
+    from.fetch(in[row] + column);
+    Pack<To, N> to;
+#pragma unroll
+    for (int i = 0; i < N; ++i) to.raw[i] = converted<To>(from.raw[i]);
+    *reinterpret_cast<Pack<To, N>*>(out[row] + column) = to;
+  }
+};
+
+bool has_strided_rows(const Tensor& tensor) {
+  return tensor.rank() > 1 && tensor.stride(-1) == 1 && !tensor.is_contiguous();
+}
+
 template <class To, class From>
 void copy_as(const Tensor& out, const Tensor& in) {
   const int64_t count = out.elements();
   const cudaStream_t s = stream(out.device());
-  if (aligned(out) && aligned(in))
+  constexpr bool kActivations = sizeof(To) <= 4 && sizeof(From) <= 4;
+  if (aligned(out) && aligned(in)) {
     copy_dense_kernel<<<blocks_for(count, 8 * kThreads), kThreads, 0, s>>>(pointer<To>(out), pointer<From>(in), count);
-  else
+  } else if (const bool strided = has_strided_rows(out) || has_strided_rows(in);
+             kActivations && strided && out.stride(-1) == 1 && in.stride(-1) == 1) {
+    if constexpr (kActivations) {
+      const CopyRows<typename OnDevice<To>::Type, typename OnDevice<From>::Type> f{rows<To>(out), rows<From>(in)};
+      map_rows<std::min(kLanes<To>, kLanes<From>)>(out.device(), f.out.count, f.out.size, f, f.out, f.in);
+    }
+  } else {
     copy_kernel<<<blocks_for(count, kThreads), kThreads, 0, s>>>(elements<To>(out), elements<From>(in), count);
+  }
   check_launch("copy");
 }
 
@@ -139,10 +184,14 @@ void add_into(const Tensor& out, const Tensor& in) {
   const cudaStream_t s = stream(out.device());
   with_activation_type(out.dtype(), [&](auto zero) {
     using T = decltype(zero);
-    if (aligned(out) && aligned(in))
+    if (aligned(out) && aligned(in)) {
       add_dense_kernel<<<blocks_for(count, 8 * kThreads), kThreads, 0, s>>>(pointer<T>(out), pointer<T>(in), count);
-    else
+    } else if (has_strided_rows(out) || has_strided_rows(in)) {
+      const AddRows<typename OnDevice<T>::Type> f{rows<T>(out), rows<T>(in)};
+      map_rows<kLanes<T>>(out.device(), f.out.count, f.out.size, f, f.out, f.in);
+    } else {
       add_kernel<<<blocks_for(count, kThreads), kThreads, 0, s>>>(elements<T>(out), elements<T>(in), count);
+    }
   });
   check_launch("add_into");
 }

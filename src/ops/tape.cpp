@@ -69,6 +69,15 @@ void Variable::settle(Tensor value, Tensor gradient, std::function<void()> compl
   node_->complete = std::move(complete);
 }
 
+Tape::Label::Label(Tape& tape, const WorkLabel& label)
+    : tape_(tape), before_(tape.label_), scope_(tape.profiler_, label, tape.forward_) {
+  if (tape.profiler_ != nullptr) tape.label_ = label;  // Tape::off() is shared by threads and has none
+}
+
+Tape::Label::~Label() {
+  if (tape_.profiler_ != nullptr) tape_.label_ = before_;
+}
+
 std::vector<Variable> Tape::settled_of(const std::vector<Variable>& inputs) {
   std::vector<Variable> settled;
   for (const Variable& input : inputs) {
@@ -83,7 +92,7 @@ Variable Tape::record(Tensor result, const std::vector<Variable>& inputs, Backwa
   const bool needed =
       recording_ && std::any_of(inputs.begin(), inputs.end(), [](const Variable& v) { return v.needs_gradient(); });
   Variable variable(std::move(result), needed);
-  if (needed) entries_.push_back({variable, std::move(backward), settled_of(inputs)});
+  if (needed) entries_.push_back({variable, std::move(backward), settled_of(inputs), label_});
   return variable;
 }
 
@@ -107,7 +116,7 @@ std::vector<Variable> Tape::parts(const Variable& x, const std::vector<Part>& fu
                           for (const Variable& part : parts) part.settle_in_whole();
                           x.add_gradient(gradient);
                         },
-                        settled_of({x})});
+                        settled_of({x}), label_});
   }
   return parts;
 }
@@ -131,6 +140,7 @@ void Tape::run_backward() {
     const Entry entry = std::move(entries_.back());
     entries_.pop_back();
     if (entry.result.gradient()) {
+      const Profiler::Scope scope(profiler_, entry.label, StepPass::backward);
       entry.backward(entry.result.gradient());
       // Nothing reads the gradient of an intermediate result again; its memory serves the next one.
       entry.result.clear_gradient();
@@ -142,20 +152,23 @@ void Tape::run_backward() {
 
 Variable recomputed(Tape& tape, const Variable& x, const std::function<Variable(Tape&, const Variable&)>& f) {
   if (!tape.recording()) return f(tape, x);
-  return tape.record(f(Tape::off(), x).value(), {x}, [x, f](const Tensor& gradient) {
-    Tape inner;
+  Tape silent = tape.without_recording();
+  return tape.record(f(silent, x).value(), {x}, [x, f, profiler = tape.profiler()](const Tensor& gradient) {
+    Tape inner(profiler, StepPass::backward);
     const Variable input(x.value(), true);
     inner.backward(f(inner, input), gradient);
     if (input.gradient()) x.add_gradient(input.gradient());
   });
 }
 
+Tape Tape::without_recording() const {
+  Tape silent(profiler_, forward_);
+  silent.recording_ = false;
+  return silent;
+}
+
 Tape& Tape::off() {
-  static Tape tape = [] {
-    Tape silent;
-    silent.recording_ = false;
-    return silent;
-  }();
+  static Tape tape = Tape().without_recording();
   return tape;
 }
 

@@ -15,6 +15,7 @@
 #include <memory>
 #include <vector>
 
+#include "tensor/profiler.h"
 #include "tensor/tensor.h"
 
 namespace furious {
@@ -87,6 +88,25 @@ class Variable {
 
 class Tape {
  public:
+  // With a profiler, which must outlive the tape, labelled operations are timed, and so are their backward passes. The
+  // forward pass of a tape that runs inside a backward pass counts as that.
+  explicit Tape(Profiler* profiler = nullptr, StepPass forward = StepPass::forward)
+      : profiler_(profiler), forward_(forward) {}
+
+  // During its lifetime, operations on the tape have this label. No effect without a profiler.
+  class Label {
+   public:
+    Label(Tape& tape, const WorkLabel& label);
+    ~Label();
+    Label(const Label&) = delete;
+    Label& operator=(const Label&) = delete;
+
+   private:
+    Tape& tape_;
+    WorkLabel before_;
+    Profiler::Scope scope_;
+  };
+
   // Records `backward` for an operation with this result if any of its inputs needs a gradient; returns the result as a
   // variable. `backward` is called with the gradient of the result, and never called if none arrives.
   using Backward = std::function<void(const Tensor& gradient)>;
@@ -103,7 +123,9 @@ class Tape {
 
   // A tape that does not record, for evaluation and generation.
   static Tape& off();
+  Tape without_recording() const;  // but with the profiler
   bool recording() const { return recording_; }
+  Profiler* profiler() const { return profiler_; }
   size_t size() const { return entries_.size(); }
 
  private:
@@ -111,12 +133,16 @@ class Tape {
     Variable result;
     Backward backward;
     std::vector<Variable> settled;  // of the inputs
+    WorkLabel label;
   };
   static std::vector<Variable> settled_of(const std::vector<Variable>& inputs);
   void run_backward();
 
   std::vector<Entry> entries_;
   bool recording_ = true;
+  Profiler* profiler_ = nullptr;
+  StepPass forward_ = StepPass::forward;
+  WorkLabel label_;
 };
 
 // f(tape, x) without keeping what lies between x and the result: the backward pass runs f once more. `f` must give the

@@ -37,25 +37,28 @@ DType reduce_dtype(const TrainOptions& options) {
   return options.reduce == "bf16" ? DType::bf16 : DType::f32;
 }
 
+ModelConfig config_of(const TrainOptions& options, const TrainData& data) {
+  const int64_t vocabulary = data.batches->vocabulary_size();
+  if (options.init.empty()) return model_config(options, vocabulary);
+  if (data.dataset) data.dataset->check_tokenizer_of(checkpoint_of(options.init));
+  ModelConfig config = load_config(options.init);
+  require(config.vocabulary >= vocabulary, "train: {} has a vocabulary of {} tokens, but the data has {}", options.init,
+          config.vocabulary, vocabulary);
+  return config;
+}
+
 }  // namespace
 
 Trainer::Trainer(const TrainOptions& options, TrainData data, const DataParallel& parallel)
+    : Trainer(options, config_of(options, data), std::move(data), parallel) {}
+
+Trainer::Trainer(const TrainOptions& options, const ModelConfig& config, TrainData&& data, const DataParallel& parallel)
     : parallel_(parallel),
       options_(resolved(options, parallel.ranks)),
       rank_options_(parallel.rank_options(options_)),
       device_(device_from_name(options_.device)),
       data_(std::move(data)) {
   check_division(options, parallel.ranks.size());
-  const int64_t vocabulary = data_.batches->vocabulary_size();
-  ModelConfig config;
-  if (options.init.empty()) {
-    config = model_config(options, vocabulary);
-  } else {
-    if (data_.dataset) data_.dataset->check_tokenizer_of(checkpoint_of(options.init));
-    config = load_config(options.init);
-    require(config.vocabulary >= vocabulary, "train: {} has a vocabulary of {} tokens, but the data has {}",
-            options.init, config.vocabulary, vocabulary);
-  }
   check_memory(rank_options_, config, parallel_);
   model_ = std::make_unique<LanguageModel>(
       options.init.empty()
@@ -128,19 +131,20 @@ Variable Trainer::micro_batch_loss(Tape& tape, const StepInputs& inputs, int64_t
 
 // One step: forward, backward, clipping, AdamW. On a GPU nothing in it waits for the device, and without boundaries
 // nothing in it comes from the host, so that a graph can capture it.
-void Trainer::compute() {
+void Trainer::compute(Profiler* profiler) {
   const StepInputs inputs = feed_->inputs();
   optimizer_->begin_step();
-  compute_gradients(inputs);
+  compute_gradients(inputs, profiler);
+  const Profiler::Scope scope(profiler, kOptimizerWork, StepPass::update);
   optimizer_->update(results_.slice(0, 0, 1), inputs.constants, options_.clip);
 }
 
 // Forward and backward of all micro-batches. A rank that diverges still takes part in the collectives of the step, so
 // that all ranks learn of it.
-void Trainer::compute_gradients(const StepInputs& inputs) {
+void Trainer::compute_gradients(const StepInputs& inputs, Profiler* profiler) {
   for (int64_t i = 0; i < options_.accumulate; ++i) {
     if (i + 1 == options_.accumulate) optimizer_->begin_last_backward();
-    Tape tape;
+    Tape tape(profiler);
     Variable loss;
     try {
       loss = micro_batch_loss(tape, inputs, i);
@@ -156,14 +160,14 @@ void Trainer::compute_gradients(const StepInputs& inputs) {
 
 // The boundaries of packed documents are tables that the host makes for every batch, which a graph cannot hold: with
 // them kernels are launched one by one, as in the first step, in which libraries allocate what they keep.
-void Trainer::run_step() {
+void Trainer::run_step(Profiler* profiler) {
   graph_disabled_ |= std::ranges::any_of(feed_->boundaries(), [](const Tensor& each) { return each.defined(); });
-  if (device_.is_cpu() || graph_disabled_ || !warmed_up_) {
+  if (device_.is_cpu() || graph_disabled_ || !warmed_up_ || profiler != nullptr) {
     drop_graph();
     Arena& arena = Arena::of(device_);
     arena.reset_peak();
     const size_t before = arena.usage().live;
-    compute();
+    compute(profiler);
     step_bytes_ = arena.usage().peak - before;
     warmed_up_ = true;
     return;
@@ -173,7 +177,7 @@ void Trainer::run_step() {
     Arena::of(device_).trim();  // the graph has memory of its own: what the first step used becomes free for it
     const auto work = [this] {
       try {
-        compute();
+        compute(nullptr);
       } catch (...) {
         optimizer_->clear_gradients();  // before the memory of the failed capture is freed
         throw;
@@ -189,11 +193,11 @@ void Trainer::drop_graph() {
   graph_.reset();
 }
 
-TrainStep Trainer::step() {
+TrainStep Trainer::step(Profiler* profiler) {
   const auto start = std::chrono::steady_clock::now();
   feed_->advance(step_);
   try {
-    run_step();
+    run_step(profiler);
   } catch (const OutOfMemory& error) {  // the update comes last: the weights are unchanged
     drop_graph();
     const int64_t estimate = memory().total();

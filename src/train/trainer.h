@@ -31,12 +31,16 @@ class Trainer {
   explicit Trainer(const TrainOptions& options, const DataParallel& parallel = {})
       : Trainer(options, TrainData::open(options, parallel.ranks.size()), parallel) {}
   Trainer(const TrainOptions& options, TrainData data, const DataParallel& parallel = {});
+  // A model of another configuration than the one that the options describe.
+  Trainer(const TrainOptions& options, const ModelConfig& config, TrainData&& data, const DataParallel& parallel = {});
   // Resumes from a checkpoint that save() wrote, with any number of ranks.
   Trainer(const TrainOptions& options, const std::filesystem::path& checkpoint, const DataParallel& parallel = {});
   ~Trainer();
 
   // All ranks call step, test_loss and save together. Divergence on one rank throws on all.
-  TrainStep step();  // one step of the optimizer; without test loss and sample
+  // One step of the optimizer; without test loss and sample. With a profiler its operations are timed, and on a GPU
+  // launched one by one.
+  TrainStep step(Profiler* profiler = nullptr);
   // Mean loss per token on the test split; none without one.
   std::optional<double> test_loss() const;
   std::vector<double> value_rms() const;     // of the first micro-batch of the last step
@@ -53,10 +57,10 @@ class Trainer {
 
  private:
   void prepare();
-  void run_step();
+  void run_step(Profiler* profiler);
   void drop_graph();
-  void compute();
-  void compute_gradients(const StepInputs& inputs);
+  void compute(Profiler* profiler);
+  void compute_gradients(const StepInputs& inputs, Profiler* profiler);
   Variable micro_batch_loss(Tape& tape, const StepInputs& inputs, int64_t micro_batch) const;
   double batch_loss(const Tensor& results);
   void add_times(TrainStep& done);

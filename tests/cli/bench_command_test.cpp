@@ -1,5 +1,8 @@
 // `furious bench` and `furious --version`, by running the binary.
+#include <map>
 #include <nlohmann/json.hpp>
+#include <set>
+#include <tuple>
 
 #include "base/file.h"
 #include "cli/run.h"
@@ -37,6 +40,37 @@ TEST(BenchCommand, WritesTheFieldsOfARow) {
   }
 }
 
+TEST(BenchCommand, SweepsDimensionsScoresAndForms) {
+  const testing::TemporaryDirectory directory;
+  const auto path = directory / "rows.json";
+  expect_run("bench mixer --sweep --device cpu --length 16 --heads 1 --json " + path.string(), 0,
+             {"ratio", "2mamba-e"});
+  const auto rows = nlohmann::json::parse(read_text(path));
+  ASSERT_EQ(rows.size(), 11u * 5);  // two forms, but one of the exponential score
+  std::set<std::tuple<std::string, std::string, int64_t, int64_t>> measured;
+  for (const auto& row : rows) {
+    measured.emplace(row.at("preset"), row.at("ran"), row.at("qk_dim"), row.at("v_dim"));
+    EXPECT_EQ(row.at("pass"), "forward+backward");
+    EXPECT_EQ(row.at("kernel"), "cpu");
+    EXPECT_GT(row.at("ratio").get<double>(), 0);
+  }
+  EXPECT_EQ(measured.size(), rows.size());
+  EXPECT_TRUE(measured.contains({"2mamba", "chunked", 128, 64}));
+  EXPECT_TRUE(measured.contains({"2mamba-e", "parallel", 256, 256}));
+  expect_run("bench mixer --sweep --dim 64", 2, {"--sweep", "--dim"});
+}
+
+// What a row cannot measure is said in it, and the others are measured.
+TEST(BenchCommand, ARowOfASweepThatFailsSaysWhy) {
+  const testing::TemporaryDirectory directory;
+  const auto path = directory / "rows.json";
+  expect_run("bench mixer --sweep --device cpu --length 16 --heads 1 --form parallel --mixer-precision tf32 --json " +
+                 path.string(),
+             0, {"2mamba-e", "tf32"});
+  for (const auto& row : nlohmann::json::parse(read_text(path)))
+    EXPECT_NE(row.at("error").get<std::string>().find("tf32"), std::string::npos);
+}
+
 TEST(BenchCommand, TimesTheRecurrentForm) {
   expect_run("bench recurrent --preset mamba2 --length 3,300 --heads 2 --dim 8", 0, {"us/token", "      300 "});
   expect_run("bench recurrent --preset mamba3", 2, {"did you mean \"mamba2\""});
@@ -46,6 +80,63 @@ TEST(BenchCommand, TimesDecoding) {
   expect_run("bench decode --preset mamba2 --size mini --vocab 300 --batch 1,2 --context 3 --tokens 2", 0,
              {"tokens/s", "of floor", "     2 "});
   expect_run("bench decode --preset mamba3", 1, {"did you mean \"mamba2\""});
+}
+
+// The operations of a step and what lies between them are the whole step.
+TEST(BenchCommand, ProfilesAStep) {
+  const testing::TemporaryDirectory directory;
+  const auto profile_of = [&](const std::string& options) {
+    const auto path = directory / "step.json";
+    expect_run("bench step --size tiny --vocab 300 --batch 2 --length 64 --steps 1 --profile --device cpu --json " +
+                   path.string() + " " + options,
+               0, {"times floor", "other", "optimizer"});
+    return nlohmann::json::parse(read_text(path)).at("profile");
+  };
+  const std::set<std::string> common{"embedding",      "norm",         "qkv product", "mixer",     "split",
+                                     "output product", "MLP products", "activation",  "optimizer", "loss"};
+  const std::map<std::string, std::set<std::string>> further{
+      {"--preset 2mamba --recompute", {"convolution", "decay"}},
+      {"--preset softmax", {"rope"}},
+      {"--preset mamba2", {"convolution", "decay", "D residual", "gate product"}}};
+  for (const auto& [options, own] : further) {
+    SCOPED_TRACE(options);
+    const auto profile = profile_of(options);
+    std::set<std::string> roles = common, found;
+    roles.insert(own.begin(), own.end());
+    double share = profile.at("other_share");
+    EXPECT_GE(share, 0);
+    for (const auto& row : profile.at("operations")) {
+      const std::string role = row.at("role");
+      found.insert(role);
+      share += row.at("share").get<double>();
+      if (role == "split") continue;  // views
+      EXPECT_GT(row.at("bytes").get<double>(), 0) << role;
+      EXPECT_NEAR(row.at("ratio").get<double>() * row.at("floor_ms").get<double>(), row.at("ms").get<double>(), 1e-6);
+    }
+    EXPECT_EQ(found, roles);
+    EXPECT_NEAR(share, 1, 1e-6);
+  }
+}
+
+TEST(BenchCommand, SetsTheMeanLogDecayOfAStep) {
+  const testing::TemporaryDirectory directory;
+  const auto path = directory / "step.json";
+  const std::string step = "bench step --size tiny --vocab 300 --batch 1 --length 64 --steps 1 --device cpu --json " +
+                           path.string() + " --preset ";
+  for (const char* preset : {"2mamba", "mamba2", "fox"}) {
+    expect_run(step + preset + " --mean-decay -0.001", 0, {"mean log-decay", "set by --mean-decay"});
+    EXPECT_NEAR(nlohmann::json::parse(read_text(path)).at("mean_log_decay").get<double>(), -0.001, 5e-5);
+  }
+  expect_run(step + "2mamba", 0, {"mean log-decay -0.6", "new weights"});
+  expect_run(step + "softmax --mean-decay -0.001", 1, {"softmax has no decay", "2mamba"});
+  expect_run(step + "2mamba --mean-decay 0.5", 2, {"--mean-decay"});
+}
+
+TEST(BenchCommand, OutOfMemorySaysWhatToDo) {
+#ifdef __SANITIZE_ADDRESS__
+  GTEST_SKIP() << "the address sanitizer ends a program that allocates so much";
+#endif
+  expect_run("bench mixer --device cpu --batch 1048576 --length 16777216", 1, {"out of memory on cpu", "--batch"});
 }
 
 TEST(BenchCommand, BadOptionsAreUsageErrors) {

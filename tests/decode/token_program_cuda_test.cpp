@@ -89,13 +89,25 @@ class Programs {
 };
 
 // Steps random ones of `slots` sequences, `rows` of them at a time and sometimes fewer, until all have `length` tokens,
-// and compares each row with a full pass.
+// and compares each row with a full pass in f32. How far rounding to bf16 leads away from that depends on the block: a
+// full pass over the same rounded weights, by other kernels, says it.
 void compare_with_full_passes(Random& random, const ModelConfig& config, int64_t rows, int64_t slots, int64_t length) {
   SCOPED_TRACE(fmt::format("{} rows of {} slots: {}", rows, slots, config_to_json(config)));
   const LanguageModel cpu(config, 1, {}, Initialization::pytorch), gpu = rounded_on_gpu(config);
   ASSERT_EQ(TokenProgram::missing(kGpu, plan_tokens(gpu.plan()), rows), "");
   const Tensor tokens = random_tokens(random, {slots, length}, config.vocabulary);
-  const Tensor expected = cpu.logits(tokens);
+  const Tensor expected = cpu.logits(tokens), rounded = gpu.logits(tokens);
+  const auto error_of = [&](const Tensor& row, int64_t slot, int64_t token) {
+    return relative_error(to_doubles(row), to_doubles(expected.select(0, slot).select(0, token)));
+  };
+  std::vector<double> rounding(static_cast<size_t>(slots));
+  double worst_rounding = 0;
+  for (int64_t slot = 0; slot < slots; ++slot)
+    for (int64_t token = 0; token < length; ++token) {
+      const double error = error_of(rounded.select(0, slot).select(0, token), slot, token);
+      rounding[slot] += error;
+      worst_rounding = std::max(worst_rounding, error);
+    }
   Programs programs(gpu, slots);
   std::vector<int64_t> read(static_cast<size_t>(slots));
   std::vector<double> errors(static_cast<size_t>(slots));
@@ -112,16 +124,16 @@ void compare_with_full_passes(Random& random, const ModelConfig& config, int64_t
     const Tensor logits = programs.step(chosen, ids);
     for (size_t row = 0; row < chosen.size(); ++row) {
       const int32_t slot = chosen[row];
-      const double error = relative_error(to_doubles(logits.select(0, static_cast<int64_t>(row))),
-                                          to_doubles(expected.select(0, slot).select(0, read[slot])));
+      const double error = error_of(logits.select(0, static_cast<int64_t>(row)), slot, read[slot]);
       worst = std::max(worst, error);
       errors[slot] += error;
-      ASSERT_LE(error, 0.7) << "slot " << slot << ", token " << read[slot];
+      ASSERT_LE(error, 2 * worst_rounding + 1e-2) << "slot " << slot << ", token " << read[slot];
       ++read[slot];
     }
   }
   for (int64_t i = 0; i < slots; ++i) {
-    EXPECT_LE(errors[i] / static_cast<double>(length), 4e-2) << "slot " << i << ", worst token " << worst;
+    EXPECT_LE(errors[i], 1.5 * rounding[i] + 2e-3 * static_cast<double>(length))
+        << "slot " << i << ", worst token " << worst << ", of the full pass " << worst_rounding;
     EXPECT_EQ(programs.mixer().tokens(i), length);
   }
 }

@@ -93,6 +93,23 @@ TEST_F(TrainerCuda, ACapturedStepHasTheBitsOfOneLaunchedKernelByKernel) {
     }
 }
 
+// A profiled step leaves the graph, and the next one captures it again.
+TEST_F(TrainerCuda, AProfiledStepGivesTheBitsOfTheGraph) {
+  SKIP_WITHOUT_GPU();
+  Trainer captured(options_for("a")), profiled(options_for("b"));
+  for (int i = 0; i < 6; ++i) {
+    Profiler profiler(kGpu);
+    const TrainStep a = captured.step(), b = profiled.step(i == 3 ? &profiler : nullptr);
+    EXPECT_EQ(a.loss, b.loss);
+    EXPECT_EQ(profiler.rows().empty(), i != 3);
+    for (const Profiler::Row& row : profiler.rows()) {
+      if (row.label.role != "mixer") continue;  // too short, or views
+      EXPECT_GT(row.seconds, 0);
+    }
+  }
+  EXPECT_TRUE(bits_of(captured) == bits_of(profiled));
+}
+
 TEST_F(TrainerCuda, OutOfMemoryInAStepSaysWhatWouldFit) {
   SKIP_WITHOUT_GPU();
   TrainOptions options = options_for("run");

@@ -60,6 +60,23 @@ TEST_F(TrainerTest, OutOfMemoryInAStepSaysWhatWouldFit) {
   EXPECT_EQ(weights_of(trainer), weights_of(whole));
 }
 
+TEST_F(TrainerTest, AProfiledStepComputesTheSame) {
+  for (const bool recompute : {false, true}) {
+    options.recompute = recompute;
+    Trainer plain(options), profiled(options);
+    for (int i = 0; i < 2; ++i) {
+      Profiler profiler({});
+      EXPECT_EQ(profiled.step(&profiler).loss, plain.step().loss);
+      int64_t mixers = 0, again = 0;
+      for (const Profiler::Row& row : profiler.rows())
+        if (row.label.role == "mixer") (row.pass == StepPass::forward ? mixers : again) += row.calls;
+      EXPECT_EQ(mixers, plain.model().config().layers);
+      EXPECT_EQ(again, (recompute ? 2 : 1) * mixers);  // the forward pass that runs again counts as backward
+    }
+    EXPECT_EQ(weights_of(profiled), weights_of(plain));
+  }
+}
+
 TEST_F(TrainerTest, MicroBatchesAddUp) {
   for (const char* packing : {"packed", "isolated", "rows"}) {
     options.packing = packing;

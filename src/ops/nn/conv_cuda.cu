@@ -248,6 +248,9 @@ __global__ void __launch_bounds__(32 * kDown, 2)
 // Runs that are a multiple of a group with the W − 1 tokens behind them that the backward pass reads; long ones where
 // there are enough to fill a GPU.
 Sizes sizes_of(const Tensor& x, const Tensor& weight, Activation activation) {
+  constexpr int64_t kMost = INT32_MAX - 128;  // with the tokens behind the last run
+  require(x.size(1) <= kMost, "conv: a sequence of {} tokens is more than the CUDA kernel can count; use a shorter one",
+          x.size(1));
   const int channels = static_cast<int>(weight.size(0)), window = static_cast<int>(weight.size(1));
   const bool many = x.size(0) * x.size(1) * channels >= int64_t{1} << 25;
   return {x.size(0), static_cast<int>(x.size(1)), channels, window, activation, (many ? 65 : 33) - window};

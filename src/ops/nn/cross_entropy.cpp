@@ -1,6 +1,7 @@
 #include "ops/nn/cross_entropy.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "base/error.h"
 #include "base/parallel.h"
@@ -118,6 +119,8 @@ CrossEntropyResult cross_entropy_forward(const Tensor& hidden, const Tensor& wei
   check_arguments(hidden, weight, targets, options);
   const Device device = weight.device();
   const int64_t rows = targets.elements();
+  require(rows <= std::numeric_limits<int32_t>::max(),
+          "cross_entropy: {} targets are more than it can count; divide them into several calls", rows);
   const bool bf16 = options.precision == MatmulPrecision::bf16 || hidden.dtype() == DType::bf16;
   const MatmulPrecision precision = bf16 ? MatmulPrecision::bf16 : options.precision;
   const auto gradient = [&](const Tensor& of) {

@@ -21,9 +21,9 @@ struct Gather {
   }
 };
 
-__global__ void number_kernel(int32_t* out, int count) {
-  const int i = static_cast<int>(blockIdx.x * kRowThreads + threadIdx.x);
-  if (i < count) out[i] = i;
+__global__ void number_kernel(int32_t* out, unsigned count) {
+  const unsigned i = blockIdx.x * kRowThreads + threadIdx.x;  // may pass INT32_MAX in the last block
+  if (i < count) out[i] = static_cast<int32_t>(i);
 }
 
 // Tokens sorted by id, in the order of the text within an id; a run is the stretch of one id.
@@ -143,7 +143,7 @@ void embedding_backward(const GradientTarget& dtable, const Tensor& dy, const Te
   int32_t* const in_order = numbers.data<int32_t>();
   int32_t* const sorted_ids = in_order + count;
   int32_t* const sorted_tokens = sorted_ids + count;
-  number_kernel<<<blocks_for(count, kRowThreads), kRowThreads, 0, s>>>(in_order, count);
+  number_kernel<<<blocks_for(count, kRowThreads), kRowThreads, 0, s>>>(in_order, static_cast<unsigned>(count));
   const int bits = std::max(1, static_cast<int>(std::bit_width(static_cast<uint64_t>(dtable.tensor.size(0) - 1))));
   size_t bytes = 0;
   const auto sort = [&](void* scratch) {

@@ -12,6 +12,10 @@ template <class T>
 struct Heads {
   Tokens<T> tokens;
   int64_t stride;
+
+  Heads from_row(int64_t row) const {
+    return {{tokens.data + row * tokens.batch_stride, tokens.batch_stride, tokens.token_stride}, stride};
+  }
 };
 
 struct Turn {
@@ -23,6 +27,13 @@ struct Turn {
   int length, heads, half, heads_per_thread;
   bool halves;
   float direction;
+
+  Turn from_row(int64_t row) const {
+    Turn turn = *this;
+    if (turn.rows != nullptr) turn.rows += row;
+    if (turn.positions != nullptr) turn.positions += row * length;
+    return turn;
+  }
 };
 
 // A thread turns N neighbouring pairs. The angle is kept in turns: the whole ones drop out in double precision, so
@@ -116,11 +127,18 @@ void rope_rotate(const Tensor& y_tensor, const Tensor& x_tensor, const Rope& rop
     using D = typename OnDevice<T>::Type;
     const Heads<D> y{tokens<T>(y_tensor), y_tensor.stride(2)}, x{tokens<T>(x_tensor), x_tensor.stride(2)};
     const auto launch = [&](auto lanes) {
-      const int64_t items = batch * length * ((heads + share - 1) / share) * (half / lanes);
-      require(items <= INT32_MAX, "rope: {} is more than the CUDA kernel can count", to_string(x_tensor.shape()));
-      rotate_kernel<D, lanes>
-          <<<blocks_for(items, kRowThreads), kRowThreads, half * sizeof(double), stream(x_tensor.device())>>>(
-              y, x, turn, static_cast<uint32_t>(items));
+      const int64_t per_row = length * ((heads + share - 1) / share) * (half / lanes);
+      require(per_row <= INT32_MAX,
+              "rope: a sequence of {} tokens is more than the CUDA kernel can count; use a "
+              "shorter one",
+              length);
+      const int64_t most_rows = INT32_MAX / per_row;
+      for (int64_t first = 0; first < batch; first += most_rows) {
+        const int64_t items = std::min(most_rows, batch - first) * per_row;
+        rotate_kernel<D, lanes>
+            <<<blocks_for(items, kRowThreads), kRowThreads, half * sizeof(double), stream(x_tensor.device())>>>(
+                y.from_row(first), x.from_row(first), turn.from_row(first), static_cast<uint32_t>(items));
+      }
     };
     if (half % kLanes<T> == 0 && aligned<kLanes<T>>(y) && aligned<kLanes<T>>(x))
       launch(std::integral_constant<int, kLanes<T>>());

@@ -20,7 +20,7 @@ using namespace sampling;
 
 constexpr int kThreads = 512, kWarps = kThreads / 32;
 constexpr int kMostBlocks = 8;
-constexpr int kSliceStep = kWarps * 32;  // slices are multiples of it
+constexpr int kSliceStep = kThreads;  // slices are multiples of it
 constexpr uint32_t kAllLanes = 0xFFFFFFFFu;
 constexpr int kColumns = 1 + static_cast<int>(kMostLogProbabilities);
 constexpr int kWindow = static_cast<int>(kRepetitionWindow);
@@ -60,7 +60,7 @@ struct Arguments {
   int32_t* ids;
   int32_t* best;
   float* log_probabilities;
-  float* scratch;  // [rows, slice] where a slice is too large for shared memory, with one block for a row
+  float* scratch;  // [rows, blocks, 2, slice] where slices are too large for shared memory
 };
 
 // The blocks of a row.
@@ -93,18 +93,22 @@ struct Group {
   }
 };
 
-// The slice of a block: elements [0, count), the first of which is token `first`. A warp has a part of `per_warp`
-// neighbours.
+// The slice of a block: elements [0, count), the first of which is token `first`. A thread has `each` neighbours, which
+// lie kThreads apart in memory: threads access different banks.
 struct Slice {
   float* logits;
-  int first, count, per_warp;
+  uint32_t* weights;  // written where a token is drawn
+  int first, count, each;
 
+  __device__ int place_of(int element) const { return element % each * kThreads + element / each; }
+
+  // Calls f(place, id) for the elements of this thread, in order.
   template <class F>
-  __device__ void each(F&& f) const {
-    const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-    const int end = min(count, (warp + 1) * per_warp);
+  __device__ void for_each(F&& f) const {
+    const int begin = static_cast<int>(threadIdx.x) * each, end = min(each, count - begin);
 #pragma unroll 2
-    for (int i = warp * per_warp + lane; i < end; i += 32) f(logits[i], static_cast<uint32_t>(first + i));
+    for (int i = 0; i < end; ++i)
+      f(i * kThreads + static_cast<int>(threadIdx.x), static_cast<uint32_t>(first + begin + i));
   }
 };
 
@@ -201,9 +205,15 @@ struct SliceLoad {
     const int thread = static_cast<int>(threadIdx.x);
     Loaded loaded;
     const auto keep = [&](int i, const float4& x) {
-      const int id = slice.first + 4 * i;
-      reinterpret_cast<float4*>(slice.logits)[i] =
-          make_float4(loaded.add(x.x, id), loaded.add(x.y, id + 1), loaded.add(x.z, id + 2), loaded.add(x.w, id + 3));
+      int row = 4 * i % slice.each, of_thread = 4 * i / slice.each;
+      const float four[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        slice.logits[row * kThreads + of_thread] = loaded.add(four[e], slice.first + 4 * i + e);
+        if (++row < slice.each) continue;
+        row = 0;
+        of_thread += 1;
+      }
     };
 #pragma unroll
     for (int i = 0; i < kFirst; ++i)
@@ -212,7 +222,7 @@ struct SliceLoad {
     for (int i = thread + kFirst * kThreads; i < packs; i += kThreads) keep(i, pack(static_cast<unsigned>(i)));
 #pragma unroll 4
     for (int i = packs * 4 + thread; i < slice.count; i += kThreads)
-      slice.logits[i] = loaded.add(__ldcg(from + i), slice.first + i);
+      slice.logits[slice.place_of(i)] = loaded.add(__ldcg(from + i), slice.first + i);
     return loaded;
   }
 };
@@ -223,15 +233,17 @@ __device__ void adjust(Shared& shared, const Slice& slice, const SlotOptions& al
   const int thread = static_cast<int>(threadIdx.x);
   const Options& options = options_of(shared);
   for (int i = thread; i < options.biases; i += kThreads) {
-    const int place = __ldcg(&all.bias_id[i]) - slice.first;
-    if (place >= 0 && place < slice.count) slice.logits[place] = biased(slice.logits[place], __ldcg(&all.bias[i]));
+    const int element = __ldcg(&all.bias_id[i]) - slice.first;
+    if (element < 0 || element >= slice.count) continue;
+    float& logit = slice.logits[slice.place_of(element)];
+    logit = biased(logit, __ldcg(&all.bias[i]));
   }
   if (options.penalties != 0 && thread < kWindow) shared.recent[thread] = __ldcg(&history.token[thread]);
   __syncthreads();
   if (options.penalties != 0 && thread < kWindow) {
     const int32_t id = shared.recent[thread];
-    const int place = id - slice.first;
-    if (id >= 0 && place >= 0 && place < slice.count) {
+    const int element = id - slice.first;
+    if (id >= 0 && element >= 0 && element < slice.count) {
       int count = 0, before = 0;
       for (int i = 0; i < kWindow; ++i) {
         const bool same = shared.recent[i] == id;
@@ -239,8 +251,8 @@ __device__ void adjust(Shared& shared, const Slice& slice, const SlotOptions& al
         before += same && i < thread ? 1 : 0;
       }
       if (before == 0)
-        slice.logits[place] =
-            penalized(slice.logits[place], count, options.repetition, options.frequency, options.presence);
+        slice.logits[slice.place_of(element)] = penalized(slice.logits[slice.place_of(element)], count,
+                                                          options.repetition, options.frequency, options.presence);
     }
   }
   __syncthreads();
@@ -248,7 +260,7 @@ __device__ void adjust(Shared& shared, const Slice& slice, const SlotOptions& al
 
 __device__ uint64_t largest_of_slice(const Slice& slice) {
   uint64_t best = 0;
-  slice.each([&](float logit, uint32_t id) { best = max(best, rank_of(logit, id)); });
+  slice.for_each([&](int place, uint32_t id) { best = max(best, rank_of(slice.logits[place], id)); });
   return best;
 }
 
@@ -257,8 +269,8 @@ __device__ void list_best(const Group& group, Shared& shared, const Slice& slice
   uint64_t limit = UINT64_MAX;
   for (int i = 0; i < k; ++i) {
     uint64_t best = 0;
-    slice.each([&](float logit, uint32_t id) {
-      const uint64_t rank = rank_of(logit, id);
+    slice.for_each([&](int place, uint32_t id) {
+      const uint64_t rank = rank_of(slice.logits[place], id);
       if (rank < limit) best = max(best, rank);
     });
     best = reduce_block(shared, best, Larger());
@@ -300,7 +312,7 @@ __device__ double find_best(const Group& group, Shared& shared, const Slice& sli
   const float largest = logit_of_rank(told(group, shared, kRawBest, Larger()));
   list_best(group, shared, slice, k);
   uint64_t mass = 0;
-  slice.each([&](float logit, uint32_t) { mass += weight_of(logit, largest, kLog2E); });
+  slice.for_each([&](int place, uint32_t) { mass += weight_of(slice.logits[place], largest, kLog2E); });
   tell(group, shared, kRawMass, reduce_block(shared, mass, Sum()));
   group.sync();
   mass = told(group, shared, kRawMass, Sum());
@@ -318,24 +330,20 @@ struct Draw {
   float largest;
   uint64_t position;
   uint64_t floor = 0;  // the largest rank that is not drawn any more
+  uint64_t mass = 0;   // of the tokens of this thread that are
 
-  // 0 of a token that is not drawn.
-  __device__ uint32_t weight(float logit, uint32_t id) const {
-    if (rank_of(logit, id) <= floor) return 0;
-    const uint32_t w = weight_of(logit, largest, options.scale);
-    return w < options.min_weight ? 0 : w;
-  }
-
-  // The sums of all weights and of those that are drawn, to all blocks.
-  __device__ void add_up() const {
-    uint64_t all = 0, kept = 0;
-    slice.each([&](float logit, uint32_t) {
-      const uint32_t w = weight_of(logit, largest, options.scale);
+  // Computes the weights, of which those below min-p count as zero from then on; and their sums before and after that,
+  // to all blocks.
+  __device__ void add_up() {
+    uint64_t all = 0;
+    slice.for_each([&](int place, uint32_t) {
+      const uint32_t w = weight_of(slice.logits[place], largest, options.scale), own = w < options.min_weight ? 0 : w;
       all += w;
-      kept += w < options.min_weight ? 0 : w;
+      mass += own;
+      slice.weights[place] = own;
     });
     all = Sum().of_warp(all);
-    kept = Sum().of_warp(kept);
+    const uint64_t kept = Sum().of_warp(mass);
     const unsigned warp = threadIdx.x / 32;
     if (threadIdx.x % 32 == 0) {
       shared.of_warp[0][warp] = kept;
@@ -352,81 +360,62 @@ struct Draw {
   template <int trials, class Found>
   __device__ void find(const uint64_t (&wanted)[trials], const uint64_t* of_block, const uint64_t* of_warp,
                        Found&& found) const {
-    constexpr int kRows = 4;  // of 32 neighbours
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
     static_assert(kWarps + kMostBlocks <= 32);
     uint64_t before = 0;
     if (lane < warp) before = of_warp[lane];
     if (lane >= kWarps && lane - kWarps < group.rank) before = of_block[lane - kWarps];
     before = Sum().of_warp(before);
-    bool here[trials], any = false;
+    bool here = false;
+#pragma unroll
+    for (int t = 0; t < trials; ++t) here = here || (wanted[t] >= before && wanted[t] - before < of_warp[warp]);
+    if (!here) return;
+    uint64_t up_to = mass;
+#pragma unroll 1
+    for (int offset = 1; offset < 32; offset *= 2) {
+      const uint64_t other = __shfl_up_sync(kAllLanes, up_to, offset);
+      if (lane >= offset) up_to += other;
+    }
+    before += up_to - mass;
 #pragma unroll
     for (int t = 0; t < trials; ++t) {
-      here[t] = wanted[t] >= before && wanted[t] - before < of_warp[warp];
-      any = any || here[t];
-    }
-    if (!any) return;
-    const int begin = warp * slice.per_warp + lane, end = min(slice.count, (warp + 1) * slice.per_warp);
-    const auto weight_at = [&](int at) {
-      return at < end ? weight(slice.logits[at], static_cast<uint32_t>(slice.first + at)) : 0;
-    };
-    int at[trials];  // in the 32 tokens that have the wanted one
-    uint64_t left[trials];
-#pragma unroll 1
-    for (int first = begin; first - lane < end; first += 32 * kRows) {
-      uint64_t all[kRows];
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) all[i] = Sum().of_warp(weight_at(first + 32 * i));
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-#pragma unroll
-        for (int t = 0; t < trials; ++t)
-          if (wanted[t] >= before && wanted[t] - before < all[i]) {
-            at[t] = first + 32 * i;
-            left[t] = wanted[t] - before;
-          }
-        before += all[i];
-      }
-    }
-#pragma unroll
-    for (int t = 0; t < trials; ++t) {
-      if (!here[t]) continue;
-      const uint32_t own = weight_at(at[t]);
-      uint64_t up_to = own;
-#pragma unroll 1
-      for (int offset = 1; offset < 32; offset *= 2) {
-        const uint64_t other = __shfl_up_sync(kAllLanes, up_to, offset);
-        if (lane >= offset) up_to += other;
-      }
-      if (left[t] < up_to && left[t] >= up_to - own)
-        found(t, rank_of(slice.logits[at[t]], static_cast<uint32_t>(slice.first + at[t])));
+      if (wanted[t] < before || wanted[t] - before >= mass) continue;
+      uint64_t left = wanted[t] - before, chosen = 0;
+      slice.for_each([&](int place, uint32_t id) {
+        const uint64_t rank = rank_of(slice.logits[place], id);
+        const uint64_t w = rank > floor ? slice.weights[place] : 0;
+        if (left < w) chosen = rank;
+        left = left < w ? UINT64_MAX : left - w;
+      });
+      found(t, chosen);
     }
   }
 
-  // Number and weights of the tokens above each threshold, to all blocks.
-  __device__ void count_above(const uint64_t (&thresholds)[kThresholds]) const {
+  // Number and weights of the tokens above each threshold, to all blocks; `above`: those of this thread.
+  __device__ void count_above(const uint64_t (&thresholds)[kThresholds], uint64_t (&above)[kThresholds]) const {
     uint32_t count[kThresholds] = {};
-    uint64_t mass[kThresholds] = {};
     uint64_t lowest = thresholds[0];
     for (int t = 1; t < kThresholds; ++t) lowest = min(lowest, thresholds[t]);
-    slice.each([&](float logit, uint32_t id) {
-      const uint64_t rank = rank_of(logit, id);
+#pragma unroll
+    for (int t = 0; t < kThresholds; ++t) above[t] = 0;
+    slice.for_each([&](int place, uint32_t id) {
+      const uint64_t rank = rank_of(slice.logits[place], id);
       if (rank <= lowest) return;
-      const uint32_t w = weight(logit, id);
+      const uint32_t w = slice.weights[place];
 #pragma unroll
       for (int t = 0; t < kThresholds; ++t) {
         count[t] += rank > thresholds[t] ? 1 : 0;
-        mass[t] += rank > thresholds[t] ? w : 0;
+        above[t] += rank > thresholds[t] ? w : 0;
       }
     });
     const unsigned warp = threadIdx.x / 32;
 #pragma unroll
     for (int t = 0; t < kThresholds; ++t) {
-      const uint32_t sum = __reduce_add_sync(kAllLanes, count[t]);
-      mass[t] = Sum().of_warp(mass[t]);
+      const uint32_t number = __reduce_add_sync(kAllLanes, count[t]);
+      const uint64_t sum = Sum().of_warp(above[t]);
       if (threadIdx.x % 32 == 0) {
-        shared.of_warp[2 * t][warp] = sum;
-        shared.of_warp[2 * t + 1][warp] = mass[t];
+        shared.of_warp[2 * t][warp] = number;
+        shared.of_warp[2 * t + 1][warp] = sum;
       }
     }
     __syncthreads();
@@ -438,14 +427,14 @@ struct Draw {
   // Returns the rank of a token that top-k and top-p keep, in all threads of all blocks. `bits`: of the first round.
   __device__ uint64_t select(RandomBits bits) {
     const uint64_t enough = enough_of(told(group, shared, kAllMass, Sum()), options.top_p);
-    uint64_t mass = told(group, shared, kKeptMass, Sum());
+    uint64_t left = told(group, shared, kKeptMass, Sum());
     int of_block = kKeptMass, of_warp = 0;
     float most = largest;
 #pragma unroll 1
     for (int round = 0;; bits = round_bits(options.seed, position, ++round)) {
       uint64_t wanted[kTrials];
 #pragma unroll
-      for (int t = 0; t < kTrials; ++t) wanted[t] = drawn_from(mass, bits, t);
+      for (int t = 0; t < kTrials; ++t) wanted[t] = drawn_from(left, bits, t);
       find(wanted, shared.message[of_block], shared.of_warp[of_warp], [&](int trial, uint64_t rank) {
 #pragma unroll 1
         for (int i = 0; i < group.size; ++i) *group.in_block(&shared.drawn[trial], i) = rank;
@@ -455,7 +444,8 @@ struct Draw {
 #pragma unroll
       for (int t = 0; t < kTrials; ++t) thresholds[t] = shared.drawn[t];
       add_pivot(thresholds, most);
-      count_above(thresholds);
+      uint64_t above_here[kThresholds];
+      count_above(thresholds, above_here);
       floor = 0;
 #pragma unroll
       for (int t = 0; t < kThresholds; ++t) {
@@ -465,7 +455,8 @@ struct Draw {
         if (kept) most = logit_of_rank(thresholds[t]);
         if (kept || thresholds[t] < floor) continue;
         floor = thresholds[t];
-        mass = above;
+        left = above;
+        mass = above_here[t];
         of_block = kAbove + 2 * t + 1;
         of_warp = 2 * t + 1;
       }
@@ -482,8 +473,10 @@ __global__ void __launch_bounds__(kThreads) choose_kernel(const Arguments argume
   group.arrive();
   const int64_t row = blockIdx.x / static_cast<unsigned>(blocks);
   const int first = group.rank * arguments.slice;
-  const Slice slice{arguments.scratch != nullptr ? arguments.scratch + row * arguments.slice : dynamic, first,
-                    max(0, min(arguments.slice, arguments.vocabulary - first)), arguments.slice / kWarps};
+  float* const memory =
+      arguments.scratch != nullptr ? arguments.scratch + int64_t{blockIdx.x} * 2 * arguments.slice : dynamic;
+  const Slice slice{memory, reinterpret_cast<uint32_t*>(memory + arguments.slice), first,
+                    max(0, min(arguments.slice, arguments.vocabulary - first)), arguments.slice / kThreads};
   const float* const logits = arguments.logits + row * arguments.stride;
   wait_for_previous();
   const int slot = __ldcg(arguments.slots + row);
@@ -560,12 +553,16 @@ __global__ void append_tokens_kernel(SlotHistory* to, const NewTokens tokens) {
   if (thread == 0) to->position = position;
 }
 
+// Logits and weights.
+int64_t slice_bytes(int64_t slice) {
+  return slice * static_cast<int64_t>(sizeof(float) + sizeof(uint32_t));
+}
+
 // Blocks for a row: as many as the device has room for in one wave, and enough for slices to fit into shared memory.
 int blocks_for_rows(const ChooseCall& call, size_t most_bytes) {
   if (!launches_early()) return 1;  // no clusters
   const auto fits = [&](int blocks) {
-    return (call.vocabulary / blocks + kSliceStep) * static_cast<int64_t>(sizeof(float)) <=
-           static_cast<int64_t>(most_bytes);
+    return slice_bytes(call.vocabulary / blocks + kSliceStep) <= static_cast<int64_t>(most_bytes);
   };
   int blocks = 1;
   while (blocks < kMostBlocks &&
@@ -587,11 +584,9 @@ void choose(const ChooseCall& call) {
   const size_t most_bytes = static_cast<size_t>(most_shared_memory()) - own_bytes;
   const int blocks = call.blocks > 0 && launches_early() ? call.blocks : blocks_for_rows(call, most_bytes);
   const int64_t slice = (call.vocabulary + blocks * kSliceStep - 1) / (blocks * kSliceStep) * kSliceStep;
-  const size_t bytes = static_cast<size_t>(slice) * sizeof(float);
-  require(bytes <= most_bytes || blocks == 1, "sampling: {} blocks for a row of {}, expected more", blocks,
-          call.vocabulary);
+  const auto bytes = static_cast<size_t>(slice_bytes(slice));
   Tensor scratch;
-  if (bytes > most_bytes) scratch = Tensor::empty({call.rows, slice}, DType::f32, call.device);
+  if (bytes > most_bytes) scratch = Tensor::empty({call.rows, blocks, 2, slice}, DType::f32, call.device);
   const Arguments arguments{call.logits,
                             call.stride,
                             static_cast<int>(call.vocabulary),

@@ -212,8 +212,10 @@ TEST(MixerCuda, LongChunksWithAndWithoutHopper) {
     SCOPED_TRACE(describe(c));
     const MixerRun automatic = run_on_gpu(c, options);
     const bool hopper = mixer_forward(spec, on_gpu(c).inputs, {.form = Form::parallel}).kernel == "hopper";
-    const bool linear_sum = spec.score == Score::linear && spec.norm == Norm::sum;
-    EXPECT_EQ(automatic.result.kernel, hopper && !linear_sum ? "states" : "tensor cores");
+    const bool linear = spec.score == Score::linear;
+    EXPECT_EQ(automatic.result.kernel, linear && spec.norm == Norm::none ? "walk"
+                                       : hopper && !linear               ? "states"
+                                                                         : "tensor cores");
     expect_near(c, automatic, expected, DType::bf16);
     const cuda::KernelScope scope("tensor cores");
     const MixerRun older = run_on_gpu(c, options);

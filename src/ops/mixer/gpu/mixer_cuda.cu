@@ -9,6 +9,7 @@
 #include "ops/mixer/gpu/heads.cuh"
 #include "ops/mixer/gpu/mixer_cuda.h"
 #include "ops/mixer/gpu/states.h"
+#include "ops/mixer/gpu/walk.h"
 #include "tensor/cuda.cuh"
 
 namespace furious::cuda {
@@ -162,7 +163,7 @@ namespace {
 thread_local std::string_view forced_name;
 }
 KernelScope::KernelScope(std::string_view kernel) : before_(std::exchange(forced_name, kernel)) {
-  const std::vector<std::string> names{"hopper", "tensor cores", "tiles", "simple"};
+  const std::vector<std::string> names{"hopper", "tensor cores", "tiles", "simple", "walk"};
   if (std::ranges::find(names, kernel) != names.end()) return;
   forced_name = before_;
   unknown_name("mixer kernel", kernel, names);
@@ -244,6 +245,7 @@ void ran(const MixerCall& call, std::string_view kernel) {
 }  // namespace
 
 Form choose_form(const MixerCall& call) {
+  if (walk_supports(call)) return call.shape.length > 64 ? Form::chunked : Form::parallel;
   // The lengths up to which the parallel form is faster, measured on an H200 (docs/performance.md).
   constexpr int64_t kOnTensorCores = 65536;
   constexpr int64_t kSimple = 512;
@@ -259,6 +261,11 @@ Form choose_form(const MixerCall& call) {
 
 Tensor mixer_forward(const MixerCall& call) {
   const bool chunked = call.chunk < call.shape.length || call.inputs.initial_state || call.result.final_state;
+  if (chunked && walk_supports(call)) {
+    ran(call, "walk");
+    walk_forward(call, token_tables(call));
+    return {};
+  }
   const Kernels kernels = choose_kernels("mixer_forward", call);
   TokenTables within = token_tables(call);
   Tensor past;
@@ -293,7 +300,9 @@ void mixer_backward(const MixerCall& call, const Tensor& out_gradient, const Ten
                     const MixerGradients& gradients) {
   const MixerShape& shape = call.shape;
   const Device device = call.inputs.q.device();
-  const Kernels kernels = choose_kernels("mixer_backward", call);
+  const bool chunked = call.chunk < shape.length || call.inputs.initial_state || final_state_gradient;
+  const bool walks = chunked && !final_state_gradient && walk_supports(call);
+  const Kernels kernels = walks ? Kernels::tensor_cores : choose_kernels("mixer_backward", call);
   const TokenTables tables = token_tables(call);
   const auto per_head = [&](const Tensor& gradient) {
     if (gradient.size(2) == shape.heads) return gradient;
@@ -307,10 +316,11 @@ void mixer_backward(const MixerCall& call, const Tensor& out_gradient, const Ten
     if (call.spec.norm == Norm::none || call.spec.signed_decay || !uses_parallel(kernels))
       heads.row_decay = Tensor::empty(tokens, DType::f64, device);
   }
-  const bool chunked = call.chunk < shape.length || call.inputs.initial_state || final_state_gradient;
-  const ChunkTables chunks = chunked ? chunk_tables(call, tables) : ChunkTables();
+  const ChunkTables chunks = chunked && !walks ? chunk_tables(call, tables) : ChunkTables();
   const TokenTables& within = chunked ? chunks.within : tables;
-  if (chunked && states_support(call) && !final_state_gradient) {
+  if (walks) {
+    walk_backward(call, tables, out_gradient, heads, gradients.initial_state);
+  } else if (chunked && states_support(call) && !final_state_gradient) {
     const ScaledGradient scaled = scale_gradient(call, out_gradient);
     const Tensor states = call.result.states ? call.result.states : chunk_states(call, chunks);
     state_gradients(call, chunks, states, scaled, heads, gradients.initial_state);

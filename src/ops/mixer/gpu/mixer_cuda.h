@@ -6,8 +6,8 @@
 namespace furious::cuda {
 
 // While it lives, mixers of this thread run the kernels of this name (MixerResult::kernel: "hopper", "tensor cores",
-// "tiles" or "simple") instead of the fastest; a call that they cannot compute is an Error. With "tensor cores" a
-// Hopper device runs what older devices run. Inside chunks, "hopper" computes what no earlier chunk adds to; with a
+// "tiles", "simple" or "walk") instead of the fastest; a call that they cannot compute is an Error. With "tensor cores"
+// a Hopper device runs what older devices run. Inside chunks, "hopper" computes what no earlier chunk adds to; with a
 // past, "tensor cores" compute the forward pass in its place.
 class KernelScope {
  public:
