@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <functional>
 #include <memory>
+#include <optional>
 
 #include "base/error.h"
 #include "base/parallel.h"
@@ -14,6 +15,9 @@
 #include "ops/mixer/cost.h"
 #include "ops/random.h"
 #include "tensor/arena.h"
+#ifdef FURIOUS_CUDA
+#include "ops/mixer/gpu/mixer_cuda.h"
+#endif
 
 namespace furious::cli {
 namespace {
@@ -101,6 +105,10 @@ MixerSpec MixerBench::spec() const {
 
 nlohmann::json MixerBench::measure(const MixerSpec& spec, int64_t length, Form form, bool with_backward,
                                    double rate) const {
+#ifdef FURIOUS_CUDA
+  std::optional<cuda::KernelScope> forced;
+  if (!kernel.empty()) forced.emplace(kernel);
+#endif
   const DType type = dtype_from_name(dtype);
   // As in a model: q, k and v are slices of one projection.
   const Device where = this->where();
@@ -171,6 +179,8 @@ double MixerBench::rate() const {
 }
 
 void MixerBench::run() const {
+  require(kernel.empty() || !where().is_cpu(),
+          "bench mixer: --kernel {}, but a CPU has one set of kernels; leave it out, or add --device cuda", kernel);
   JsonFile file(json);
   const MixerSpec mixer = spec();
   const int64_t qk = qk_dim > 0 ? qk_dim : dim, v = v_dim > 0 ? v_dim : dim;
@@ -209,6 +219,8 @@ void MixerBench::run() const {
 
 // A row that runs out of memory or is not supported says so.
 void MixerBench::run_sweep() const {
+  require(kernel.empty(), "bench mixer: --sweep has rows that --kernel {} does not compute; leave one of them out",
+          kernel);
   JsonFile file(json);
   const ThreadLimit limit(threads);
   const double flops_rate = rate();
@@ -272,6 +284,9 @@ void add_bench_mixer(CLI::App& bench) {
                                fmt::join(mixer_precision_names(), ", ")))
       ->check(parsed_by(mixer_precision_from_name))
       ->capture_default_str();
+  command->add_option(
+      "--kernel", options->kernel,
+      "Kernels on a GPU instead of the fastest: hopper, tensor cores, tiles, simple, walk, chunk states");
   command->add_option("--chunk", options->chunk, "Number of tokens in a chunk; 0: chosen by the dimension")
       ->check(at_least(0))
       ->capture_default_str();

@@ -22,6 +22,7 @@ struct MixerBench {
   int64_t qk_dim = 0, v_dim = 0;  // 0: dim
   std::string dtype = "f32", device = "auto", precision = "auto";
   std::string score, norm, decay;
+  std::string kernel;         // forced on a GPU; empty: the fastest
   int degree = 0;             // 0: the preset's, or the smallest
   double mean_decay = 0.001;  // weak: no tile is skipped below 87,000 tokens
   bool backward = false, sweep = false;

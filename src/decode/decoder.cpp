@@ -289,10 +289,11 @@ void Decoder::read(std::span<const Prompt> prompts) {
       own = own.subspan(count);
       ends.push_back(own.empty());
     }
-    if (chunks.empty()) break;
+    if (chunks.empty()) return;
     read_chunks(chunks, ends);
+    // After every pass, so that a later one that fails leaves these slots whole.
+    for (const auto& [slot, own] : chunks) sampler_.read(slot, own);
   }
-  for (const auto& [slot, tokens] : prompts) sampler_.read(slot, tokens);
 }
 
 // One pass over the weights.

@@ -78,7 +78,8 @@ class Decoder {
   };
   // Prefill of different slots, in passes over the weights that read chunks of several of them, packed into one row.
   // Where a prompt is cut into chunks depends on its own tokens alone. New sequences run as the documents of a packed
-  // row of training; in a pass with others, convolution, rotary positions and mixer run slot by slot.
+  // row of training; in a pass with others, convolution, rotary positions and mixer run slot by slot. A pass that
+  // throws leaves the slots that it was reading in an undefined state: stop them.
   void read(std::span<const Prompt> prompts);
   void read(int32_t slot, std::span<const int32_t> tokens);
   void set_sampling(int32_t slot, const Sampling& sampling);

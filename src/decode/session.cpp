@@ -37,13 +37,25 @@ struct Session::Memory {
     return std::ranges::all_of(slots, [&](int32_t slot) { return decoder.tokens(slot) > 0; });
   }
 
-  // Further tokens of every slot.
+  // Further tokens of every slot. Where that fails, the last tokens are those that were read.
   void read(const std::vector<std::vector<int32_t>>& tokens) {
     std::vector<Decoder::Prompt> prompts;
-    for (size_t i = 0; i < slots.size(); ++i) prompts.push_back({slots[i], tokens[i]});
-    decoder.read(prompts);
-    for (size_t i = 0; i < slots.size(); ++i)
-      if (!tokens[i].empty()) last[i] = tokens[i].back();
+    std::vector<int64_t> before;
+    for (size_t i = 0; i < slots.size(); ++i) {
+      prompts.push_back({slots[i], tokens[i]});
+      before.push_back(decoder.tokens(slots[i]));
+    }
+    const auto remember_last = [&] {
+      for (size_t i = 0; i < slots.size(); ++i)
+        if (const int64_t count = decoder.tokens(slots[i]) - before[i]; count > 0) last[i] = tokens[i][count - 1];
+    };
+    try {
+      decoder.read(prompts);
+    } catch (...) {
+      remember_last();
+      throw;
+    }
+    remember_last();
   }
   // The tokens of a further text of slot i, after the mark before the text if the slot is empty. `first`: whether it is
   // the start of a text for the tokenizer.
@@ -102,9 +114,7 @@ void Session::read(std::string_view text) try {
 void Session::read_each(const std::vector<std::string>& texts) try {
   Memory& memory = own();
   require(static_cast<int64_t>(texts.size()) == memory.sequences,
-          "session.read_each: {} texts for {} sequences; give one "
-          "for each",
-          texts.size(), memory.sequences);
+          "session.read_each: {} texts for {} sequences; give one for each", texts.size(), memory.sequences);
   const ThreadLimit limit(memory.model.parts().threads);
   memory.spread();
   std::vector<std::vector<int32_t>> tokens;

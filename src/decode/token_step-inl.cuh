@@ -40,7 +40,7 @@ __device__ float fast_exp(float x) {
 
 // Adds up tokens of a window. The eight lanes of a token have eight neighbouring columns each, and in heads of more
 // than 64 (kHalves 2) eight more; every eight lanes of a warp have sums of their own. There are no branches: a lane
-// without columns computes with a zero of q, a token that is not there has the weight zero.
+// without columns computes with a zero of q, and a token past the last one has the weight zero.
 template <bool kSoftmax, int kHalves>
 struct TokenSums {
   int k_units, v_units, lane_k[kHalves], lane_v[kHalves];

@@ -96,7 +96,11 @@ __device__ inline float2 unpack(uint32_t x) {
 // Products of two bf16 each, rounded once.
 __device__ inline uint32_t multiply_pairs(uint32_t x, uint32_t y) {
   uint32_t r;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm("mul.rn.bf16x2 %0, %1, %2;\n" : "=r"(r) : "r"(x), "r"(y));
+#else
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;\n" : "=r"(r) : "r"(x), "r"(y), "r"(0x80008000u));  // −0 changes no product
+#endif
   return r;
 }
 __device__ inline uint32_t twice_low(uint32_t x) {

@@ -149,6 +149,8 @@ TEST(BenchCommand, BadOptionsAreUsageErrors) {
   expect_run("bench mixer --threads 100000", 2, {"--threads"});
   expect_run("bench", 2, {"subcommand"});
   expect_run("bench mixer --preset softmax --form chunked", 1, {"exponential", "parallel"});
+  expect_run("bench mixer --kernel tiles --device cpu", 1, {"--kernel tiles", "--device cuda"});
+  expect_run("bench mixer --sweep --kernel tiles --device cpu", 1, {"--sweep", "--kernel tiles"});
   expect_run("bench mixer --json /nowhere/rows.json", 1, {"/nowhere"});
 }
 

@@ -10,8 +10,9 @@
 //
 // It is drawn by rejection, without sorting: a round draws two tokens from all with w_i ≥ min_p · max w, each the first
 // i with Σ_{j ≤ i} w_j > ⌊u · Σ w_j⌋, u uniform in [0, 1) from (seed, position, round, trial). The first of them that
-// top-k and top-p keep is the one; a token is kept if less than k tokens are larger, and if their w_j come to less than
-// top_p. If neither is, the next round draws from what is larger than both, and larger than a pivot that is not kept.
+// top-k and top-p keep is chosen; a token is kept if fewer than k tokens are larger, and if the sum of their w_j is
+// less than top_p · Σ of all w. If neither is kept, the next round draws from what is larger than both, and larger than
+// a pivot that is not kept.
 //
 // Of equal l_i the smaller id counts as the larger. With temperature 0 the token is the largest l_i. Overflow of l_i
 // ends at the largest f32, a subnormal logit counts as zero.

@@ -29,7 +29,7 @@ constexpr int kWindow = static_cast<int>(kRepetitionWindow);
 using Options = SlotOptions::Head;
 constexpr int kOptionWords = sizeof(Options) / sizeof(uint32_t);
 
-// What the blocks of a row tell each other.
+// What the blocks of a row send to each other.
 enum Message {
   kRawBest,
   kRawMass,
@@ -146,18 +146,18 @@ __device__ uint64_t reduce_block(Shared& shared, uint64_t x, Combine combine) {
   return threadIdx.x < 32 ? of_all_warps(shared.of_warp[0], combine) : x;
 }
 
-// From one warp of each block to all blocks; they have it after group.sync().
-__device__ void tell_by_warp(const Group& group, Shared& shared, int message, uint64_t value) {
+// From one warp of each block to all blocks, which can read it after group.sync().
+__device__ void send_by_warp(const Group& group, Shared& shared, int message, uint64_t value) {
   const auto lane = static_cast<int>(threadIdx.x % 32);
   if (lane < group.size) *group.in_block(&shared.message[message][group.rank], lane) = value;
 }
 // The same, by warp 0.
-__device__ void tell(const Group& group, Shared& shared, Message message, uint64_t value) {
-  if (threadIdx.x < 32) tell_by_warp(group, shared, message, value);
+__device__ void send(const Group& group, Shared& shared, Message message, uint64_t value) {
+  if (threadIdx.x < 32) send_by_warp(group, shared, message, value);
 }
 // By all lanes of a warp. 0 must be neutral.
 template <class Combine>
-__device__ uint64_t told(const Group& group, const Shared& shared, int message, Combine combine) {
+__device__ uint64_t received(const Group& group, const Shared& shared, int message, Combine combine) {
   const auto lane = static_cast<int>(threadIdx.x % 32);
   return combine.of_warp(lane < group.size ? shared.message[message][lane] : 0);
 }
@@ -307,15 +307,15 @@ __device__ void write_best(const Group& group, const Shared& shared, int k, doub
 // Log-probabilities of the most probable tokens. Returns what is to be subtracted from a logit.
 __device__ double find_best(const Group& group, Shared& shared, const Slice& slice, int k, int32_t* ids,
                             float* log_probabilities) {
-  tell(group, shared, kRawBest, reduce_block(shared, largest_of_slice(slice), Larger()));
+  send(group, shared, kRawBest, reduce_block(shared, largest_of_slice(slice), Larger()));
   group.sync();
-  const float largest = logit_of_rank(told(group, shared, kRawBest, Larger()));
+  const float largest = logit_of_rank(received(group, shared, kRawBest, Larger()));
   list_best(group, shared, slice, k);
   uint64_t mass = 0;
   slice.for_each([&](int place, uint32_t) { mass += weight_of(slice.logits[place], largest, kLog2E); });
-  tell(group, shared, kRawMass, reduce_block(shared, mass, Sum()));
+  send(group, shared, kRawMass, reduce_block(shared, mass, Sum()));
   group.sync();
-  mass = told(group, shared, kRawMass, Sum());
+  mass = received(group, shared, kRawMass, Sum());
   const double subtract = static_cast<double>(largest) + log(static_cast<double>(mass) / kLargestWeight);
   write_best(group, shared, k, subtract, ids, log_probabilities);
   return subtract;
@@ -351,12 +351,12 @@ struct Draw {
     }
     __syncthreads();
     if (warp < 2)
-      tell_by_warp(group, shared, warp == 0 ? kKeptMass : kAllMass, of_all_warps(shared.of_warp[warp], Sum()));
+      send_by_warp(group, shared, warp == 0 ? kKeptMass : kAllMass, of_all_warps(shared.of_warp[warp], Sum()));
     group.sync();
   }
 
   // Finds the tokens that the trials of a round draw: calls found(trial, rank) in one thread of all blocks for each.
-  // `of_block`, `of_warp`: masses of all blocks and of the warps of this one, which have been told.
+  // `of_block`, `of_warp`: masses of all blocks and of the warps of this one.
   template <int trials, class Found>
   __device__ void find(const uint64_t (&wanted)[trials], const uint64_t* of_block, const uint64_t* of_warp,
                        Found&& found) const {
@@ -420,14 +420,14 @@ struct Draw {
     }
     __syncthreads();
     if (warp < 2 * kThresholds)
-      tell_by_warp(group, shared, kAbove + static_cast<int>(warp), of_all_warps(shared.of_warp[warp], Sum()));
+      send_by_warp(group, shared, kAbove + static_cast<int>(warp), of_all_warps(shared.of_warp[warp], Sum()));
     group.sync();
   }
 
   // Returns the rank of a token that top-k and top-p keep, in all threads of all blocks. `bits`: of the first round.
   __device__ uint64_t select(RandomBits bits) {
-    const uint64_t enough = enough_of(told(group, shared, kAllMass, Sum()), options.top_p);
-    uint64_t left = told(group, shared, kKeptMass, Sum());
+    const uint64_t enough = enough_of(received(group, shared, kAllMass, Sum()), options.top_p);
+    uint64_t left = received(group, shared, kKeptMass, Sum());
     int of_block = kKeptMass, of_warp = 0;
     float most = largest;
 #pragma unroll 1
@@ -449,8 +449,8 @@ struct Draw {
       floor = 0;
 #pragma unroll
       for (int t = 0; t < kThresholds; ++t) {
-        const uint64_t above = told(group, shared, kAbove + 2 * t + 1, Sum());
-        const bool kept = told(group, shared, kAbove + 2 * t, Sum()) < options.top_k && above < enough;
+        const uint64_t above = received(group, shared, kAbove + 2 * t + 1, Sum());
+        const bool kept = received(group, shared, kAbove + 2 * t, Sum()) < options.top_k && above < enough;
         if (kept && t < kTrials) return thresholds[t];
         if (kept) most = logit_of_rank(thresholds[t]);
         if (kept || thresholds[t] < floor) continue;
@@ -503,11 +503,11 @@ __global__ void __launch_bounds__(kThreads) choose_kernel(const Arguments argume
     adjust(shared, slice, arguments.options[slot], history);
     loaded.best = largest_of_slice(slice);
   }
-  tell(group, shared, kBest, reduce_block(shared, loaded.best, Larger()));
-  tell(group, shared, kNotFinite, finite_here ? 0 : 1);
+  send(group, shared, kBest, reduce_block(shared, loaded.best, Larger()));
+  send(group, shared, kNotFinite, finite_here ? 0 : 1);
   group.sync();
-  const uint64_t best = told(group, shared, kBest, Larger());
-  const bool finite = told(group, shared, kNotFinite, Sum()) == 0;
+  const uint64_t best = received(group, shared, kBest, Larger());
+  const bool finite = received(group, shared, kNotFinite, Sum()) == 0;
   const auto found = [&](uint64_t rank) {
     const uint32_t id = id_of_rank(rank);
     arguments.ids[2 * row] = static_cast<int32_t>(id);
@@ -531,7 +531,7 @@ __global__ void __launch_bounds__(kThreads) choose_kernel(const Arguments argume
     const uint64_t chosen = draw.select(bits);
     if (leads) found(chosen);
   } else {
-    const uint64_t wanted[1] = {drawn_from(told(group, shared, kKeptMass, Sum()), bits, 0)};
+    const uint64_t wanted[1] = {drawn_from(received(group, shared, kKeptMass, Sum()), bits, 0)};
     draw.find(wanted, shared.message[kKeptMass], shared.of_warp[0], [&](int, uint64_t rank) { found(rank); });
   }
 }

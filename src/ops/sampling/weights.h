@@ -154,7 +154,7 @@ FURIOUS_HOST_DEVICE inline uint64_t drawn_from(uint64_t mass, const RandomBits& 
 inline constexpr int kThresholds = kTrials + 1;
 FURIOUS_HOST_DEVICE inline void add_pivot(uint64_t (&thresholds)[kThresholds], float most) {
   const float low = logit_of_rank(thresholds[0] > thresholds[1] ? thresholds[0] : thresholds[1]);
-  const float pivot = usable(add(multiply(0.5f, low), multiply(0.5f, most)));
+  const float pivot = usable(add(usable(multiply(0.5f, low)), usable(multiply(0.5f, most))));
   thresholds[kTrials] = static_cast<uint64_t>(ordered(pivot)) << 32;  // below all tokens of that logit
 }
 static_assert(kTrials == 2);

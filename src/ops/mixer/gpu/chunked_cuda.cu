@@ -10,6 +10,7 @@
 // (for dk, dv).
 #include "ops/elementwise.h"
 #include "ops/matmul.h"
+#include "ops/mixer/gpu/chunk_states.h"
 #include "ops/mixer/gpu/heads.cuh"
 #include "ops/mixer/gpu/mixer_cuda.h"
 
@@ -347,6 +348,44 @@ Tensor empty_state(const MixerCall& call) {
                        call.inputs.q.device());
 }
 
+// chunked_backward() by way of features in memory, but for the decay of the final state.
+void features_backward(const MixerCall& call, const ChunkTables& tables, const Tensor& out_gradient,
+                       const Tensor& final_state_gradient, const HeadGradients& gradients,
+                       const Tensor& initial_state_gradient) {
+  const Tensor& initial = call.inputs.initial_state;
+  if (initial || tables.chunks > 1) {
+    const Tensor state = empty_state(call);
+    if (initial) furious::copy(state, initial);
+    for_each_walk(call, tables, [&](const ChunkWalk& walk) {
+      const Tensor own = walk.part(state);
+      for (int64_t c = 0; c < tables.chunks; ++c) {
+        const bool fresh = c == 0 && !initial;
+        if (!fresh)
+          walk.chain(c, walk.queries(call.result.normalizer), own, walk.columns(c, out_gradient, call.result.out),
+                     gradients.q, gradients.row_decay, 1.0f);
+        if (c + 1 < tables.chunks)
+          walk.carry(own, fresh, c, walk.features(c, walk.keys()), walk.columns(c, call.inputs.v));
+      }
+    });
+  }
+  const Tensor gradient = initial ? initial_state_gradient : empty_state(call);
+  if (final_state_gradient) furious::copy(gradient, final_state_gradient);
+  for_each_walk(call, tables, [&](const ChunkWalk& walk) {
+    const Tensor own = walk.part(gradient);
+    bool fresh = !final_state_gradient;
+    for (int64_t c = tables.chunks - 1; c >= 0; --c) {
+      if (!fresh) {
+        walk.chain(c, walk.keys(), own, walk.columns(c, call.inputs.v), gradients.k, gradients.key_decay, -1.0f);
+        walk.value_gradient(c, walk.features(c, walk.keys()), own, gradients.v);
+      }
+      if (c == 0 && !initial) break;
+      walk.carry(own, fresh, c, walk.features(c, walk.queries(call.result.normalizer)),
+                 walk.columns(c, out_gradient, call.result.out));
+      fresh = false;
+    }
+  });
+}
+
 }  // namespace
 
 ChunkTables chunk_tables(const MixerCall& call, const TokenTables& tokens) {
@@ -401,38 +440,8 @@ void chunked_backward(const MixerCall& call, const ChunkTables& tables, const Te
                       const Tensor& final_state_gradient, const HeadGradients& gradients,
                       const Tensor& initial_state_gradient) {
   const MixerShape& shape = call.shape;
-  const Tensor& initial = call.inputs.initial_state;
-  if (initial || tables.chunks > 1) {
-    const Tensor state = empty_state(call);
-    if (initial) furious::copy(state, initial);
-    for_each_walk(call, tables, [&](const ChunkWalk& walk) {
-      const Tensor own = walk.part(state);
-      for (int64_t c = 0; c < tables.chunks; ++c) {
-        const bool fresh = c == 0 && !initial;
-        if (!fresh)
-          walk.chain(c, walk.queries(call.result.normalizer), own, walk.columns(c, out_gradient, call.result.out),
-                     gradients.q, gradients.row_decay, 1.0f);
-        if (c + 1 < tables.chunks)
-          walk.carry(own, fresh, c, walk.features(c, walk.keys()), walk.columns(c, call.inputs.v));
-      }
-    });
-  }
-  const Tensor gradient = initial ? initial_state_gradient : empty_state(call);
-  if (final_state_gradient) furious::copy(gradient, final_state_gradient);
-  for_each_walk(call, tables, [&](const ChunkWalk& walk) {
-    const Tensor own = walk.part(gradient);
-    bool fresh = !final_state_gradient;
-    for (int64_t c = tables.chunks - 1; c >= 0; --c) {
-      if (!fresh) {
-        walk.chain(c, walk.keys(), own, walk.columns(c, call.inputs.v), gradients.k, gradients.key_decay, -1.0f);
-        walk.value_gradient(c, walk.features(c, walk.keys()), own, gradients.v);
-      }
-      if (c == 0 && !initial) break;
-      walk.carry(own, fresh, c, walk.features(c, walk.queries(call.result.normalizer)),
-                 walk.columns(c, out_gradient, call.result.out));
-      fresh = false;
-    }
-  });
+  const auto through_states = chunk_states_support(call) ? chunk_states_backward : features_backward;
+  through_states(call, tables, out_gradient, final_state_gradient, gradients, initial_state_gradient);
   if (!final_state_gradient || !call.spec.decay) return;
   state_decay_kernel<<<static_cast<unsigned>(shape.batch * shape.heads), kThreads, 0, stream(out_gradient.device())>>>(
       gradients.key_decay.data<double>(), call.result.final_state.data<float>(), final_state_gradient.data<float>(),

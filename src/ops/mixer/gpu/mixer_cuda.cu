@@ -6,6 +6,7 @@
 #include "gpu/rows.cuh"
 #include "ops/elementwise.h"
 #include "ops/mixer/cost.h"
+#include "ops/mixer/gpu/chunk_states.h"
 #include "ops/mixer/gpu/heads.cuh"
 #include "ops/mixer/gpu/mixer_cuda.h"
 #include "ops/mixer/gpu/states.h"
@@ -163,7 +164,7 @@ namespace {
 thread_local std::string_view forced_name;
 }
 KernelScope::KernelScope(std::string_view kernel) : before_(std::exchange(forced_name, kernel)) {
-  const std::vector<std::string> names{"hopper", "tensor cores", "tiles", "simple", "walk"};
+  const std::vector<std::string> names{"hopper", "tensor cores", "tiles", "simple", "walk", "chunk states"};
   if (std::ranges::find(names, kernel) != names.end()) return;
   forced_name = before_;
   unknown_name("mixer kernel", kernel, names);
@@ -173,6 +174,11 @@ KernelScope::~KernelScope() {
 }
 std::string_view forced_kernel() {
   return forced_name;
+}
+
+bool rows_are_wide(const Tensor& x) {
+  return x.stride(0) % 8 == 0 && x.stride(1) % 8 == 0 && x.stride(2) % 8 == 0 && x.size(3) % 8 == 0 &&
+         reinterpret_cast<uintptr_t>(x.raw()) % 16 == 0;
 }
 
 TokenTables token_tables(const MixerCall& call) {
@@ -204,13 +210,23 @@ TokenTables token_tables(const MixerCall& call) {
 
 namespace {
 
-// The length up to which the parallel form in tiles is faster than the chunked form, whose features go through memory:
-// where its products are `kStateCost` times those of the states, but at least `kLeast`. Estimates for an H200.
-int64_t longest_in_tiles(const MixerCall& call) {
-  constexpr int64_t kStateCostF32 = 2, kStateCostBf16 = 8, kLeast = 2048;
-  const MixerShape& shape = call.shape;
-  const int64_t cost = product_precision(call) == MixerPrecision::bf16 ? kStateCostBf16 : kStateCostF32;
-  return std::max(kLeast, cost * 4 * shape.state_rows * shape.state_columns / (shape.qk_dim + shape.v_dim));
+// The length up to which the parallel form is faster than the chunked form: where its products are `cost` times those
+// of the states, but at least `least`.
+int64_t longest_by_products(const MixerShape& shape, double cost, int64_t least) {
+  const double equal = 4.0 * static_cast<double>(shape.state_rows * shape.state_columns) /
+                       static_cast<double>(shape.qk_dim + shape.v_dim);
+  return std::max(least, static_cast<int64_t>(cost * equal));
+}
+
+// The same for calls that the kernels of Hopper's states do not support. From times on an H200.
+int64_t longest_parallel(const MixerCall& call) {
+  constexpr int64_t kOnTensorCores = 65536, kSimple = 512;
+  const bool fast = parallel_supports(call);
+  if (chunk_states_support(call)) return longest_by_products(call.shape, fast ? 2 : 0.5, fast ? 2048 : 1024);
+  if (fast) return kOnTensorCores;
+  if (!tiles_support(call)) return kSimple;
+  const bool bf16 = product_precision(call) == MixerPrecision::bf16;
+  return longest_by_products(call.shape, bf16 ? 8 : 2, 2048);  // features go through memory
 }
 
 enum class Kernels : uint8_t { hopper, tensor_cores, tiles, simple };
@@ -222,7 +238,8 @@ Kernels choose_kernels(std::string_view operation, const MixerCall& call) {
                          : parallel_supports(call) ? Kernels::tensor_cores
                          : tiles_support(call)     ? Kernels::tiles
                                                    : Kernels::simple;
-  require(forced.empty() || forced == kKernelNames[static_cast<int>(chosen)],
+  require(forced.empty() || (forced == "chunk states" ? chunk_states_support(call)
+                                                      : forced == kKernelNames[static_cast<int>(chosen)]),
           "{}: the kernels \"{}\" do not compute this call; leave the choice to the mixer", operation, forced);
   if (chosen != Kernels::simple) return chosen;
   const MixerPrecision precision = call.precision;
@@ -242,20 +259,25 @@ void ran(const MixerCall& call, std::string_view kernel) {
   if (call.kernel) *call.kernel = kernel;
 }
 
+// Inside chunks, or all of a call in the parallel form; `past` as simple_forward() takes it.
+void inside_forward(const MixerCall& call, Kernels kernels, const TokenTables& within, const Tensor& past) {
+  if (uses_parallel(kernels)) {
+    ran(call, kernels == Kernels::hopper && !past ? "hopper" : "tensor cores");
+    parallel_forward(call, within, past);
+  } else if (kernels == Kernels::tiles) {
+    ran(call, "tiles");
+    tiles_forward(call, within, past);
+  } else {
+    ran(call, "simple");
+    simple_forward(call, within, past);
+  }
+}
+
 }  // namespace
 
 Form choose_form(const MixerCall& call) {
   if (walk_supports(call)) return call.shape.length > 64 ? Form::chunked : Form::parallel;
-  // The lengths up to which the parallel form is faster, measured on an H200 (docs/performance.md).
-  constexpr int64_t kOnTensorCores = 65536;
-  constexpr int64_t kSimple = 512;
-  constexpr int64_t kFasterThanTiles = 4;  // an estimate
-  const int64_t longest = states_support(call)    ? longest_parallel(call.spec.score)
-                          : hopper_supports(call) ? kOnTensorCores
-                          : parallel_supports(call)
-                              ? std::min(kOnTensorCores, kFasterThanTiles * longest_in_tiles(call))
-                          : tiles_support(call) ? longest_in_tiles(call)
-                                                : kSimple;
+  const int64_t longest = states_support(call) ? furious::longest_parallel(call.spec.score) : longest_parallel(call);
   return call.shape.state_rows > 0 && call.shape.length > longest ? Form::chunked : Form::parallel;
 }
 
@@ -280,19 +302,23 @@ Tensor mixer_forward(const MixerCall& call) {
       inside_chunks_forward(call, within, call.chunk, past, past_n);
       return states;
     }
+    if (chunk_states_support(call)) {
+      // Past values of a squared score have a positive share of the normalizer, which they can be divided by.
+      const bool hopper = kernels == Kernels::hopper && call.chunk % 256 == 0 &&
+                          (call.spec.score == Score::squared || call.spec.norm == Norm::none);
+      const Past from_states = chunk_states_past(call, chunks, hopper);
+      if (from_states.values) {
+        inside_chunks_forward(call, within, call.chunk, from_states.values, from_states.normalizer);
+      } else {
+        inside_forward(call, kernels, chunks.within, from_states.columns);
+      }
+      ran(call, "chunk states");
+      return {};
+    }
     past = chunked_past(call, chunks);
     within = chunks.within;
   }
-  if (uses_parallel(kernels)) {
-    ran(call, kernels == Kernels::hopper && !past ? "hopper" : "tensor cores");
-    parallel_forward(call, within, past);
-  } else if (kernels == Kernels::tiles) {
-    ran(call, "tiles");
-    tiles_forward(call, within, past);
-  } else {
-    ran(call, "simple");
-    simple_forward(call, within, past);
-  }
+  inside_forward(call, kernels, within, past);
   return {};
 }
 

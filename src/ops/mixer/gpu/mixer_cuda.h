@@ -6,9 +6,10 @@
 namespace furious::cuda {
 
 // While it lives, mixers of this thread run the kernels of this name (MixerResult::kernel: "hopper", "tensor cores",
-// "tiles", "simple" or "walk") instead of the fastest; a call that they cannot compute is an Error. With "tensor cores"
-// a Hopper device runs what older devices run. Inside chunks, "hopper" computes what no earlier chunk adds to; with a
-// past, "tensor cores" compute the forward pass in its place.
+// "tiles", "simple", "walk" or "chunk states") instead of the fastest; a call that they cannot compute is an Error.
+// With "tensor cores" a Hopper device runs what older devices run. Inside chunks, "hopper" computes what no earlier
+// chunk adds to; with a past, "tensor cores" compute the forward pass in its place. "chunk states" is about states
+// only, which otherwise have φ in memory: the kernels inside chunks are the fastest.
 class KernelScope {
  public:
   explicit KernelScope(std::string_view kernel);
@@ -43,6 +44,9 @@ struct HeadGradients {
 void simple_forward(const MixerCall& call, const TokenTables& tables, const Tensor& past);
 void simple_backward(const MixerCall& call, const TokenTables& tables, const Tensor& out_gradient,
                      const HeadGradients& gradients);
+
+// Whether every row of a bf16 tensor [batch, length, heads, dim] can be read 16 bytes at a time.
+bool rows_are_wide(const Tensor& x);
 
 // The precision of the call's products: the requested one, or that of the inputs.
 MixerPrecision product_precision(const MixerCall& call);
@@ -89,7 +93,8 @@ struct ChunkTables {
 };
 ChunkTables chunk_tables(const MixerCall& call, const TokenTables& tokens);
 
-// The chunked form but for what happens inside the chunks; any dtype, dimension and score with a state.
+// The chunked form but for what happens inside the chunks; any dtype, dimension and score with a state. Features lie in
+// memory; chunked_backward() uses the kernels of chunk_states.h where they support the call.
 // Forward: `past` (undefined where nothing comes in), and the final state if it is requested.
 Tensor chunked_past(const MixerCall& call, const ChunkTables& tables);
 // Backward: adds to the gradients, and writes that of an initial state.

@@ -76,9 +76,6 @@ inline Parallel parallel_of(const MixerCall& call, const TokenTables& tables) {
   return m;
 }
 
-// Every row of a bf16 tensor can be read 16 bytes at a time.
-bool rows_are_wide(const Tensor& x);
-
 // q, k and v of a call, or copies with rows that can be read 16 bytes at a time, behind the last column zeros.
 struct WideInputs {
   Tensor q, k, v;

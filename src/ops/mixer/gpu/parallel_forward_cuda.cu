@@ -5,12 +5,6 @@
 
 namespace furious::cuda {
 
-bool rows_are_wide(const Tensor& x) {
-  const auto eighths = [](int64_t stride) { return stride % 8 == 0; };
-  return eighths(x.stride(0)) && eighths(x.stride(1)) && eighths(x.stride(2)) && eighths(x.size(3)) &&
-         reinterpret_cast<uintptr_t>(x.raw()) % 16 == 0;
-}
-
 WideInputs::WideInputs(const MixerInputs& inputs) {
   const auto wide = [](const Tensor& x) {
     if (rows_are_wide(x)) return x;

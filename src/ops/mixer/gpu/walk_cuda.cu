@@ -139,13 +139,6 @@ __device__ float pair_weight(const TokenDecay& at_i, const TokenDecay& at_j, int
   return j <= i && j >= at_i.start ? w : 0.0f;
 }
 
-// Products of two bf16 each, rounded once; also before compute capability 9.0.
-__device__ uint32_t scaled_pair(uint32_t x, uint32_t factors) {
-  const __nv_bfloat162 y =
-      __hmul2(reinterpret_cast<const __nv_bfloat162&>(x), reinterpret_cast<const __nv_bfloat162&>(factors));
-  return reinterpret_cast<const uint32_t&>(y);
-}
-
 // A of a product with the tile transposed: rows of the result are dimensions [16·step, +16), and rows [row, row+16) of
 // the tile are summed over.
 template <int kDim>
@@ -252,10 +245,10 @@ struct State {
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
         a_fragment_transposed(rows[i], a, group * 16, warp * kTiles + i);
-        rows[i][0] = scaled_pair(rows[i][0], low);
-        rows[i][1] = scaled_pair(rows[i][1], low);
-        rows[i][2] = scaled_pair(rows[i][2], high);
-        rows[i][3] = scaled_pair(rows[i][3], high);
+        rows[i][0] = multiply_pairs(rows[i][0], low);
+        rows[i][1] = multiply_pairs(rows[i][1], low);
+        rows[i][2] = multiply_pairs(rows[i][2], high);
+        rows[i][3] = multiply_pairs(rows[i][3], high);
       }
 #pragma unroll
       for (int step = 0; step < kV / 16; ++step) {
@@ -583,11 +576,12 @@ class Call {
   Tensor sums_, lasts_;
 };
 
-// Rows of whole vectors at addresses of 16 bytes.
-bool has_vectors(const Tensor& x) {
-  for (int64_t i = 0; i < 3; ++i)
-    if (x.stride(static_cast<int>(i)) % 8 != 0) return false;
-  return reinterpret_cast<uintptr_t>(x.raw()) % 16 == 0;
+bool fits_in_shared_memory(const MixerShape& shape, Device device) {
+  (void)stream(device);  // makes it current
+  bool fits = false;
+  with_widths(shape,
+              [&]<int kQk, int kV>() { fits = sizeof(Shared<kQk, kV>) <= static_cast<size_t>(most_shared_memory()); });
+  return fits;
 }
 
 }  // namespace
@@ -601,8 +595,9 @@ bool walk_supports(const MixerCall& call) {
   return (forced == "walk" || (forced.empty() && chosen)) && call.inputs.q.dtype() == DType::bf16 &&
          call.precision == MixerPrecision::automatic && call.spec.score == Score::linear &&
          call.spec.norm == Norm::none && !call.spec.signed_decay && fits(shape.qk_dim) && fits(shape.v_dim) &&
-         shape.first_query == 0 && has_vectors(call.inputs.q) && has_vectors(call.inputs.k) &&
-         has_vectors(call.inputs.v) && shape.length <= (int64_t{1} << 30);
+         shape.first_query == 0 && rows_are_wide(call.inputs.q) && rows_are_wide(call.inputs.k) &&
+         rows_are_wide(call.inputs.v) && shape.length <= (int64_t{1} << 30) &&
+         fits_in_shared_memory(shape, call.inputs.q.device());
 }
 
 void walk_forward(const MixerCall& call, const TokenTables& tokens) {
@@ -618,7 +613,7 @@ void walk_backward(const MixerCall& call, const TokenTables& tokens, const Tenso
                    const HeadGradients& gradients, const Tensor& initial_state_gradient) {
   const int64_t heads = call.shape.heads;
   const auto writable = [](const Tensor& x) {
-    return has_vectors(x) ? x : Tensor::empty(x.shape(), x.dtype(), x.device());
+    return rows_are_wide(x) ? x : Tensor::empty(x.shape(), x.dtype(), x.device());
   };
   const Tensor g = writable(out_gradient);
   if (g.raw() != out_gradient.raw()) furious::copy(g, out_gradient);
