@@ -72,9 +72,9 @@ int64_t default_chunk(const MixerSpec& spec, int64_t qk_dim, int64_t v_dim, Devi
     const auto fits = [](int64_t dim) { return dim % 8 == 0 && dim <= 128; };
     const bool squared = spec.score == Score::squared;
     if (dtype != DType::bf16 || !fits(qk_dim) || !fits(v_dim) || (!squared && spec.score != Score::linear)) return 128;
-    if (!squared || qk_dim <= 48) return 256;
+    if (!squared || qk_dim <= 16) return 256;
     if (qk_dim == 64 && v_dim == 64) return 768;
-    return qk_dim <= 96 ? 512 : 1024;
+    return qk_dim <= 48 ? 512 : 1024;
   }
   if (spec.score == Score::linear) return 192;
   // The state is read and written once per chunk; a state too large for the cache wants fewer, longer chunks.

@@ -1,5 +1,6 @@
-// The parallel form on tensor cores (mma.sync) against the double-precision oracle, row by row: every dimension, score,
-// norm and decay, documents, shared heads, queries of the last tokens only, and what states add.
+// The parallel form on tensor cores (mma.sync, and on Hopper wgmma with padded dimensions) against the double-precision
+// oracle, row by row: every dimension, score, norm and decay, documents, shared heads, queries of the last tokens only,
+// and what states add.
 #ifdef FURIOUS_CUDA  // forcing kernels needs a build with CUDA
 #include "ops/mixer/gpu/mixer_cuda.h"
 #include "ops/mixer/gpu_case.h"
@@ -13,11 +14,12 @@ constexpr const char* kKernel = "tensor cores";
 constexpr double kTolerance = 3e-2;  // of one row, in bf16
 const MixerOptions kParallel{.form = Form::parallel};
 
-MixerRun compare(const MixerCase& c, const MixerOptions& options = kParallel) {
-  SCOPED_TRACE(describe(c));
-  const cuda::KernelScope scope(kKernel);  // backward, other kernels would be an error
-  const MixerRun actual = run_on_gpu(c, options), oracle = run_oracle_without_state(c);
-  EXPECT_EQ(actual.result.kernel, kKernel);
+void compare(const MixerCase& c, const MixerOptions& options, const MixerRun& oracle, const char* kernel) {
+  SCOPED_TRACE(fmt::format("{}; {}", describe(c), kernel));
+  const cuda::KernelScope scope(kernel);  // backward, other kernels would be an error
+  const MixerRun actual = run_on_gpu(c, options);
+  const bool polynomial = c.spec.degree == 0 && !c.spec.signed_decay;  // whose states are not in memory
+  EXPECT_EQ(actual.result.kernel, options.form == Form::parallel ? kernel : polynomial ? "chunk states" : kKernel);
   EXPECT_EQ(actual.result.form, options.form);
   expect_within(errors_of(c, actual, oracle), kTolerance);
   if (oracle.result.normalizer) {
@@ -29,7 +31,15 @@ MixerRun compare(const MixerCase& c, const MixerOptions& options = kParallel) {
   if (c.inputs.initial_state) {
     EXPECT_LE(relative_error(actual.gradients.initial_state, oracle.gradients.initial_state).worst, kTolerance);
   }
-  return actual;
+}
+
+// Against the oracle, also with the kernels for Hopper where they compute the call.
+void compare(const MixerCase& c, const MixerOptions& options = kParallel) {
+  const MixerRun oracle = run_oracle_without_state(c);
+  MixerInputs there = on_gpu(c).inputs;
+  there.initial_state = {};
+  compare(c, options, oracle, kKernel);
+  if (mixer_forward(c.spec, there, kParallel).kernel == "hopper") compare(c, options, oracle, "hopper");
 }
 
 TEST(ParallelCuda, EveryDimension) {
@@ -136,7 +146,8 @@ TEST(ParallelCuda, IsTheChoiceForEveryDimension) {
   for (const int64_t dim : {13, 32, 96, 200, 256}) {
     const Sizes sizes{.qk_dim = dim, .v_dim = dim, .length = 100};
     const MixerCase there = on_gpu(make_case(random, mixer_spec("2mamba"), sizes, DType::bf16));
-    EXPECT_EQ(mixer_forward(there.spec, there.inputs).kernel, kKernel);
+    const bool hopper = cuda::on_hopper(kGpu) && dim % 8 == 0 && dim <= 128;
+    EXPECT_EQ(mixer_forward(there.spec, there.inputs).kernel, hopper ? "hopper" : kKernel);
   }
 }
 

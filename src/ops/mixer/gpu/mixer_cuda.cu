@@ -220,13 +220,14 @@ int64_t longest_by_products(const MixerShape& shape, double cost, int64_t least)
 
 // The same for calls that the kernels of Hopper's states do not support. From times on an H200.
 int64_t longest_parallel(const MixerCall& call) {
-  constexpr int64_t kOnTensorCores = 65536, kSimple = 512;
-  const bool fast = parallel_supports(call);
-  if (chunk_states_support(call)) return longest_by_products(call.shape, fast ? 2 : 0.5, fast ? 2048 : 1024);
-  if (fast) return kOnTensorCores;
+  constexpr int64_t kSimple = 512;
+  if (chunk_states_support(call)) {
+    const bool small = std::max(call.shape.qk_dim, call.shape.v_dim) <= 64;
+    return longest_by_products(call.shape, !hopper_supports(call) ? 1 : small ? 3 : 1.75, 2048);
+  }
+  if (parallel_supports(call)) return longest_by_products(call.shape, 4.5, 4096);  // features go through memory
   if (!tiles_support(call)) return kSimple;
-  const bool bf16 = product_precision(call) == MixerPrecision::bf16;
-  return longest_by_products(call.shape, bf16 ? 8 : 2, 2048);  // features go through memory
+  return longest_by_products(call.shape, product_precision(call) == MixerPrecision::bf16 ? 8 : 2, 2048);
 }
 
 enum class Kernels : uint8_t { hopper, tensor_cores, tiles, simple };

@@ -117,7 +117,7 @@ __device__ void scale_rows(float (&acc)[kN][4], float upper, float lower) {
 template <class F>
 void with_score_and_dim(const MixerCall& call, F&& f) {
   const auto with_dim = [&](auto score) {
-    if (call.shape.qk_dim == 64)
+    if (std::max(call.shape.qk_dim, call.shape.v_dim) <= 64)
       f(score, std::integral_constant<int, 64>());
     else
       f(score, std::integral_constant<int, 128>());
