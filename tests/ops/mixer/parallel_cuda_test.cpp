@@ -127,6 +127,29 @@ TEST(ParallelCuda, InsideChunks) {
     }
 }
 
+// Rows that cannot be read 16 bytes at a time hold the same numbers.
+TEST(ParallelCuda, RowsOfAnyAlignment) {
+  SKIP_WITHOUT_GPU();
+  Random random(9);
+  const cuda::KernelScope scope(kKernel);
+  for (const auto& [qk_dim, v_dim] : std::vector<std::pair<int64_t, int64_t>>{{40, 72}, {21, 13}}) {
+    const MixerCase c = on_gpu(make_case(random, mixer_spec("2mamba"),
+                                         {.qk_dim = qk_dim, .v_dim = v_dim, .length = 100, .q_heads = 2}, DType::bf16));
+    MixerCase odd = c;
+    for (Tensor* x : {&odd.inputs.q, &odd.inputs.k, &odd.inputs.v, &odd.out_gradient}) *x = within_wider_rows(*x);
+    const MixerRun a = run_there(c, kParallel, kParallel), b = run_there(odd, kParallel, kParallel);
+    expect_same_bits(a, b);
+    EXPECT_EQ(b.result.kernel, kKernel);
+    const MixerResult result = mixer_forward(c.spec, c.inputs, kParallel);
+    const MixerGradients into{
+        within_wider_rows(c.inputs.q), within_wider_rows(c.inputs.k), within_wider_rows(c.inputs.v), {}, {}};
+    mixer_backward(c.spec, c.inputs, result, c.out_gradient, {}, kParallel, into);
+    EXPECT_TRUE(same_bits(to_cpu(into.q), a.gradients.q));
+    EXPECT_TRUE(same_bits(to_cpu(into.k), a.gradients.k));
+    EXPECT_TRUE(same_bits(to_cpu(into.v), a.gradients.v));
+  }
+}
+
 TEST(ParallelCuda, SameBitsEveryTime) {
   SKIP_WITHOUT_GPU();
   Random random(6);

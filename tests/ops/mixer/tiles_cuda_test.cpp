@@ -100,12 +100,60 @@ TEST(TilesCuda, UsesTheRequestedPrecision) {
         EXPECT_LT(20 * tf32x3.*which, tf32.*which);
         EXPECT_LT(2 * tf32.*which, bf16.*which);
       }
-      // Automatic is f32 for f32 inputs.
+      // Automatic is tf32x3 for f32 inputs.
       const MixerRun automatic = run_on_gpu(c, {.form = Form::parallel});
-      const MixerRun exact = run_on_gpu(c, {.precision = MixerPrecision::f32});
+      const MixerRun three = run_on_gpu(c, {.precision = MixerPrecision::tf32x3});
       EXPECT_EQ(automatic.result.kernel, "tiles");
-      EXPECT_TRUE(same_bits(automatic.result.out, exact.result.out));
-      EXPECT_TRUE(same_bits(automatic.gradients.k, exact.gradients.k));
+      EXPECT_TRUE(same_bits(automatic.result.out, three.result.out));
+      EXPECT_TRUE(same_bits(automatic.gradients.k, three.gradients.k));
+    }
+}
+
+// The same in the chunked form, whose products with the states go through memory.
+TEST(TilesCuda, ChunksUseTheRequestedPrecision) {
+  SKIP_WITHOUT_GPU();
+  Random random(14);
+  for (const char* name : {"mamba2", "2mamba"}) {
+    const Sizes sizes{.qk_dim = 32, .v_dim = 40, .length = 300, .strongest_decay = 0.01};
+    const MixerCase c = make_case(random, mixer_spec(name), sizes, DType::f32);
+    SCOPED_TRACE(describe(c));
+    const MixerRun oracle = run_oracle_without_state(c);
+    const auto errors = [&](MixerPrecision precision) {
+      const MixerRun run = run_on_gpu(c, {.form = Form::chunked, .chunk = 32, .precision = precision});
+      EXPECT_EQ(run.result.form, Form::chunked);
+      return errors_of(c, run, oracle);
+    };
+    const Errors f32 = errors(MixerPrecision::f32), tf32x3 = errors(MixerPrecision::tf32x3);
+    const Errors tf32 = errors(MixerPrecision::tf32), automatic = errors(MixerPrecision::automatic);
+    for (double Errors::*which : {&Errors::out, &Errors::q, &Errors::k, &Errors::v}) {
+      EXPECT_LT(20 * f32.*which, tf32.*which);
+      EXPECT_LT(20 * tf32x3.*which, tf32.*which);
+      EXPECT_EQ(automatic.*which, tf32x3.*which);
+    }
+  }
+}
+
+// f16 has the errors of TF32, which bf16 would not reach, in either form.
+TEST(TilesCuda, Halves) {
+  SKIP_WITHOUT_GPU();
+  Random random(15);
+  for (const char* name : {"2mamba", "mamba2", "softmax"})
+    for (const auto& [qk_dim, v_dim] : std::vector<std::pair<int64_t, int64_t>>{{64, 64}, {32, 96}, {20, 20}}) {
+      const Sizes sizes{.qk_dim = qk_dim, .v_dim = v_dim, .length = 200, .v_heads = 2, .boundaries = true};
+      const MixerCase c = make_case(random, mixer_spec(name), sizes, DType::f16);
+      SCOPED_TRACE(describe(c));
+      const MixerRun oracle = run_oracle_without_state(c);
+      for (const Form form : {Form::parallel, Form::chunked}) {
+        if (form == Form::chunked && name == std::string_view("softmax")) continue;
+        const MixerRun actual = run_on_gpu(c, {.form = form, .chunk = 64});
+        EXPECT_EQ(actual.result.form, form);
+        EXPECT_EQ(actual.result.kernel, qk_dim == 20 ? "simple" : "tiles");
+        EXPECT_EQ(actual.result.out.dtype(), DType::f16);
+        EXPECT_EQ(actual.gradients.q.dtype(), DType::f16);
+        expect_within(errors_of(c, actual, oracle), 5e-3);
+      }
+      const MixerRun rounded = run_on_gpu(c, {.form = Form::parallel, .precision = MixerPrecision::bf16});
+      expect_within(errors_of(c, rounded, oracle), 3e-2);
     }
 }
 
@@ -113,25 +161,20 @@ TEST(TilesCuda, UsesTheRequestedPrecision) {
 TEST(TilesCuda, RowsOfAnyAlignment) {
   SKIP_WITHOUT_GPU();
   Random random(5);
-  const auto within_rows = [](const Tensor& x) {
-    const int64_t width = x.size(2) * x.size(3);
-    const Tensor rows = Tensor::empty({x.size(0), x.size(1), width + 6}, x.dtype(), x.device());
-    const Tensor there = rows.slice(-1, 3, width).split_dim(-1, x.size(2), x.size(3));
-    copy(there, x);
-    return there;
-  };
   for (const DType dtype : {DType::f32, DType::bf16})
     for (const MixerPrecision precision : kPrecisions) {
+      if (dtype == DType::bf16 && precision == MixerPrecision::bf16) continue;  // other kernels
       const Sizes sizes{.qk_dim = 40, .v_dim = 72, .length = 100, .q_heads = 2};
       const MixerCase c = on_gpu(make_case(random, mixer_spec("2mamba"), sizes, dtype));
       MixerCase odd = c;
-      for (Tensor* x : {&odd.inputs.q, &odd.inputs.k, &odd.inputs.v, &odd.out_gradient}) *x = within_rows(*x);
+      for (Tensor* x : {&odd.inputs.q, &odd.inputs.k, &odd.inputs.v, &odd.out_gradient}) *x = within_wider_rows(*x);
       const MixerOptions options{.precision = precision};
       const MixerRun a = run_there(c, options, options), b = run_there(odd, options, options);
       expect_same_bits(a, b);
       // Gradients into such rows, too.
       const MixerResult result = mixer_forward(c.spec, c.inputs, options);
-      const MixerGradients into{within_rows(c.inputs.q), within_rows(c.inputs.k), within_rows(c.inputs.v), {}, {}};
+      const MixerGradients into{
+          within_wider_rows(c.inputs.q), within_wider_rows(c.inputs.k), within_wider_rows(c.inputs.v), {}, {}};
       mixer_backward(c.spec, c.inputs, result, c.out_gradient, {}, options, into);
       EXPECT_TRUE(same_bits(to_cpu(into.q), a.gradients.q));
       EXPECT_TRUE(same_bits(to_cpu(into.k), a.gradients.k));
@@ -168,17 +211,6 @@ TEST(TilesCuda, FamiliesMix) {
     expect_within(errors_of(c, a, oracle), 2e-2);
     expect_within(errors_of(c, b, oracle), 2e-2);
   }
-}
-
-TEST(TilesCuda, ForcedPrecisionUsesTheParallelForm) {
-  SKIP_WITHOUT_GPU();
-  Random random(8);
-  const MixerCase c = make_case(random, mixer_spec("2mamba"), {.qk_dim = 64, .v_dim = 64, .length = 300}, DType::bf16);
-  const MixerOptions options{.form = Form::chunked, .chunk = 64, .precision = MixerPrecision::f32};
-  const MixerRun forced = run_on_gpu(c, options);
-  EXPECT_EQ(forced.result.form, Form::parallel);
-  EXPECT_EQ(forced.result.kernel, "tiles");
-  expect_within(errors_of(c, forced, run_oracle_without_state(c)), 1e-2);
 }
 
 // In calls with states: inside the chunks.

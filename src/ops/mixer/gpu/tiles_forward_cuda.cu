@@ -215,7 +215,7 @@ Call call_of(const MixerCall& call, const TokenTables& tables) {
 
 MixerPrecision product_precision(const MixerCall& call) {
   if (call.precision != MixerPrecision::automatic) return call.precision;
-  return call.inputs.q.dtype() == DType::bf16 ? MixerPrecision::bf16 : MixerPrecision::f32;
+  return call.inputs.q.dtype() == DType::bf16 ? MixerPrecision::bf16 : MixerPrecision::tf32x3;
 }
 
 bool tiles_support(const MixerCall& call) {
