@@ -14,7 +14,7 @@
 //
 // Layouts, those of flash-linear-attention; any strides with unit inner stride:
 //
-//   q, k           [B, T, Hqk, K]   f32, bf16 or f16 (a GPU: f32 or bf16; Form::reference: also f64), 8 ≤ K, V ≤ 256
+//   q, k           [B, T, Hqk, K]   f32, bf16 or f16 (Form::reference: also f64), 8 ≤ K, V ≤ 256
 //   v              [B, T, H, V]     of the dtype of q
 //   log_decay      [B, T, H]        f32 (f64 with f64 inputs), none positive; exactly when the spec has decay
 //   initial_state  [N, H, D, C]     f32 (f64); N is B, or the number of packed sequences
@@ -43,7 +43,8 @@ enum class Norm : uint8_t { none, sum };
 // parallel: tiles of the score matrix, quadratic time. chunked: linear time, for scores with a state. reference: in
 // double precision on the CPU, slow. automatic: the faster of the first two; on a GPU calls with states are chunked.
 enum class Form : uint8_t { automatic, parallel, chunked, reference };
-// Of the products on a GPU. automatic: bf16 for bf16 inputs, f32 for f32 ones. The CPU computes in f32.
+// Of the products on a GPU. automatic: bf16 for bf16 inputs, tf32x3 for f32, tf32 for f16, and f32 where dimensions are
+// no multiples of 8 or larger than 128. The CPU computes in f32.
 enum class Precision : uint8_t { automatic, bf16, tf32, tf32x3, f32 };
 
 struct MixerSpec {

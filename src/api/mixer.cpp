@@ -487,8 +487,12 @@ MixerCost mixer_cost(const MixerSpec& spec, const MixerSizes& sizes, const Mixer
   const bool states = sizes.initial_state || options.final_state;
   MixerOptions without_state = options;
   without_state.final_state = false;
+  const bool f16 = !sizes.device.is_cpu() && sizes.dtype == DType::f16;
+  MixerSizes computed = sizes;
+  if (f16) computed.dtype = ops::external(computed_dtype(internal(kOperation, options)));
   const KeepCurrentDevice keep(internal(sizes.device));
-  const Call call = call_of(kOperation, counted, inputs_without_memory(counted, sizes), without_state);
+  Call call = call_of(kOperation, counted, inputs_without_memory(counted, computed), without_state);
+  if (f16) call.options = computed_options(call.options, call.shape);
   require(!states || call.shape.state_rows > 0, "{}: there is no state of constant size for {} and dimension {}",
           kOperation, to_string(call.spec), call.shape.qk_dim);
   const std::vector<Segment> segments =
@@ -502,10 +506,9 @@ MixerCost mixer_cost(const MixerSpec& spec, const MixerSizes& sizes, const Mixer
   if (!call.device().is_cpu()) {
     if (states)
       form = furious::Form::chunked;
-    else if (options.precision != Precision::automatic)
-      form = furious::Form::parallel;
     else if (form == furious::Form::automatic)
-      form = cuda::choose_form({call.spec, call.shape, call.inputs, segments, chunk, furious::MixerResult()});
+      form = cuda::choose_form(
+          {call.spec, call.shape, call.inputs, segments, chunk, furious::MixerResult(), call.options.precision});
   }
 #endif
   if (form == furious::Form::automatic) form = choose_form(call.spec, call.shape, call.inputs, segments, chunk);
@@ -522,7 +525,7 @@ MixerCost mixer_cost(const MixerSpec& spec, const MixerSizes& sizes, const Mixer
   };
   cost.state_bytes = bytes(call.state_shape(), call.accumulator());
   const int64_t numbers = spec.norm == Norm::none ? 0 : spec.score == Score::exponential ? 2 : 1;
-  cost.output_bytes = bytes(call.out_shape(), call.inputs.v.dtype()) +
+  cost.output_bytes = bytes(call.out_shape(), internal(sizes.dtype)) +
                       numbers * bytes(call.normalizer_shape(), call.accumulator()) +
                       (options.final_state ? cost.state_bytes : 0);
   return cost;

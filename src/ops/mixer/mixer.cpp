@@ -122,11 +122,16 @@ DType accumulator_of(const Tensor& x) {
   return x.dtype() == DType::f64 ? DType::f64 : DType::f32;
 }
 
-// A GPU computes f16 as f32 with products in TF32, which has as many bits of a mantissa and does not overflow; as bf16
-// with precision bf16.
 bool is_f16_on_gpu(const MixerInputs& in) {
   return !in.q.device().is_cpu() && in.q.dtype() == DType::f16;
 }
+MixerInputs in_dtype(MixerInputs in, DType dtype) {
+  for (Tensor* x : {&in.q, &in.k, &in.v}) *x = to_dtype(*x, dtype);
+  return in;
+}
+
+}  // namespace
+
 DType computed_dtype(const MixerOptions& options) {
   return options.precision == MixerPrecision::bf16 ? DType::bf16 : DType::f32;
 }
@@ -138,12 +143,6 @@ MixerOptions computed_options(MixerOptions options, const MixerShape& shape) {
     options.precision = MixerPrecision::tf32;
   return options;
 }
-MixerInputs in_dtype(MixerInputs in, DType dtype) {
-  for (Tensor* x : {&in.q, &in.k, &in.v}) *x = to_dtype(*x, dtype);
-  return in;
-}
-
-}  // namespace
 
 MixerSpec mixer_spec(std::string_view name) {
   for (const NamedSpec& known : kNamed)
@@ -284,8 +283,14 @@ MixerResult mixer_forward(const MixerSpec& spec, const MixerInputs& inputs, cons
   check_precision(kOperation, options.precision, device);
   if (is_f16_on_gpu(inputs)) {
     const DType dtype = computed_dtype(options);
-    MixerResult result = mixer_forward(spec, in_dtype(inputs, dtype), computed_options(options, shape));
-    result.out = to_dtype(result.out, DType::f16);
+    if (into.out)
+      ArgumentCheck(kOperation)
+          .dense("into.out", into.out, DType::f16, {shape.batch, shape.queries(), shape.heads, shape.v_dim}, device);
+    MixerResult computed_into = into;
+    computed_into.out = {};
+    MixerResult result = mixer_forward(spec, in_dtype(inputs, dtype), computed_options(options, shape), computed_into);
+    if (into.out) copy(into.out, result.out);
+    result.out = into.out ? into.out : to_dtype(result.out, DType::f16);
     return result;
   }
   MixerResult result;
