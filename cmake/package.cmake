@@ -1,5 +1,6 @@
-# Files of `cmake --install`: the binary, libfurious.so, its headers, and a CMake package for find_package(furious). The
-# library is shared, so that its users need none of the packages it was built with.
+# Files of `cmake --install`: the binary, libfurious.so, its headers, a CMake package for find_package(furious), a
+# pkg-config file, the license and the examples. The library is shared, so that its users need none of the packages it was
+# built with.
 include(CMakePackageConfigHelpers)
 include(GNUInstallDirs)
 
@@ -22,3 +23,11 @@ set(package_folder ${CMAKE_INSTALL_LIBDIR}/cmake/furious)
 install(EXPORT furious FILE furiousConfig.cmake NAMESPACE furious:: DESTINATION ${package_folder})
 write_basic_package_version_file(furiousConfigVersion.cmake COMPATIBILITY SameMinorVersion)
 install(FILES ${CMAKE_CURRENT_BINARY_DIR}/furiousConfigVersion.cmake DESTINATION ${package_folder})
+
+# The prefix is found relative to the file, so that an installed tree may be moved.
+set(pkgconfig_folder ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
+file(RELATIVE_PATH prefix_from_pkgconfig /prefix/${pkgconfig_folder} /prefix)
+configure_file(cmake/furious.pc.in furious.pc @ONLY)
+install(FILES ${CMAKE_CURRENT_BINARY_DIR}/furious.pc DESTINATION ${pkgconfig_folder})
+install(FILES LICENSE DESTINATION ${CMAKE_INSTALL_DOCDIR})
+install(DIRECTORY examples DESTINATION ${CMAKE_INSTALL_DOCDIR})

@@ -84,6 +84,15 @@ Tensor Tensor::wrap(void* data, const Shape& shape, DType dtype, Device device, 
   return tensor;
 }
 
+Tensor Tensor::wrap_strided(void* data, const Shape& shape, std::span<const int64_t> strides, DType dtype,
+                            Device device, std::shared_ptr<const void> owner) {
+  require(static_cast<int>(strides.size()) == shape.rank(), "tensor: {} strides for shape {}, expected {}",
+          strides.size(), to_string(shape), shape.rank());
+  Tensor tensor = wrap(data, shape, dtype, device, std::move(owner));
+  std::ranges::copy(strides, tensor.strides_.begin());
+  return tensor;
+}
+
 bool Tensor::is_contiguous() const {
   int64_t expected = 1;
   for (int i = rank() - 1; i >= 0; --i) {

@@ -48,6 +48,9 @@ class Tensor {
   // A view of external memory that `owner` keeps alive; without an owner, the caller does.
   static Tensor wrap(void* data, const Shape& shape, DType dtype, Device device = {},
                      std::shared_ptr<const void> owner = nullptr);
+  // The same with strides in elements, one for each dimension.
+  static Tensor wrap_strided(void* data, const Shape& shape, std::span<const int64_t> strides, DType dtype,
+                             Device device = {}, std::shared_ptr<const void> owner = nullptr);
 
   bool defined() const { return data_ != nullptr; }
   explicit operator bool() const { return defined(); }

@@ -17,12 +17,15 @@ if comm -12 "$work/tools" "$work/library" | c++filt | grep .; then
   exit 1
 fi
 
-# Every exported name of namespace furious is declared with FURIOUS_API in a public header.
+# Every exported name of the namespaces furious and furious::ops, and every exported C function furious_*, is declared with
+# FURIOUS_API in a public header.
 grep -rhoE '(class|struct) FURIOUS_API [A-Za-z_]+|FURIOUS_API [^;(]*[ &*][A-Za-z_]+\(' "$include" |
   sed -E 's/\($//; s/.*[ &*]//' | sort -u > "$work/public"
-nm -DC --defined-only "$library" | cut -d' ' -f3- | sed -nE 's/^(vtable for |typeinfo for |typeinfo name for )?furious::([A-Za-z_]+).*/\2/p' |
+nm -DC --defined-only "$library" | cut -d' ' -f3- | sed -nE 's/^(vtable for |typeinfo for |typeinfo name for )?furious::(ops::)?([A-Za-z_]+).*/\3/p; s/^(furious_[a-z_]+)$/\1/p' |
   sort -u > "$work/exported"
-grep -qx train "$work/exported" || { echo "furious::train is not exported by $library" >&2; exit 1; }
+for name in train mixer_forward furious_version; do
+  grep -qx $name "$work/exported" || { echo "$name is not exported by $library" >&2; exit 1; }
+done
 if comm -13 "$work/public" "$work/exported" | grep .; then
   echo "these names are exported by $library, but not marked by FURIOUS_API" >&2
   exit 1
