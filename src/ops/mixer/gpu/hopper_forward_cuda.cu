@@ -72,29 +72,25 @@ __global__ void __launch_bounds__(Layout<kDim>::kThreads, 1)
   for (Pipe<L::kSlots> slots;; slots.next()) {
     const int slot = slots.stage;
     shared.sync.ready[slot].wait(slots.phase);
-    const Work rows = shared.sync.work[slot];
-    if (rows.head < 0) return;
-    const int b = rows.batch, h = rows.head, w0 = rows.row0 + group * 64;  // w0: the warpgroup's first query
-    const double* const a = m.decay_of(b, h);
+    const Work& work = shared.sync.work[slot];  // read anew where it is used: registers are scarce
+    if (work.head < 0) return;
+    const int row0 = work.row0, w0 = row0 + group * 64;  // w0: the warpgroup's first query
+    const float* const own = shared.own[slot] + group * 64 + lane_row;
+    const int* const starts = shared.starts[slot] + group * 64;
+    const int latest_start = starts[63];
     float acc[kDim / 8][4];
-    float n[2] = {}, largest[2] = {-INFINITY, -INFINITY}, own[2];
-    int start[2];
+    float n[2] = {}, largest[2] = {-INFINITY, -INFINITY};
     clear(acc);
-#pragma unroll
-    for (int u = 0; u < 2; ++u) {
-      own[u] = shared.own[slot][group * 64 + lane_row + u * 8];
-      start[u] = shared.starts[slot][group * 64 + lane_row + u * 8];
-    }
-    const int latest_start = shared.starts[slot][group * 64 + 63];
-    const int last_tile = rows.has_rows() ? (rows.end - 1) / kTile : -1,
-              own_last_tile = w0 < rows.end ? w0 / kTile : -1;
+    const int own_last_tile = w0 < work.end ? w0 / kTile : -1;
     bool true_sums = false;
-    int tile = rows.tile;
+    int tile = work.tile;
 
-    for (; tile <= own_last_tile; ++tile, pipe.next()) {
+    // kFar: every pair of the tile counts, and only its columns have factors.
+    const auto turn = [&](auto far) {
+      constexpr bool kFar = decltype(far)::value;
       const int stage = pipe.stage;
       const int key0 = tile * kTile;
-      const bool near = key0 >= rows.row0;
+      const bool near = key0 >= row0;
       const float* const column = shared.columns[stage] + lane_column;
       const float* const local = shared.locals[stage];
       uint32_t q[kSteps][4];
@@ -109,26 +105,60 @@ __global__ void __launch_bounds__(Layout<kDim>::kThreads, 1)
       wait_for_products<0>();
       settle(s);
 
-      if constexpr (kExponential) {
-        float top[2] = {-INFINITY, -INFINITY};
-        with_place(tile == own_last_tile, latest_start > key0, false, [&](auto place) {
-          constexpr Place kPlace = decltype(place)::value;
+      [[maybe_unused]] float top[2] = {-INFINITY, -INFINITY};
+      const auto multiply = [&](auto place) {
+        constexpr Place kPlace = decltype(place)::value;
+        constexpr bool kMasked = kPlace == Place::diagonal || kPlace == Place::near_documents;
+        float row[2] = {1, 1};
+        int start[2] = {};
 #pragma unroll
-          for (int nn = 0; nn < kN; ++nn) {
-            const float2 pair = *reinterpret_cast<const float2*>(column + nn * 8);
+        for (int u = 0; u < 2; ++u) {
+          if constexpr (kPlace == Place::diagonal)
+            row[u] = own[u * 8];
+          else if constexpr (kPlace != Place::far && !kExponential)
+            row[u] = near ? fast_exp2(fminf(own[u * 8] - local[kTile - 1], 0.0f)) : 1.0f;
+          if constexpr (kMasked) start[u] = starts[lane_row + u * 8] - key0 - lane_column;
+        }
 #pragma unroll
-            for (int e = 0; e < 4; ++e) {
-              const int u = e / 2;
-              float x = fmaf(s[nn][e], scale, e % 2 == 0 ? pair.x : pair.y);
-              if (kPlace == Place::diagonal && column_of(nn, e) > lane_row + u * 8 - lane_column) x = -INFINITY;
-              if ((kPlace == Place::diagonal || kPlace == Place::near_documents) &&
-                  key0 + lane_column + column_of(nn, e) < start[u])
-                x = -INFINITY;
-              s[nn][e] = x;
+        for (int nn = 0; nn < kN; ++nn) {
+          const bool from_local = kPlace == Place::diagonal && !kExponential;
+          const float2 pair = *reinterpret_cast<const float2*>((from_local ? local + lane_column : column) + nn * 8);
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const int u = e / 2, c = column_of(nn, e);
+            float& x = s[nn][e];
+            float d = e % 2 == 0 ? pair.x : pair.y;
+            bool masked = false;
+            if constexpr (kMasked) masked = c < start[u];
+            if constexpr (kPlace == Place::diagonal) masked |= c > lane_row + u * 8 - lane_column;
+            if constexpr (kExponential) {
+              x = fmaf(x, scale, d);
+              if constexpr (kMasked) x = masked ? -INFINITY : x;
               top[u] = fmaxf(top[u], x);
+            } else {
+              if constexpr (kPlace == Place::diagonal)
+                d = scale * fast_exp2(fminf(row[u] - d, 0.0f));
+              else if constexpr (kPlace != Place::far)
+                d *= row[u];
+              if constexpr (kMasked) d = masked ? 0.0f : d;
+              x = kScore == Score::squared ? x * x * d : x * d;
+              n[u] += x;
             }
           }
-        });
+        }
+      };
+      if (!kFar && !kExponential && m.decay && near && !true_sums) {
+        true_sums = true;
+        const float upper = fast_exp2(own[0]), lower = fast_exp2(own[8]);
+        scale_rows(acc, upper, lower);
+        n[0] *= upper;
+        n[1] *= lower;
+      }
+      if constexpr (kFar)
+        multiply(PlaceConstant<Place::far>());
+      else
+        with_place(tile == own_last_tile, latest_start > key0, near && !kExponential, multiply);
+      if constexpr (kExponential) {
         float shrink[2];
 #pragma unroll
         for (int u = 0; u < 2; ++u) {
@@ -146,43 +176,6 @@ __global__ void __launch_bounds__(Layout<kDim>::kThreads, 1)
             }
         }
         scale_rows(acc, shrink[0], shrink[1]);
-      } else {
-        if (a && near && !true_sums) {
-          true_sums = true;
-          const float upper = fast_exp2(own[0]), lower = fast_exp2(own[1]);
-          scale_rows(acc, upper, lower);
-          n[0] *= upper;
-          n[1] *= lower;
-        }
-        float row[2] = {1, 1};
-        if (a && near) {
-          row[0] = fast_exp2(fminf(own[0] - local[kTile - 1], 0.0f));
-          row[1] = fast_exp2(fminf(own[1] - local[kTile - 1], 0.0f));
-        }
-        with_place(tile == own_last_tile, latest_start > key0, near, [&](auto place) {
-          constexpr Place kPlace = decltype(place)::value;
-#pragma unroll
-          for (int nn = 0; nn < kN; ++nn) {
-            const float2 pair =
-                *reinterpret_cast<const float2*>((kPlace == Place::diagonal ? local + lane_column : column) + nn * 8);
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-              const int u = e / 2;
-              float& x = s[nn][e];
-              float d = e % 2 == 0 ? pair.x : pair.y;
-              if constexpr (kPlace == Place::diagonal) {
-                d = scale * fast_exp2(fminf(own[u] - d, 0.0f));
-                if (column_of(nn, e) > lane_row + u * 8 - lane_column) d = 0.0f;
-              } else if constexpr (kPlace != Place::far) {
-                d *= row[u];
-              }
-              if constexpr (kPlace == Place::diagonal || kPlace == Place::near_documents)
-                if (key0 + lane_column + column_of(nn, e) < start[u]) d = 0.0f;
-              x = kScore == Score::squared ? x * x * d : x * d;
-              n[u] += x;
-            }
-          }
-        });
       }
       uint32_t p[kTile / 16][4];
       pack_rows(p, s);
@@ -195,19 +188,26 @@ __global__ void __launch_bounds__(Layout<kDim>::kThreads, 1)
       wait_for_products<0>();
       settle(acc);
       release(shared.sync.empty[stage]);
+    };
+    for (; tile <= own_last_tile; ++tile, pipe.next()) {
+      const int key0 = tile * kTile;
+      if (latest_start <= key0 && (kExponential ? tile < own_last_tile : key0 < row0))
+        turn(std::true_type());
+      else
+        turn(std::false_type());
     }
     // Other warpgroups may have tiles to come; the warp that copies waits for all.
-    for (; tile <= last_tile; ++tile, pipe.next()) {
+    const int end = work.end, b = work.batch, h = work.head;
+    for (; row0 < end && tile <= (end - 1) / kTile; ++tile, pipe.next()) {
       shared.sync.full[pipe.stage].wait(pipe.phase);
       release(shared.sync.empty[pipe.stage]);
     }
-    release(shared.sync.unused[slot]);
 
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
       const int row = w0 + lane_row + u * 8;
       float sum = quad_sum(n[u]);
-      if (row >= rows.end || row < m.first) continue;
+      if (row >= end || row < m.first) continue;
       const int64_t place = m.place_of(b, h, row);
       float past = 1;  // what the past is to be multiplied by
       if (m.past.data && m.sum_norm) {
@@ -231,8 +231,9 @@ __global__ void __launch_bounds__(Layout<kDim>::kThreads, 1)
       }
       if (lane % 4 != 0) continue;
       if (m.normalizer) m.normalizer[place] = sum;
-      if (m.maximum) m.maximum[place] = (largest[u] + own[u]) / kLog2e;
+      if (m.maximum) m.maximum[place] = (largest[u] + own[u * 8]) / kLog2e;
     }
+    release(shared.sync.unused[slot]);
   }
 #endif
 }
