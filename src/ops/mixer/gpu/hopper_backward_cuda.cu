@@ -1,6 +1,8 @@
 // The parallel form on Hopper, backward: parallel_backward_cuda.cu says what is computed. Two kernels, as there: one
 // owns queries and walks over keys for dq, one owns keys and walks over queries for dk and dv. Constant factors of the
 // coefficients c_ij are left to the end.
+#include <climits>
+
 #include "ops/mixer/gpu/hopper_parallel.cuh"
 
 namespace furious::cuda {
@@ -17,6 +19,13 @@ template <int kPanels>
 __device__ float2 pair_at(const unsigned char (&panels)[kPanels][kPanelBytes], int row, int d) {
   const int place = row * 128 + (d % 8 ^ row % 8) * 16 + static_cast<int>(threadIdx.x) % 4 * 4;
   return unpack(*reinterpret_cast<const uint32_t*>(panels[d / 8] + place));
+}
+
+// What belongs to the lane's columns of a tile; `from` is at the first.
+template <int kN>
+__device__ void read_pairs(float2 (&pairs)[kN], const float* from) {
+#pragma unroll
+  for (int n = 0; n < kN; ++n) pairs[n] = *reinterpret_cast<const float2*>(from + n * 8);
 }
 
 // One row of a result, added to what the row holds (in bf16) under m.add: the lane's columns. Returns the lane's part
@@ -145,35 +154,33 @@ __global__ void __launch_bounds__(QueryLayout<kDim>::kThreads, 1)
     bool true_sums = false;
     int tile = work.tile;
 
+    float s[kN][4], dp[kN][4];
+    const auto begin_scores = [&](int stage) {
+      fence_products();
+      multiply_tiles<kSteps>(s, shared.queries[slot][group][0], shared.keys[stage][0]);
+      multiply_tiles<kSteps>(dp, shared.gradients[slot][group][0], shared.values[stage][0]);
+      commit_products();
+    };
+    const auto finish_products = [&] {
+      wait_for_products<0>();
+      settle(acc);
+      settle(s);
+      settle(dp);
+    };
+    if (tile <= own_last_tile) {
+      shared.sync.full[pipe.stage].wait(pipe.phase);
+      begin_scores(pipe.stage);
+      finish_products();
+    }
+
     // kFar: every pair of the tile counts, and only its columns have factors.
     const auto turn = [&](auto far) {
       constexpr bool kFar = decltype(far)::value;
       const int stage = pipe.stage, key0 = tile * kTile;
       const bool near = key0 >= row0;
       const float* const column = shared.columns[stage] + lane_column;
-      const float* const local = shared.locals[stage];
-      uint32_t q[kSteps][4], g[kSteps][4];
-      float s[kN][4], dp[kN][4];
-      load_rows(q, shared.queries[slot][group]);
-      load_rows(g, shared.gradients[slot][group]);
-#pragma unroll
-      for (int nn = 0; nn < kN; ++nn)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) dp[nn][e] = -delta[e / 2];
-      settle(dp);
-      shared.sync.full[stage].wait(pipe.phase);
-      const uint64_t keys = operand(shared.keys[stage][0], 0), values = operand(shared.values[stage][0], 0);
-      fence_products();
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) wgmma<0>(s, q[step], columns_at(keys, step), step > 0);
-      commit_products();
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) wgmma<0>(dp, g[step], columns_at(values, step), 1);
-      commit_products();
-
-      // f' and decay first, while the other product runs; for exponentials the weight.
-      wait_for_products<1>();
-      settle(s);
+      [[maybe_unused]] const float* const local = shared.locals[stage];
+      // f' and decay; for exponentials the weight.
       const auto multiply = [&](auto place) {
         constexpr Place kPlace = decltype(place)::value;
         constexpr bool kMasked = kPlace == Place::diagonal || kPlace == Place::near_documents;
@@ -219,12 +226,10 @@ __global__ void __launch_bounds__(QueryLayout<kDim>::kThreads, 1)
         true_sums = true;
         scale_rows(acc, fast_exp2(own[0]), fast_exp2(own[8]));
       }
-      wait_for_products<0>();
-      settle(dp);
 #pragma unroll
       for (int nn = 0; nn < kN; ++nn)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) s[nn][e] *= dp[nn][e];
+        for (int e = 0; e < 4; ++e) s[nn][e] *= dp[nn][e] - delta[e / 2];
       uint32_t p[kTile / 16][4];
       pack_rows(p, s);
       const uint64_t rows_of_keys = operand_transposed(shared.keys[stage][0], 0, kPanelBytes);
@@ -232,16 +237,18 @@ __global__ void __launch_bounds__(QueryLayout<kDim>::kThreads, 1)
 #pragma unroll
       for (int step = 0; step < kTile / 16; ++step) wgmma<1>(acc, p[step], rows_at(rows_of_keys, step), 1);
       commit_products();
-      wait_for_products<0>();
-      settle(acc);
+      Pipe<L::kStages> next = pipe;
+      next.next();
+      const bool more = tile < own_last_tile;
+      if (more) shared.sync.full[next.stage].wait(next.phase);
+      begin_scores(more ? next.stage : stage);
+      finish_products();
       release(shared.sync.empty[stage]);
     };
+    const int first_near = kExponential ? own_last_tile : row0 / kTile;
     for (; tile <= own_last_tile; ++tile, pipe.next()) {
-      const int key0 = tile * kTile;
-      if (latest_start <= key0 && (kExponential ? tile < own_last_tile : key0 < row0))
-        turn(std::true_type());
-      else
-        turn(std::false_type());
+      for (; tile < first_near && latest_start <= tile * kTile; ++tile, pipe.next()) turn(std::true_type());
+      turn(std::false_type());
     }
     for (; tile <= last_tile; ++tile, pipe.next()) {
       shared.sync.full[pipe.stage].wait(pipe.phase);
@@ -282,12 +289,13 @@ struct KeyLayout {
   unsigned char values[kSlots][kGroups][kPanels][kPanelBytes];
   unsigned char queries[kStages][kPanels][kPanelBytes];
   unsigned char gradients[kStages][kPanels][kPanelBytes];
-  float4 deltas[kStages][kTile / 2];  // −δ of two queries, twice, as results have them
-  float columns[kStages][kTile];      // factor of a query, or its part of the exponent
-  float locals[kStages][kTile];       // A_i less that of the last key, times log2(e)
-  float scales[kStages][kTile];       // the factor of a query without decay
-  int begins[kStages][kTile];         // starts of the queries' documents
-  float own[kSlots][kRows];           // A_j less that of the last key, times log2(e)
+  float deltas[kStages][kTile];
+  float columns[kStages][kTile];  // factor of a query, or its part of the exponent
+  float locals[kStages][kTile];   // A_i less that of the last key, times log2(e)
+  float scales[kStages][kTile];   // the factor of a query without decay
+  int begins[kStages][kTile];     // starts of the queries' documents
+  float own[kSlots][kRows];       // A_j less that of the last key, times log2(e)
+  int ends[kSlots][kRows];        // of the keys' documents
   Barriers<kSlots, kStages> sync;
 };
 
@@ -349,13 +357,10 @@ __device__ void copy_queries(Shared& shared, Pipe<Shared::kStages>& pipe, const 
       const float factor = kExponential ? 1.0f : scale * row_factor[i];
       const float column =
           kExponential ? local - row_factor[i] : factor * fast_exp2(static_cast<float>(decay[i] - base) * kLog2e);
-      const float shift = valid ? -delta[i] : 0.0f;
-      float* const shifts = reinterpret_cast<float*>(&shared.deltas[stage][row / 2]);
       shared.columns[stage][row] = valid ? column : kExponential ? -INFINITY : 0.0f;
       shared.locals[stage][row] = local;
       shared.scales[stage][row] = valid ? factor : 0.0f;
-      shifts[row % 2] = shift;
-      shifts[row % 2 + 2] = shift;
+      shared.deltas[stage][row] = valid ? delta[i] : 0.0f;
       shared.begins[stage][row] = valid ? begin[i] : 0;
     }
     load(tile - 1);
@@ -370,7 +375,8 @@ __global__ void __launch_bounds__(KeyLayout<kDim>::kThreads, 1)
   using L = KeyLayout<kDim>;
   constexpr bool kExponential = kScore == Score::exponential;
   constexpr int kSteps = kDim / 16, kN = kTile / 8;
-  constexpr bool kInRegisters = kDim == 64;  // keys and values; with heads of 128 there are not enough
+  // Whether registers suffice for factors that are read ahead, and for a loop of its own over tiles far away.
+  constexpr bool kAhead = kDim == 64 && kScore != Score::linear;
   extern __shared__ __align__(1024) unsigned char memory[];
   L& shared = *reinterpret_cast<L*>(memory);
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
@@ -400,6 +406,7 @@ __global__ void __launch_bounds__(KeyLayout<kDim>::kThreads, 1)
       fill_rows(shared, [&](const Work& work, int slot, int i, int row) {
         const double* const a = m.decay_of(work.batch, work.head);
         shared.own[slot][i] = a ? static_cast<float>(a[row] - a[work.end - 1]) * kLog2e : 0.0f;
+        shared.ends[slot][i] = m.ends ? m.ends[work.batch * m.length + row] : INT_MAX;
       });
     return;
   }
@@ -424,6 +431,31 @@ __global__ void __launch_bounds__(KeyLayout<kDim>::kThreads, 1)
     int tile = work.has_rows() ? work.tile : -1;
     const int own_tile = w0 < end ? w0 / kTile : tile + 1;
 
+    float s[kN][4], dp[kN][4];
+    [[maybe_unused]] float2 pairs[kN], deltas[kN];
+    const auto begin_scores = [&](int stage) {
+      fence_products();
+      multiply_tiles<kSteps>(s, shared.keys[slot][group][0], shared.queries[stage][0]);
+      multiply_tiles<kSteps>(dp, shared.values[slot][group][0], shared.gradients[stage][0]);
+      commit_products();
+      if constexpr (kAhead) {
+        read_pairs(pairs, shared.columns[stage] + lane_column);
+        read_pairs(deltas, shared.deltas[stage] + lane_column);
+      }
+    };
+    const auto finish_products = [&] {
+      wait_for_products<0>();
+      settle(dk);
+      settle(dv);
+      settle(s);
+      settle(dp);
+    };
+    if (tile >= own_tile) {
+      shared.sync.full[pipe.stage].wait(pipe.phase);
+      begin_scores(pipe.stage);
+      finish_products();
+    }
+
     // kFar: every pair of the tile counts, and only its columns have factors.
     const auto turn = [&](auto far, [[maybe_unused]] bool documents) {
       constexpr bool kFar = decltype(far)::value;
@@ -431,42 +463,7 @@ __global__ void __launch_bounds__(KeyLayout<kDim>::kThreads, 1)
       const bool near = row0 < end;
       const float* const column = shared.columns[stage] + lane_column;
       const float* const local = shared.locals[stage] + lane_column;
-      [[maybe_unused]] uint32_t k[kSteps][4], v[kSteps][4];
-      float s[kN][4], dp[kN][4];
-      if constexpr (kInRegisters) {
-        load_rows(k, shared.keys[slot][group]);
-        load_rows(v, shared.values[slot][group]);
-      }
-#pragma unroll
-      for (int nn = 0; nn < kN; ++nn) {
-        const float4 shifts = shared.deltas[stage][nn * 4 + lane % 4];
-        dp[nn][0] = shifts.x, dp[nn][1] = shifts.y, dp[nn][2] = shifts.z, dp[nn][3] = shifts.w;
-      }
-      const uint64_t queries = operand(shared.queries[stage][0], 0), gradients = operand(shared.gradients[stage][0], 0);
-      fence_products();
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step)
-        if constexpr (kInRegisters)
-          wgmma<0>(s, k[step], columns_at(queries, step), step > 0);
-        else
-          wgmma<0, 0>(s, columns_at(operand(shared.keys[slot][group][0], 0), step), columns_at(queries, step),
-                      step > 0);
-      commit_products();
-      fence_products();
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step)
-        if constexpr (kInRegisters)
-          wgmma<0>(dp, v[step], columns_at(gradients, step), 1);
-        else
-          wgmma<0, 0>(dp, columns_at(operand(shared.values[slot][group][0], 0), step), columns_at(gradients, step), 1);
-      commit_products();
-
-      [[maybe_unused]] float2 pairs[kN];
-      if constexpr (kInRegisters)
-#pragma unroll
-        for (int nn = 0; nn < kN; ++nn) pairs[nn] = *reinterpret_cast<const float2*>(column + nn * 8);
-      wait_for_products<1>();
-      settle(s);
+      const float* const delta = shared.deltas[stage] + lane_column;
       // Weights become the operand p; s keeps what the coefficients need.
       uint32_t p[kTile / 16][4];
       const auto multiply = [&](auto place) {
@@ -480,7 +477,7 @@ __global__ void __launch_bounds__(KeyLayout<kDim>::kThreads, 1)
         }
 #pragma unroll
         for (int nn = 0; nn < kN; ++nn) {
-          const float2 pair = kInRegisters ? pairs[nn] : *reinterpret_cast<const float2*>(column + nn * 8);
+          const float2 pair = kAhead ? pairs[nn] : *reinterpret_cast<const float2*>(column + nn * 8);
           float2 locals = {}, scales = {};
           int2 begins = {};
           if constexpr (kPlace == Place::diagonal && !kExponential) {
@@ -534,15 +531,18 @@ __global__ void __launch_bounds__(KeyLayout<kDim>::kThreads, 1)
 #pragma unroll
       for (int step = 0; step < kTile / 16; ++step) wgmma<1>(dv, p[step], rows_at(rows_of_gradients, step), 1);
       commit_products();
-      wait_for_products<kInRegisters ? 1 : 0>();  // heads of 128 need the registers of p for c
-      settle(dp);
+      if constexpr (!kAhead) {  // the registers of p are needed for c
+        wait_for_products<0>();
+        settle(dv);
+      }
       uint32_t c[kTile / 16][4];
 #pragma unroll
       for (int nn = 0; nn < kN; ++nn) {
+        const float2 shifts = kAhead ? deltas[nn] : *reinterpret_cast<const float2*>(delta + nn * 8);
         float x[4];
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          x[e] = s[nn][e] * dp[nn][e];
+          x[e] = s[nn][e] * (dp[nn][e] - (e % 2 == 0 ? shifts.x : shifts.y));
           if (kExponential) decay_sum[e / 2] += x[e];
         }
         c[nn / 2][nn % 2 * 2] = pack(x[0], x[1]);
@@ -553,19 +553,22 @@ __global__ void __launch_bounds__(KeyLayout<kDim>::kThreads, 1)
 #pragma unroll
       for (int step = 0; step < kTile / 16; ++step) wgmma<1>(dk, c[step], rows_at(rows_of_queries, step), 1);
       commit_products();
-      wait_for_products<0>();
-      settle(dk);
-      settle(dv);
+      Pipe<L::kStages> next = pipe;
+      next.next();
+      const bool more = tile > own_tile;
+      if (more) shared.sync.full[next.stage].wait(next.phase);
+      begin_scores(more ? next.stage : stage);
+      finish_products();
       release(shared.sync.empty[stage]);
     };
+    // Queries of tiles that end behind the document of the first key may belong to another, or be none.
+    const int document_end = shared.ends[slot][group * 64];
+    const int first_far = kExponential ? own_tile + 1 : (end + kTile - 1) / kTile;
     for (; tile >= own_tile; --tile, pipe.next()) {
-      shared.sync.full[pipe.stage].wait(pipe.phase);
-      // A query's document may have begun after these keys; rows beyond the last query have no document.
-      const bool documents = m.starts && (shared.begins[pipe.stage][kTile - 1] > w0 || tile * kTile + kTile > m.length);
-      if (kInRegisters && !documents && (kExponential ? tile > own_tile : tile * kTile >= end))
-        turn(std::true_type(), false);
-      else
-        turn(std::false_type(), documents);
+      if constexpr (kAhead)
+        for (; tile >= first_far && (tile + 1) * kTile <= document_end; --tile, pipe.next())
+          turn(std::true_type(), false);
+      turn(std::false_type(), (tile + 1) * kTile > document_end);
     }
     for (; tile >= work.row0 / kTile; --tile, pipe.next()) {
       shared.sync.full[pipe.stage].wait(pipe.phase);

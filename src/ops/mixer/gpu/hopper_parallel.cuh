@@ -32,22 +32,23 @@ __device__ void with_place(bool diagonal, bool documents, bool near, F&& f) {
     f(PlaceConstant<Place::far>());
 }
 
-// The warp's 16 rows of 64 as operand A. Kernels load them anew for every tile: the assembler of CUDA 13.0 takes the
-// registers of an operand that stays the same through a loop for other things (seen: wrong results from the second turn
-// on).
-template <int kSteps>
-__device__ void load_rows(uint32_t (&rows)[kSteps][4], unsigned char (&panels)[kSteps / 4][kPanelBytes]) {
-  const int row = static_cast<int>(threadIdx.x) / 32 % 4 * 16;
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) panel_of(panels[step / 4]).a_fragment(rows[step], row, step % 4);
-}
-
 // Operands of a tile of kDim columns: of the product with the tile transposed, and with the tile as it is.
 __device__ inline uint64_t columns_at(uint64_t tile, int step) {
   return tile + (step / 4 * kPanelBytes + step % 4 * 32) / 16;
 }
 __device__ inline uint64_t rows_at(uint64_t tile, int step) {
   return tile + step * 2048 / 16;
+}
+
+// s = rows · tileᵀ, over 16·kSteps columns, by a warpgroup. Both are read from shared memory: loading rows into
+// registers for every tile occupies it as long, and they cannot stay there, since the assembler of CUDA 13.0 takes the
+// registers of an operand that is the same through a loop for other things (seen: wrong results from the second turn
+// on).
+template <int kSteps>
+__device__ void multiply_tiles(float (&s)[kTile / 8][4], const unsigned char* rows, const unsigned char* tile) {
+  const uint64_t a = operand(rows, 0), b = operand(tile, 0);
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) wgmma<0, 0>(s, columns_at(a, step), columns_at(b, step), step > 0);
 }
 
 // Blocks stay on their multiprocessor and compute one piece of work after the other, so that copies for the next run
@@ -97,6 +98,11 @@ void launch_queue(Kernel kernel, const char* name, const MixerCall& call, const 
 }
 
 // The stages of the tiles in shared memory, one after the other, and how often they were used.
+//
+// Warpgroups begin the scores of the next tile behind the last product with the current one, so that these run in one
+// piece while another warpgroup computes weights. None is left running at the end of a turn of the loop: the assembler
+// would serialize them. Behind the last tile the scores of the same one are computed again, without use: a branch
+// around products costs more.
 template <int kStages>
 struct Pipe {
   int stage = 0, phase = 0;
