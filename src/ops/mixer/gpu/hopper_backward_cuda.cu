@@ -154,33 +154,24 @@ __global__ void __launch_bounds__(QueryLayout<kDim>::kThreads, 1)
     bool true_sums = false;
     int tile = work.tile;
 
-    float s[kN][4], dp[kN][4];
-    const auto begin_scores = [&](int stage) {
-      fence_products();
-      multiply_tiles<kSteps>(s, shared.queries[slot][group][0], shared.keys[stage][0]);
-      multiply_tiles<kSteps>(dp, shared.gradients[slot][group][0], shared.values[stage][0]);
-      commit_products();
-    };
-    const auto finish_products = [&] {
-      wait_for_products<0>();
-      settle(acc);
-      settle(s);
-      settle(dp);
-    };
-    if (tile <= own_last_tile) {
-      shared.sync.full[pipe.stage].wait(pipe.phase);
-      begin_scores(pipe.stage);
-      finish_products();
-    }
-
     // kFar: every pair of the tile counts, and only its columns have factors.
     const auto turn = [&](auto far) {
       constexpr bool kFar = decltype(far)::value;
       const int stage = pipe.stage, key0 = tile * kTile;
       const bool near = key0 >= row0;
       const float* const column = shared.columns[stage] + lane_column;
-      [[maybe_unused]] const float* const local = shared.locals[stage];
-      // f' and decay; for exponentials the weight.
+      const float* const local = shared.locals[stage];
+      float s[kN][4], dp[kN][4];
+      shared.sync.full[stage].wait(pipe.phase);
+      fence_products();
+      multiply_tiles<kSteps>(s, shared.queries[slot][group][0], shared.keys[stage][0]);
+      commit_products();
+      multiply_tiles<kSteps>(dp, shared.gradients[slot][group][0], shared.values[stage][0]);
+      commit_products();
+
+      // f' and decay first, while the other product runs; for exponentials the weight.
+      wait_for_products<1>();
+      settle(s);
       const auto multiply = [&](auto place) {
         constexpr Place kPlace = decltype(place)::value;
         constexpr bool kMasked = kPlace == Place::diagonal || kPlace == Place::near_documents;
@@ -226,6 +217,8 @@ __global__ void __launch_bounds__(QueryLayout<kDim>::kThreads, 1)
         true_sums = true;
         scale_rows(acc, fast_exp2(own[0]), fast_exp2(own[8]));
       }
+      wait_for_products<0>();
+      settle(dp);
 #pragma unroll
       for (int nn = 0; nn < kN; ++nn)
 #pragma unroll
@@ -237,12 +230,8 @@ __global__ void __launch_bounds__(QueryLayout<kDim>::kThreads, 1)
 #pragma unroll
       for (int step = 0; step < kTile / 16; ++step) wgmma<1>(acc, p[step], rows_at(rows_of_keys, step), 1);
       commit_products();
-      Pipe<L::kStages> next = pipe;
-      next.next();
-      const bool more = tile < own_last_tile;
-      if (more) shared.sync.full[next.stage].wait(next.phase);
-      begin_scores(more ? next.stage : stage);
-      finish_products();
+      wait_for_products<0>();
+      settle(acc);
       release(shared.sync.empty[stage]);
     };
     const int first_near = kExponential ? own_last_tile : row0 / kTile;
@@ -295,7 +284,7 @@ struct KeyLayout {
   float scales[kStages][kTile];   // the factor of a query without decay
   int begins[kStages][kTile];     // starts of the queries' documents
   float own[kSlots][kRows];       // A_j less that of the last key, times log2(e)
-  int ends[kSlots][kRows];        // of the keys' documents
+  int ends[kSlots][kRows];        // of the keys\' documents
   Barriers<kSlots, kStages> sync;
 };
 
@@ -431,31 +420,6 @@ __global__ void __launch_bounds__(KeyLayout<kDim>::kThreads, 1)
     int tile = work.has_rows() ? work.tile : -1;
     const int own_tile = w0 < end ? w0 / kTile : tile + 1;
 
-    float s[kN][4], dp[kN][4];
-    [[maybe_unused]] float2 pairs[kN], deltas[kN];
-    const auto begin_scores = [&](int stage) {
-      fence_products();
-      multiply_tiles<kSteps>(s, shared.keys[slot][group][0], shared.queries[stage][0]);
-      multiply_tiles<kSteps>(dp, shared.values[slot][group][0], shared.gradients[stage][0]);
-      commit_products();
-      if constexpr (kAhead) {
-        read_pairs(pairs, shared.columns[stage] + lane_column);
-        read_pairs(deltas, shared.deltas[stage] + lane_column);
-      }
-    };
-    const auto finish_products = [&] {
-      wait_for_products<0>();
-      settle(dk);
-      settle(dv);
-      settle(s);
-      settle(dp);
-    };
-    if (tile >= own_tile) {
-      shared.sync.full[pipe.stage].wait(pipe.phase);
-      begin_scores(pipe.stage);
-      finish_products();
-    }
-
     // kFar: every pair of the tile counts, and only its columns have factors.
     const auto turn = [&](auto far, [[maybe_unused]] bool documents) {
       constexpr bool kFar = decltype(far)::value;
@@ -464,6 +428,18 @@ __global__ void __launch_bounds__(KeyLayout<kDim>::kThreads, 1)
       const float* const column = shared.columns[stage] + lane_column;
       const float* const local = shared.locals[stage] + lane_column;
       const float* const delta = shared.deltas[stage] + lane_column;
+      float s[kN][4], dp[kN][4];
+      shared.sync.full[stage].wait(pipe.phase);
+      fence_products();
+      multiply_tiles<kSteps>(s, shared.keys[slot][group][0], shared.queries[stage][0]);
+      commit_products();
+      multiply_tiles<kSteps>(dp, shared.values[slot][group][0], shared.gradients[stage][0]);
+      commit_products();
+
+      [[maybe_unused]] float2 pairs[kN], deltas[kN];
+      if constexpr (kAhead) read_pairs(pairs, column);
+      wait_for_products<1>();
+      settle(s);
       // Weights become the operand p; s keeps what the coefficients need.
       uint32_t p[kTile / 16][4];
       const auto multiply = [&](auto place) {
@@ -526,15 +502,14 @@ __global__ void __launch_bounds__(KeyLayout<kDim>::kThreads, 1)
         scale_rows(dk, upper, lower);
         scale_rows(dv, upper, lower);
       }
+      if constexpr (kAhead) read_pairs(deltas, delta);
       const uint64_t rows_of_gradients = operand_transposed(shared.gradients[stage][0], 0, kPanelBytes);
       fence_products();
 #pragma unroll
       for (int step = 0; step < kTile / 16; ++step) wgmma<1>(dv, p[step], rows_at(rows_of_gradients, step), 1);
       commit_products();
-      if constexpr (!kAhead) {  // the registers of p are needed for c
-        wait_for_products<0>();
-        settle(dv);
-      }
+      wait_for_products<kAhead ? 1 : 0>();  // otherwise the registers of p are needed for c
+      settle(dp);
       uint32_t c[kTile / 16][4];
 #pragma unroll
       for (int nn = 0; nn < kN; ++nn) {
@@ -553,12 +528,9 @@ __global__ void __launch_bounds__(KeyLayout<kDim>::kThreads, 1)
 #pragma unroll
       for (int step = 0; step < kTile / 16; ++step) wgmma<1>(dk, c[step], rows_at(rows_of_queries, step), 1);
       commit_products();
-      Pipe<L::kStages> next = pipe;
-      next.next();
-      const bool more = tile > own_tile;
-      if (more) shared.sync.full[next.stage].wait(next.phase);
-      begin_scores(more ? next.stage : stage);
-      finish_products();
+      wait_for_products<0>();
+      settle(dk);
+      settle(dv);
       release(shared.sync.empty[stage]);
     };
     // Queries of tiles that end behind the document of the first key may belong to another, or be none.

@@ -85,23 +85,6 @@ __global__ void __launch_bounds__(Layout<kDim>::kThreads, 1)
     bool true_sums = false;
     int tile = work.tile;
 
-    float s[kN][4];
-    const auto begin_scores = [&](int stage) {
-      fence_products();
-      multiply_tiles<kSteps>(s, shared.queries[slot][group][0], shared.keys[stage][0]);
-      commit_products();
-    };
-    const auto finish_products = [&] {
-      wait_for_products<0>();
-      settle(acc);
-      settle(s);
-    };
-    if (tile <= own_last_tile) {
-      shared.sync.full[pipe.stage].wait(pipe.phase);
-      begin_scores(pipe.stage);
-      finish_products();
-    }
-
     // kFar: every pair of the tile counts, and only its columns have factors.
     const auto turn = [&](auto far) {
       constexpr bool kFar = decltype(far)::value;
@@ -110,6 +93,14 @@ __global__ void __launch_bounds__(Layout<kDim>::kThreads, 1)
       const bool near = key0 >= row0;
       const float* const column = shared.columns[stage] + lane_column;
       const float* const local = shared.locals[stage];
+      float s[kN][4];
+      shared.sync.full[stage].wait(pipe.phase);
+      fence_products();
+      multiply_tiles<kSteps, kExponential && kDim == 64>(s, shared.queries[slot][group][0], shared.keys[stage][0]);
+      commit_products();
+      wait_for_products<0>();
+      settle(s);
+
       [[maybe_unused]] float top[2] = {-INFINITY, -INFINITY};
       const auto multiply = [&](auto place) {
         constexpr Place kPlace = decltype(place)::value;
@@ -189,12 +180,9 @@ __global__ void __launch_bounds__(Layout<kDim>::kThreads, 1)
 #pragma unroll
       for (int step = 0; step < kTile / 16; ++step) wgmma<1>(acc, p[step], rows_at(values, step), 1);
       commit_products();
-      Pipe<L::kStages> next = pipe;
-      next.next();
-      const bool more = tile < own_last_tile;
-      if (more) shared.sync.full[next.stage].wait(next.phase);
-      begin_scores(more ? next.stage : stage);
-      finish_products();
+      // Products left running into the next turn of a loop would be serialized by the assembler.
+      wait_for_products<0>();
+      settle(acc);
       release(shared.sync.empty[stage]);
     };
     const int first_near = kExponential ? own_last_tile : row0 / kTile;
