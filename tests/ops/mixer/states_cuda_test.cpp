@@ -81,7 +81,7 @@ void check(Random& random, const StatesCase& c) {
   const cuda::HeadGradients gradients{poisoned(c.heads), poisoned(c.heads), poisoned(c.heads), {}, {}};
   const Tensor states = cuda::chunk_states(call, factors);
   cuda::read_states(call, factors, states, past, past_n);
-  cuda::state_gradients(call, factors, states, {g.there, to_gpu(delta), {}}, gradients, {});
+  cuda::state_gradients(call, factors, states, {g.there, to_gpu(delta), {}, {}}, gradients, {});
 
   const double scale = squared ? static_cast<double>(shape.scale) * shape.scale : shape.scale;
   std::vector<double> y(tokens * 64), n(tokens), dq(tokens * 64), dk(tokens * 64), dv(tokens * 64);

@@ -34,11 +34,13 @@ __device__ double block_scan(double x, double* shared) {
   return x;
 }
 
-// Running sums over the tokens of each row and head, in two passes over segments: their totals, and then all of the
-// sums. A source reads and writes numbers in the order of the sum.
+// Running sums over the tokens of each row and head. A block walks over the segments of a short row; those of a long
+// one have blocks of their own, in two passes: the totals of the segments, and then all of the sums. A source reads and
+// writes numbers in the order of the sum.
+constexpr int kShortRow = 4;  // segments
 template <class Source>
-__device__ double segment_total(const Source& source, double (&own)[kPerThread], double* shared) {
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kSegment + threadIdx.x * kPerThread;
+__device__ double segment_total(const Source& source, int64_t segment, double (&own)[kPerThread], double* shared) {
+  const int64_t first = segment * kSegment + threadIdx.x * kPerThread;
   double sum = 0;
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) own[i] = first + i < source.length ? source.get(first + i) : 0.0;
@@ -50,38 +52,50 @@ template <class Source>
 __global__ void total_kernel(double* totals, Source source) {
   __shared__ double shared[kScanThreads / 32];
   double own[kPerThread];
-  const double sum = segment_total(source, own, shared);
+  const double sum = segment_total(source, blockIdx.x, own, shared);
   if (threadIdx.x == kScanThreads - 1)
     totals[(static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x] = sum;
 }
+// Without totals, a block has all segments.
 template <class Source>
 __global__ void scan_kernel(const double* totals, Source source) {
   __shared__ double shared[kScanThreads / 32], before;
-  totals += (static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y) * gridDim.x;
   double sum = 0;
-  for (unsigned i = threadIdx.x; i < blockIdx.x; i += kScanThreads) sum += totals[i];
-  sum = block_scan(sum, shared);
-  if (threadIdx.x == kScanThreads - 1) before = sum;
-  double own[kPerThread];
-  const double until = segment_total(source, own, shared);  // its barriers come before the use of `before`
-  double running = before + until;
+  if (totals) {
+    totals += (static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y) * gridDim.x;
+    for (unsigned i = threadIdx.x; i < blockIdx.x; i += kScanThreads) sum += totals[i];
+    sum = block_scan(sum, shared);
+  }
+  for (int64_t segment = blockIdx.x; segment * kSegment < source.length; segment += gridDim.x) {
+    if (threadIdx.x == kScanThreads - 1) before = sum;
+    double own[kPerThread];
+    const double until = segment_total(source, segment, own, shared);  // its barriers come before the use of `before`
+    sum = before + until;
+    double running = sum;
 #pragma unroll
-  for (int i = 0; i < kPerThread; ++i) running -= own[i];
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kSegment + threadIdx.x * kPerThread;
+    for (int i = 0; i < kPerThread; ++i) running -= own[i];
+    const int64_t first = segment * kSegment + threadIdx.x * kPerThread;
 #pragma unroll
-  for (int i = 0; i < kPerThread; ++i) {
-    running += own[i];
-    if (first + i < source.length) source.set(first + i, running);
+    for (int i = 0; i < kPerThread; ++i) {
+      running += own[i];
+      if (first + i < source.length) source.set(first + i, running);
+    }
+    __syncthreads();
+    if (totals) return;
   }
 }
 template <class Source>
 void scan(const MixerShape& shape, Device device, const Source& source) {
-  const dim3 grid(blocks_for(shape.length, kSegment), static_cast<unsigned>(shape.heads),
-                  static_cast<unsigned>(shape.batch));
-  const Tensor totals = Tensor::empty({shape.batch, shape.heads, grid.x}, DType::f64, device);
-  total_kernel<<<grid, kScanThreads, 0, stream(device)>>>(totals.data<double>(), source);
-  check_launch("mixer: sums of decays");
-  scan_kernel<<<grid, kScanThreads, 0, stream(device)>>>(totals.data<double>(), source);
+  dim3 grid(blocks_for(shape.length, kSegment), static_cast<unsigned>(shape.heads), static_cast<unsigned>(shape.batch));
+  Tensor totals;
+  if (grid.x <= kShortRow) {
+    grid.x = 1;
+  } else {
+    totals = Tensor::empty({shape.batch, shape.heads, grid.x}, DType::f64, device);
+    total_kernel<<<grid, kScanThreads, 0, stream(device)>>>(totals.data<double>(), source);
+    check_launch("mixer: sums of decays");
+  }
+  scan_kernel<<<grid, kScanThreads, 0, stream(device)>>>(doubles(totals), source);
   check_launch("mixer: sums of decays");
 }
 
@@ -348,13 +362,13 @@ void mixer_backward(const MixerCall& call, const Tensor& out_gradient, const Ten
   if (walks) {
     walk_backward(call, tables, out_gradient, heads, gradients.initial_state);
   } else if (chunked && states_support(call) && !final_state_gradient) {
-    const ScaledGradient scaled = scale_gradient(call, out_gradient);
+    const ScaledGradient scaled = scale_gradient(call, out_gradient, false);
     const Tensor states = call.result.states ? call.result.states : chunk_states(call, chunks);
     state_gradients(call, chunks, states, scaled, heads, gradients.initial_state);
     inside_chunks_backward(call, tables, call.chunk, scaled, heads);
   } else {
     if (uses_parallel(kernels))
-      parallel_backward(call, within, scale_gradient(call, out_gradient), heads);
+      parallel_backward(call, within, scale_gradient(call, out_gradient, kernels == Kernels::hopper), heads);
     else if (kernels == Kernels::tiles)
       tiles_backward(call, within, out_gradient, heads);
     else

@@ -59,10 +59,11 @@ void tiles_forward(const MixerCall& call, const TokenTables& tables, const Tenso
 void tiles_backward(const MixerCall& call, const TokenTables& tables, const Tensor& out_gradient,
                     const HeadGradients& gradients);
 
-// g/n and δ/n, as the gradients use them; for exponentials g, δ and log2 of n·exp(maximum).
+// g/n and δ/n, as the gradients use them; for exponentials g, δ and log2 of n·exp(maximum). Where `inverse` is defined,
+// g and δ are left to be multiplied by it.
 struct ScaledGradient {
-  Tensor g;               // bf16 [batch, length, heads, v_dim to a multiple of 8]
-  Tensor delta, log_sum;  // f32 [batch, heads, length]
+  Tensor g;                        // bf16 [batch, length, heads, v_dim to a multiple of 8]
+  Tensor delta, log_sum, inverse;  // f32 [batch, heads, length]
 };
 
 // bf16 on tensor cores, any spec and dimension. Where hopper_supports(call), kernels for Hopper compute it, but for a
@@ -70,7 +71,8 @@ struct ScaledGradient {
 bool parallel_supports(const MixerCall& call);
 bool hopper_supports(const MixerCall& call);
 void parallel_forward(const MixerCall& call, const TokenTables& tables, const Tensor& past);
-ScaledGradient scale_gradient(const MixerCall& call, const Tensor& out_gradient);
+// in_kernels: whether the kernels multiply by `inverse`, as those for Hopper do.
+ScaledGradient scale_gradient(const MixerCall& call, const Tensor& out_gradient, bool in_kernels);
 void parallel_backward(const MixerCall& call, const TokenTables& tables, const ScaledGradient& scaled,
                        const HeadGradients& gradients);
 

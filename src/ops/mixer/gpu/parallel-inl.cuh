@@ -26,6 +26,7 @@ struct Parallel {
   float *normalizer, *maximum;
   float *delta,
       *log_sum;  // [batch, heads, length]: δ_i (divided by n_i but for exponentials); log2 of n_i·exp(maximum)
+  const float* inverse;  // [batch, heads, length]: 1/n_i, where neither g nor δ is divided by it; or undefined
   double *row_decay, *key_decay;
   int64_t length, heads;
   int qk_dim, v_dim;
@@ -137,6 +138,6 @@ void with_score_and_dim(const MixerCall& call, F&& f) {
 
 // The same on Hopper, with what only it has.
 void hopper_forward(const MixerCall& call, const Parallel& m);
-void hopper_backward(const MixerCall& call, const Parallel& m, const Tensor& scaled_gradient);
+void hopper_backward(const MixerCall& call, const Parallel& m, const Tensor& gradient);
 
 }  // namespace furious::cuda

@@ -5,43 +5,57 @@ namespace furious::cuda {
 namespace {
 
 constexpr int kPrepareThreads = 256;
+constexpr int kPrepareTokens = 4;  // of a thread: enough reads at the same time
 
-// g', δ' and the logarithm of the normalizer: kLanes neighbouring threads have a token of a head, 8 columns each.
+// g', δ' and the logarithm of the normalizer, or δ and 1/n where g is left as it is (`scaled` has no data): kLanes
+// neighbouring threads have tokens of a head, 8 columns each. Blocks of the heads of the same tokens follow each other.
 template <int kLanes>
-__global__ void prepare_kernel(const Parallel m, Heads<bf16> scaled, Heads<bf16> g, bool wide, bool exponential) {
-  const int64_t t = static_cast<int64_t>(blockIdx.x) * (kPrepareThreads / kLanes) + threadIdx.x / kLanes;
-  const int64_t b = blockIdx.z, h = blockIdx.y;
+__global__ void prepare_kernel(const Parallel m, Heads<bf16> scaled, Heads<bf16> g, float* inverses, bool wide,
+                               bool exponential) {
+  constexpr int kGroups = kPrepareThreads / kLanes;
+  const int heads = static_cast<int>(m.heads);
+  const int64_t first = static_cast<int64_t>(blockIdx.x / heads) * (kGroups * kPrepareTokens) + threadIdx.x / kLanes;
+  const int64_t b = blockIdx.y, h = blockIdx.x % heads;
   const int lane = static_cast<int>(threadIdx.x) % kLanes, columns = min(m.v_dim - lane * 8, 8);
-  const bool valid = t < m.length;  // all lanes of a warp take part in the sum
-  const int64_t row = (b * m.heads + h) * m.length + t;
   union Eight {
     uint4 all;
     bf16 each[8];
-  } x = {}, o = {};
-  float sum = 0;
-  if (valid && columns > 0) {
+  } x[kPrepareTokens] = {}, o[kPrepareTokens] = {};
+#pragma unroll
+  for (int j = 0; j < kPrepareTokens; ++j) {
+    const int64_t t = first + j * kGroups;
+    if (t >= m.length || columns <= 0) continue;
     const bf16* const from = g.row(b, t, h) + lane * 8;
     const bf16* const out = m.out.row(b, t, h) + lane * 8;
     if (wide) {
-      x.all = *reinterpret_cast<const uint4*>(from);
-      if (m.sum_norm) o.all = *reinterpret_cast<const uint4*>(out);
+      x[j].all = *reinterpret_cast<const uint4*>(from);
+      if (m.sum_norm) o[j].all = *reinterpret_cast<const uint4*>(out);
     } else {
-      for (int i = 0; i < columns; ++i) x.each[i] = from[i];
-      for (int i = 0; m.sum_norm && i < columns; ++i) o.each[i] = out[i];
+      for (int i = 0; i < columns; ++i) x[j].each[i] = from[i];
+      for (int i = 0; m.sum_norm && i < columns; ++i) o[j].each[i] = out[i];
     }
-#pragma unroll
-    for (int i = 0; i < 8; ++i) sum += to_float(x.each[i]) * to_float(o.each[i]);
   }
-  sum = warp_sum<kLanes>(sum);
-  if (!valid || columns <= 0) return;
-  const float n = m.sum_norm ? m.normalizer[row] : 1.0f;
-  const float inverse = exponential || !m.sum_norm ? 1.0f : fabsf(n) < kSmallestNormalizer ? 0.0f : 1 / n;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) x.each[i] = from_float<bf16>(to_float(x.each[i]) * inverse);
-  *reinterpret_cast<uint4*>(scaled.row(b, t, h) + lane * 8) = x.all;
-  if (lane != 0) return;
-  m.delta[row] = sum * inverse;
-  if (m.log_sum) m.log_sum[row] = m.maximum[row] * kLog2e + log2f(n);
+  for (int j = 0; j < kPrepareTokens; ++j) {
+    const int64_t t = first + j * kGroups, row = (b * m.heads + h) * m.length + t;
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum += to_float(x[j].each[i]) * to_float(o[j].each[i]);
+    sum = warp_sum<kLanes>(sum);  // all lanes of a warp take part
+    if (t >= m.length || columns <= 0 || (lane > 0 && !scaled.data)) continue;
+    const float n = m.sum_norm ? m.normalizer[row] : 1.0f;
+    const float inverse = exponential || !m.sum_norm ? 1.0f : fabsf(n) < kSmallestNormalizer ? 0.0f : 1 / n;
+    if (scaled.data) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) x[j].each[i] = from_float<bf16>(to_float(x[j].each[i]) * inverse);
+      *reinterpret_cast<uint4*>(scaled.row(b, t, h) + lane * 8) = x[j].all;
+      sum *= inverse;
+    }
+    if (lane != 0) continue;
+    m.delta[row] = sum;
+    if (inverses) inverses[row] = inverse;
+    if (m.log_sum) m.log_sum[row] = m.maximum[row] * kLog2e + log2f(n);
+  }
 }
 
 Parallel backward_of(const MixerCall& call, const TokenTables& tables, const ScaledGradient& scaled,
@@ -51,6 +65,7 @@ Parallel backward_of(const MixerCall& call, const TokenTables& tables, const Sca
   m.g = heads_of<bfloat16>(scaled.g, heads);
   m.delta = floats(scaled.delta);
   m.log_sum = floats(scaled.log_sum);
+  m.inverse = floats(scaled.inverse);
   m.dq = heads_of<bfloat16>(gradients.q, heads);
   m.dk = heads_of<bfloat16>(gradients.k, heads);
   m.dv = heads_of<bfloat16>(gradients.v, heads);
@@ -61,23 +76,31 @@ Parallel backward_of(const MixerCall& call, const TokenTables& tables, const Sca
 
 }  // namespace
 
-ScaledGradient scale_gradient(const MixerCall& call, const Tensor& out_gradient) {
+ScaledGradient scale_gradient(const MixerCall& call, const Tensor& out_gradient, bool in_kernels) {
   const MixerShape& shape = call.shape;
   const Device device = call.inputs.q.device();
+  const bool exponential = call.spec.score == Score::exponential;
+  const bool wide = rows_are_wide(out_gradient) && rows_are_wide(call.result.out);
+  const bool as_it_is = in_kernels && rows_are_wide(out_gradient);
   ScaledGradient scaled;
-  scaled.g = Tensor::empty({shape.batch, shape.length, shape.heads, (shape.v_dim + 7) / 8 * 8}, DType::bf16, device);
   scaled.delta = Tensor::empty({shape.batch, shape.heads, shape.length}, DType::f32, device);
   if (call.result.maximum) scaled.log_sum = Tensor::empty_like(scaled.delta);
+  if (as_it_is) {
+    scaled.g = out_gradient;
+    if (!exponential && call.spec.norm == Norm::sum) scaled.inverse = Tensor::empty_like(scaled.delta);
+  } else {
+    scaled.g = Tensor::empty({shape.batch, shape.length, shape.heads, (shape.v_dim + 7) / 8 * 8}, DType::bf16, device);
+  }
   Parallel m = parallel_of(call, {});
   m.delta = floats(scaled.delta);
   m.log_sum = floats(scaled.log_sum);
-  const bool wide = rows_are_wide(out_gradient) && rows_are_wide(call.result.out);
   const auto prepare = [&](auto kernel, int lanes) {
-    const dim3 grid(blocks_for(shape.length, kPrepareThreads / lanes), static_cast<unsigned>(shape.heads),
-                    static_cast<unsigned>(shape.batch));
-    kernel<<<grid, kPrepareThreads, 0, stream(device)>>>(m, heads_of<bfloat16>(scaled.g, shape.heads),
-                                                         heads_of<bfloat16>(out_gradient, shape.heads), wide,
-                                                         call.spec.score == Score::exponential);
+    const dim3 grid(
+        blocks_for(shape.length, kPrepareThreads / lanes * kPrepareTokens) * static_cast<unsigned>(shape.heads),
+        static_cast<unsigned>(shape.batch));
+    kernel<<<grid, kPrepareThreads, 0, stream(device)>>>(
+        m, as_it_is ? Heads<bf16>() : heads_of<bfloat16>(scaled.g, shape.heads),
+        heads_of<bfloat16>(out_gradient, shape.heads), floats(scaled.inverse), wide, exponential);
   };
   if (shape.v_dim <= 32)
     prepare(prepare_kernel<4>, 4);
