@@ -269,7 +269,13 @@ TEST(Parallel, WorksAfterFork) {
 
 TEST(Parallel, RunsSeriallyIfThreadsCannotBeCreated) {
   EXPECT_EQ(in_child([] {
-              const rlimit little{1 << 20, 1 << 20};  // no memory for the stack of a thread
+              // No memory for the stack of a thread, and none of a thread that has ended is large enough.
+              pthread_attr_t attributes;
+              if (::pthread_attr_init(&attributes) != 0 ||
+                  ::pthread_attr_setstacksize(&attributes, size_t{1} << 30) != 0 ||
+                  ::pthread_setattr_default_np(&attributes) != 0)
+                return false;
+              const rlimit little{1 << 20, 1 << 20};
               if (::setrlimit(RLIMIT_AS, &little) != 0) return false;
               const ThreadLimit limit(8);
               const auto here = std::this_thread::get_id();
