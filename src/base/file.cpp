@@ -236,8 +236,11 @@ MappedFile::MappedFile(const fs::path& path) : path_(path) {
   data_ = static_cast<const std::byte*>(data);
 }
 
+MappedFile::MappedFile(const fs::path& name, std::span<const std::byte> bytes)
+    : path_(name), data_(bytes.data()), size_(bytes.size()), mapped_(false) {}
+
 MappedFile::~MappedFile() {
-  ::munmap(const_cast<std::byte*>(data_), size_);
+  if (mapped_) ::munmap(const_cast<std::byte*>(data_), size_);
 }
 
 namespace {

@@ -19,6 +19,8 @@ namespace furious {
 class MappedFile {
  public:
   explicit MappedFile(const std::filesystem::path& path);
+  // Bytes in memory in the place of a file; they must outlive it. Messages call them `name`.
+  MappedFile(const std::filesystem::path& name, std::span<const std::byte> bytes);
   ~MappedFile();
   MappedFile(const MappedFile&) = delete;
   MappedFile& operator=(const MappedFile&) = delete;
@@ -31,6 +33,7 @@ class MappedFile {
   std::filesystem::path path_;
   const std::byte* data_ = nullptr;
   size_t size_ = 0;
+  bool mapped_ = true;
 };
 
 // The contents of a regular file, which may be empty. A file larger than max_bytes is an Error.

@@ -60,6 +60,20 @@ std::vector<int32_t> ChosenTokens::wait() const {
   return ids;
 }
 
+WrittenToken ChosenTokens::token(size_t row) const {
+  const int32_t id = ids_.wait().data<int32_t>()[2 * row];
+  if (!best_) return {{id, 0}, {}};
+  const Tensor ids = best().select(0, static_cast<int64_t>(row));
+  const Tensor logs = log_probabilities().select(0, static_cast<int64_t>(row));
+  const auto column = [&](int64_t i) {
+    return TokenLogProbability{ids.data<int32_t>()[i], static_cast<double>(logs.data<float>()[i])};
+  };
+  if (column(0).id < 0) return {{id, 0}, {}};  // other rows asked, this one did not
+  WrittenToken token{column(0), {}};
+  for (int64_t i = 1; i < ids.size(0) && column(i).id >= 0; ++i) token.most_probable.push_back(column(i));
+  return token;
+}
+
 Tensor ChosenTokens::best() const {
   return best_ ? best_->wait() : Tensor();
 }
@@ -263,10 +277,11 @@ int64_t Decoder::bytes() const {
 
 void Decoder::read(int32_t slot, std::span<const int32_t> tokens) {
   const Prompt prompt{slot, tokens};
-  read({&prompt, 1});
+  read({&prompt, 1}, {});
 }
 
-void Decoder::read(std::span<const Prompt> prompts) {
+bool Decoder::read(std::span<const Prompt> prompts, const ReadProgress& progress) {
+  int64_t all = 0, done = 0;
   // All before the first chunk: a slot that has read half of a prompt would be of no use.
   for (const auto& [slot, tokens] : prompts) {
     (void)used(slot);
@@ -275,11 +290,11 @@ void Decoder::read(std::span<const Prompt> prompts) {
     for (const int32_t id : tokens)
       require(id >= 0 && id < model_->config().vocabulary, "decoder.read: token {}, expected 0 to {}", id,
               model_->config().vocabulary - 1);
+    all += static_cast<int64_t>(tokens.size());
   }
   std::vector<Prompt> rest(prompts.begin(), prompts.end());
-  while (true) {
+  while (done < all) {
     std::vector<Prompt> chunks;
-    std::vector<char> ends;  // whether a chunk is the last of its prompt
     size_t tokens = 0;
     for (auto& [slot, own] : rest) {
       const size_t count = std::min<size_t>(kPrefillChunk, own.size());
@@ -287,17 +302,18 @@ void Decoder::read(std::span<const Prompt> prompts) {
       tokens += count;
       chunks.push_back({slot, own.first(count)});
       own = own.subspan(count);
-      ends.push_back(own.empty());
     }
-    if (chunks.empty()) return;
-    read_chunks(chunks, ends);
+    read_chunks(chunks);
     // After every pass, so that a later one that fails leaves these slots whole.
     for (const auto& [slot, own] : chunks) sampler_.read(slot, own);
+    done += static_cast<int64_t>(tokens);
+    if (progress && !progress(done, all) && done < all) return false;
   }
+  return true;
 }
 
-// One pass over the weights.
-void Decoder::read_chunks(std::span<const Prompt> chunks, std::span<const char> ends) {
+// One pass over the weights. Every chunk gives logits, also where its prompt goes on: reading may end after any pass.
+void Decoder::read_chunks(std::span<const Prompt> chunks) {
   const PackedChunks packed(chunks, layers_.front().mixer);
   const auto count = static_cast<int64_t>(chunks.size());
   const bool one_each = packed.tokens == count;
@@ -310,15 +326,11 @@ void Decoder::read_chunks(std::span<const Prompt> chunks, std::span<const char> 
   if (one_each) return forward(slots, model_->checked_ids("tokens", ids));
   const Tensor h = model_->hidden(
       ids, [&](size_t layer) { return std::make_shared<PrefillOps>(layers_[layer], packed, model_->compute().mixer); });
-  const Tensor last = Tensor::empty({std::ranges::count(ends, char{1}), h.size(2)}, h.dtype(), h.device());
-  if (last.size(0) == 0) return;
-  int64_t row = 0;
-  for (size_t i = 0; i < chunks.size(); ++i)
-    if (ends[i]) copy(last.select(0, row++), h.select(0, 0).select(0, packed.starts[i] + packed.slots[i].count - 1));
+  const Tensor last = Tensor::empty({count, h.size(2)}, h.dtype(), h.device());
+  for (int64_t i = 0; i < count; ++i)
+    copy(last.select(0, i), h.select(0, 0).select(0, packed.starts[i] + packed.slots[i].count - 1));
   const Tensor logits = logits_forward(last, model_->output_matrix());
-  row = 0;
-  for (size_t i = 0; i < chunks.size(); ++i)
-    if (ends[i]) slots_[chunks[i].slot] = {true, logits.slice(0, row++, 1), -1};
+  for (int64_t i = 0; i < count; ++i) slots_[slots[i]] = {true, logits.slice(0, i, 1), -1};
 }
 
 void Decoder::read_token(std::span<const int32_t> slots, const Tensor& tokens) {
@@ -596,6 +608,11 @@ void Decoder::restore(int32_t slot, const SlotContents& contents) {
   (void)used(slot);
   const ArgumentCheck check("decoder.restore");
   if (contents.logits) check.dense("logits", contents.logits, DType::f32, {model_->config().vocabulary});
+  require(contents.logits.defined() == (contents.tokens > 0),
+          "decoder.restore: logits belong to the contents exactly when tokens were read, here {}", contents.tokens);
+  for (const int32_t id : contents.sampling.history)
+    require(id >= 0 && id < model_->config().vocabulary,
+            "decoder.restore: token {} among the recent ones, expected 0 to {}", id, model_->config().vocabulary - 1);
   size_t found_tensors = 0;
   for (size_t i = 0; i < layers_.size(); ++i) {
     Layer& layer = layers_[i];

@@ -48,6 +48,8 @@ class ChosenTokens {
   explicit ChosenTokens(const Choice& choice);
   // In the order of the step's slots; a logit that is not finite is an error.
   std::vector<int32_t> wait() const;
+  // The token of a row, with the log-probabilities that its slot asked for.
+  WrittenToken token(size_t row) const;
   // Of the chosen tokens and of the most probable ones, as Choice has them, on the CPU; undefined if no slot asked.
   Tensor best() const;
   Tensor log_probabilities() const;
@@ -68,6 +70,7 @@ class Decoder {
 
   int64_t slots() const { return static_cast<int64_t>(slots_.size()); }
   int64_t free_slots() const;
+  bool holds(int64_t slot) const { return slot >= 0 && slot < slots() && slots_[slot].used; }  // a sequence
   int32_t start();             // an empty sequence in a free slot; an Error where there is none
   int32_t fork(int32_t slot);  // another one that goes on like this one
   void stop(int32_t slot);     // frees the slot and its memory
@@ -79,8 +82,10 @@ class Decoder {
   // Prefill of different slots, in passes over the weights that read chunks of several of them, packed into one row.
   // Where a prompt is cut into chunks depends on its own tokens alone. New sequences run as the documents of a packed
   // row of training; in a pass with others, convolution, rotary positions and mixer run slot by slot. A pass that
-  // throws leaves the slots that it was reading in an undefined state: stop them.
-  void read(std::span<const Prompt> prompts);
+  // throws leaves the slots that it was reading in an undefined state: stop them. `progress` is called after every
+  // pass; where it returns false or throws, the slots have read a prefix of their prompts. Returns whether all was
+  // read.
+  bool read(std::span<const Prompt> prompts, const ReadProgress& progress = {});
   void read(int32_t slot, std::span<const int32_t> tokens);
   void set_sampling(int32_t slot, const Sampling& sampling);
   ChosenTokens step(std::span<const int32_t> slots);
@@ -121,7 +126,7 @@ class Decoder {
   class StepOps;
   class PrefillOps;
 
-  void read_chunks(std::span<const Prompt> chunks, std::span<const char> ends);
+  void read_chunks(std::span<const Prompt> chunks);
   Slot& used(int32_t slot);
   const Slot& used(int32_t slot) const { return const_cast<Decoder*>(this)->used(slot); }
   const SlotRows& rows_of(std::span<const int32_t> slots);

@@ -2,6 +2,9 @@
 #pragma once
 
 #include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
 
 #include "data/tokenizer.h"
 #include "furious/model.h"
@@ -18,6 +21,15 @@ struct Model::Parts {
   // The token before the first of a text: bos if the model was trained with it; otherwise eos, which precedes every
   // document but the first in a packed corpus. -1: none.
   int32_t start = -1;
+
+  // Of language_model and tokenizer as they are at the first call (decode/state_file.h).
+  const std::string& fingerprint() const;
+  // The ids of a text at the start of a document: after `start`.
+  std::vector<int32_t> prompt(std::string_view text) const;
+
+ private:
+  mutable std::once_flag fingerprinted_;
+  mutable std::string fingerprint_;
 };
 
 }  // namespace furious

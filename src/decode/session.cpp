@@ -7,6 +7,7 @@
 #include "base/parallel.h"
 #include "decode/decoder.h"
 #include "decode/model_parts.h"
+#include "decode/sequence_state.h"
 #include "decode/state_file.h"
 #include "decode/text_stream.h"
 
@@ -25,20 +26,52 @@ struct Session::Memory {
         decoder(language_model(), its_sequences, tokenizer().vocabulary_size()),
         slots{decoder.start()},
         last{-1} {}
+  // Another one of the same model and number of sequences with the contents of one slot for all of them, or of one for
+  // each. Errors begin with `origin`.
+  std::unique_ptr<Memory> with(const std::string& origin, const std::vector<SlotContents>& contents) const {
+    const auto count = static_cast<int64_t>(contents.size());
+    require(count == 1 || count == sequences, "{}: the state of {} sequences, expected {}", origin, count, sequences);
+    auto other = std::make_unique<Memory>(model, sequences);
+    other->last.clear();
+    try {
+      for (size_t i = 0; i < contents.size(); ++i) {
+        if (i > 0) other->slots.push_back(other->decoder.start());
+        other->decoder.restore(other->slots[i], contents[i]);
+        const std::vector<int32_t>& history = contents[i].sampling.history;
+        other->last.push_back(history.empty() ? -1 : history.back());
+      }
+    } catch (const Error& error) {
+      fail("{}: {}", origin, error.what());
+    }
+    return other;
+  }
+  std::vector<SlotContents> contents() const {
+    std::vector<SlotContents> all;
+    for (const int32_t slot : slots) all.push_back(decoder.contents(slot));
+    return all;
+  }
+  std::vector<SlotContents> contents_to_save() const {
+    require(has_read(), "save state: nothing has been read yet; read a text in every sequence first");
+    return contents();
+  }
 
   const LanguageModel& language_model() const { return model.parts().language_model; }
   const Tokenizer& tokenizer() const { return *model.parts().tokenizer; }
-  std::string own_fingerprint() const { return fingerprint(language_model(), tokenizer().fingerprint()); }
+  const std::string& fingerprint() const { return model.parts().fingerprint(); }
 
   bool at_start_of_text(size_t i) const {
     return last[i] < 0 || last[i] == tokenizer().bos() || last[i] == tokenizer().eos();
+  }
+  int32_t slot_of(int sequence) const {
+    require(sequence >= 0 && sequence < sequences, "session: sequence {}, expected 0 to {}", sequence, sequences - 1);
+    return slots[std::min(static_cast<size_t>(sequence), slots.size() - 1)];
   }
   bool has_read() const {
     return std::ranges::all_of(slots, [&](int32_t slot) { return decoder.tokens(slot) > 0; });
   }
 
-  // Further tokens of every slot. Where that fails, the last tokens are those that were read.
-  void read(const std::vector<std::vector<int32_t>>& tokens) {
+  // Further tokens of every slot. Where that fails or stops, the last tokens are those that were read.
+  bool read(const std::vector<std::vector<int32_t>>& tokens, const ReadProgress& progress = {}) {
     std::vector<Decoder::Prompt> prompts;
     std::vector<int64_t> before;
     for (size_t i = 0; i < slots.size(); ++i) {
@@ -50,22 +83,20 @@ struct Session::Memory {
         if (const int64_t count = decoder.tokens(slots[i]) - before[i]; count > 0) last[i] = tokens[i][count - 1];
     };
     try {
-      decoder.read(prompts);
+      const bool all = decoder.read(prompts, progress);
+      remember_last();
+      return all;
     } catch (...) {
       remember_last();
       throw;
     }
-    remember_last();
   }
   // The tokens of a further text of slot i, after the mark before the text if the slot is empty. `first`: whether it is
   // the start of a text for the tokenizer.
   std::vector<int32_t> tokens_of(size_t i, std::string_view text, bool first) const {
-    std::vector<int32_t> tokens;
-    if (decoder.tokens(slots[i]) == 0 && model.parts().start >= 0) tokens.push_back(model.parts().start);
-    if (text.empty()) return tokens;
-    const std::vector<int32_t> own = first ? tokenizer().encode(text) : tokenizer().encode_continuation(text);
-    tokens.insert(tokens.end(), own.begin(), own.end());
-    return tokens;
+    if (decoder.tokens(slots[i]) == 0) return model.parts().prompt(text);
+    if (text.empty()) return {};
+    return first ? tokenizer().encode(text) : tokenizer().encode_continuation(text);
   }
   // The mark before the text, where nothing else was read.
   void start() {
@@ -90,6 +121,7 @@ Session::Session(const Model& model, int sequences) try {
   rethrow_as_error();
 }
 
+Session::Session(std::unique_ptr<Memory> memory) : memory_(std::move(memory)) {}
 Session::~Session() = default;
 Session::Session(Session&&) noexcept = default;
 Session& Session::operator=(Session&&) noexcept = default;
@@ -99,19 +131,19 @@ Session::Memory& Session::own() const {
   return *memory_;
 }
 
-void Session::read(std::string_view text) try {
+bool Session::read(std::string_view text, const ReadProgress& progress) try {
   Memory& memory = own();
   const ThreadLimit limit(memory.model.parts().threads);
   bool first = true;
   for (size_t i = 0; i < memory.slots.size(); ++i) first = first && memory.at_start_of_text(i);
   std::vector<std::vector<int32_t>> tokens;
   for (size_t i = 0; i < memory.slots.size(); ++i) tokens.push_back(memory.tokens_of(i, text, first));
-  memory.read(tokens);
+  return memory.read(tokens, progress);
 } catch (...) {
   rethrow_as_error();
 }
 
-void Session::read_each(const std::vector<std::string>& texts) try {
+bool Session::read_each(const std::vector<std::string>& texts, const ReadProgress& progress) try {
   Memory& memory = own();
   require(static_cast<int64_t>(texts.size()) == memory.sequences,
           "session.read_each: {} texts for {} sequences; give one for each", texts.size(), memory.sequences);
@@ -119,7 +151,47 @@ void Session::read_each(const std::vector<std::string>& texts) try {
   memory.spread();
   std::vector<std::vector<int32_t>> tokens;
   for (size_t i = 0; i < texts.size(); ++i) tokens.push_back(memory.tokens_of(i, texts[i], memory.at_start_of_text(i)));
-  memory.read(tokens);
+  return memory.read(tokens, progress);
+} catch (...) {
+  rethrow_as_error();
+}
+
+bool Session::read_ids(const std::vector<int32_t>& ids, const ReadProgress& progress) try {
+  Memory& memory = own();
+  const ThreadLimit limit(memory.model.parts().threads);
+  return memory.read(std::vector(memory.slots.size(), ids), progress);
+} catch (...) {
+  rethrow_as_error();
+}
+
+bool Session::read_ids_each(const std::vector<std::vector<int32_t>>& ids, const ReadProgress& progress) try {
+  Memory& memory = own();
+  require(static_cast<int64_t>(ids.size()) == memory.sequences,
+          "session.read_ids_each: {} lists of ids for {} sequences; give one for each", ids.size(), memory.sequences);
+  const ThreadLimit limit(memory.model.parts().threads);
+  memory.spread();
+  return memory.read(ids, progress);
+} catch (...) {
+  rethrow_as_error();
+}
+
+void Session::step(const std::vector<int32_t>& ids) try {
+  Memory& memory = own();
+  require(static_cast<int64_t>(ids.size()) == memory.sequences,
+          "session.step: {} ids for {} sequences; give one for each", ids.size(), memory.sequences);
+  const ThreadLimit limit(memory.model.parts().threads);
+  memory.spread();
+  std::vector<std::vector<int32_t>> each;
+  for (const int32_t id : ids) each.push_back({id});
+  memory.read(each);
+} catch (...) {
+  rethrow_as_error();
+}
+
+std::vector<float> Session::logits(int sequence) const try {
+  const Memory& memory = own();
+  const ThreadLimit limit(memory.model.parts().threads);
+  return floats_of(memory.decoder.logits(memory.slot_of(sequence)));
 } catch (...) {
   rethrow_as_error();
 }
@@ -132,17 +204,6 @@ struct Writing {
   TextStream stream;
   Text out;
 };
-
-WrittenToken written_token(const ChosenTokens& chosen, size_t row, int64_t most_probable) {
-  const Tensor ids = chosen.best().select(0, static_cast<int64_t>(row));
-  const Tensor log_probabilities = chosen.log_probabilities().select(0, static_cast<int64_t>(row));
-  const auto column = [&](int64_t i) {
-    return TokenLogProbability{ids.data<int32_t>()[i], static_cast<double>(log_probabilities.data<float>()[i])};
-  };
-  WrittenToken token{column(0), {}};
-  for (int64_t i = 1; i <= most_probable && column(i).id >= 0; ++i) token.most_probable.push_back(column(i));
-  return token;
-}
 
 }  // namespace
 
@@ -189,8 +250,8 @@ std::vector<Text> Session::write(const WriteOptions& options, const Show& show) 
       const bool starts = memory.at_start_of_text(active[row]);
       memory.last[active[row]] = id;
       writing.out.tokens += 1;
-      if (options.sampling.log_probabilities >= 0)
-        writing.out.log_probabilities.push_back(written_token(chosen, row, options.sampling.log_probabilities));
+      writing.out.ids.push_back(id);
+      if (options.sampling.log_probabilities >= 0) writing.out.log_probabilities.push_back(chosen.token(row));
       if (id == tokenizer.eos()) {
         end(writing, Ending::eos);
         continue;
@@ -214,10 +275,26 @@ std::vector<Text> Session::write(const WriteOptions& options, const Show& show) 
 void Session::save(const std::filesystem::path& file) const try {
   const Memory& memory = own();
   const ThreadLimit limit(memory.model.parts().threads);
-  require(memory.has_read(), "save state: nothing has been read yet; read a text in every sequence first");
-  std::vector<SlotContents> sequences;
-  for (const int32_t slot : memory.slots) sequences.push_back(memory.decoder.contents(slot));
-  save_state(file, sequences, memory.language_model().config(), memory.own_fingerprint());
+  save_state(file, memory.contents_to_save(), memory.language_model().config(), memory.fingerprint());
+} catch (...) {
+  rethrow_as_error();
+}
+
+std::vector<std::byte> Session::save_bytes() const try {
+  const Memory& memory = own();
+  const ThreadLimit limit(memory.model.parts().threads);
+  return state_bytes(memory.contents_to_save(), memory.language_model().config(), memory.fingerprint());
+} catch (...) {
+  rethrow_as_error();
+}
+
+std::vector<SequenceState> Session::states() const try {
+  const Memory& memory = own();
+  const ThreadLimit limit(memory.model.parts().threads);
+  std::vector<SequenceState> states;
+  for (const SlotContents& contents : memory.contents())
+    states.push_back(sequence_state(contents, memory.fingerprint()));
+  return states;
 } catch (...) {
   rethrow_as_error();
 }
@@ -225,25 +302,44 @@ void Session::save(const std::filesystem::path& file) const try {
 void Session::load(const std::filesystem::path& file) try {
   const Memory& memory = own();
   const ThreadLimit limit(memory.model.parts().threads);
-  const std::vector<SlotContents> saved = load_state(file, memory.language_model().config(), memory.own_fingerprint());
-  const auto count = static_cast<int64_t>(saved.size());
-  require(count == 1 || count == memory.sequences, "{}: the state of {} sequences, expected {}", file.string(), count,
-          memory.sequences);
-  auto loaded = std::make_unique<Memory>(memory.model, memory.sequences);
-  try {
-    for (size_t i = 0; i < saved.size(); ++i) {
-      if (i > 0) loaded->slots.push_back(loaded->decoder.start());
-      loaded->decoder.restore(loaded->slots[i], saved[i]);
-    }
-  } catch (const Error& error) {
-    fail("{}: {}", file.string(), error.what());
-  }
-  loaded->last.clear();
-  for (const SlotContents& contents : saved)
-    loaded->last.push_back(contents.sampling.history.empty() ? -1 : contents.sampling.history.back());
-  memory_ = std::move(loaded);
+  memory_ = memory.with(file.string(), load_state(file, memory.language_model().config(), memory.fingerprint()));
 } catch (...) {
   rethrow_as_error();
+}
+
+void Session::load_bytes(std::span<const std::byte> bytes) try {
+  const Memory& memory = own();
+  const ThreadLimit limit(memory.model.parts().threads);
+  memory_ = memory.with("state in memory", load_state(bytes, memory.language_model().config(), memory.fingerprint()));
+} catch (...) {
+  rethrow_as_error();
+}
+
+void Session::set_states(const std::vector<SequenceState>& states) try {
+  const Memory& memory = own();
+  const ThreadLimit limit(memory.model.parts().threads);
+  std::vector<SlotContents> contents;
+  for (const SequenceState& state : states) contents.push_back(slot_contents(state, memory.model.parts()));
+  memory_ = memory.with("session.set_states", contents);
+} catch (...) {
+  rethrow_as_error();
+}
+
+Session Session::fork() const try {
+  const Memory& memory = own();
+  const ThreadLimit limit(memory.model.parts().threads);
+  return Session(memory.with("session.fork", memory.contents()));
+} catch (...) {
+  rethrow_as_error();
+}
+
+int Session::sequences() const {
+  return static_cast<int>(own().sequences);
+}
+
+int64_t Session::tokens(int sequence) const {
+  const Memory& memory = own();
+  return memory.decoder.tokens(memory.slot_of(sequence));
 }
 
 int64_t Session::tokens() const {

@@ -120,14 +120,22 @@ std::string fingerprint(const LanguageModel& model, const std::string& tokenizer
   return hash_text(hash_of(hashes));
 }
 
-void save_state(const std::filesystem::path& file, const std::vector<SlotContents>& sequences,
-                const ModelConfig& config, const std::string& model_fingerprint) {
+namespace {
+
+struct StateFile {
   std::map<std::string, Tensor> tensors;
-  std::map<std::string, std::string> metadata{{"format", std::string(kFormat)},
-                                              {"version", std::string(kVersion)},
-                                              {"model", model_fingerprint},
-                                              {"config", config_to_json(config)},
-                                              {"sequences", count_text(static_cast<int64_t>(sequences.size()))}};
+  std::map<std::string, std::string> metadata;
+};
+
+StateFile state_file_of(const std::vector<SlotContents>& sequences, const ModelConfig& config,
+                        const std::string& model_fingerprint) {
+  StateFile file;
+  auto& [tensors, metadata] = file;
+  metadata = {{"format", std::string(kFormat)},
+              {"version", std::string(kVersion)},
+              {"model", model_fingerprint},
+              {"config", config_to_json(config)},
+              {"sequences", count_text(static_cast<int64_t>(sequences.size()))}};
   Counts counts;
   for (size_t i = 0; i < sequences.size(); ++i) {
     const SlotContents& contents = sequences[i];
@@ -139,12 +147,11 @@ void save_state(const std::filesystem::path& file, const std::vector<SlotContent
     metadata[count_key("pending", i)] = count_text(contents.pending);
   }
   metadata["checksum"] = checksum(tensors, counts);
-  write_safetensors(file, tensors, metadata);
+  return file;
 }
 
-std::vector<SlotContents> load_state(const std::filesystem::path& file, const ModelConfig& config,
-                                     const std::string& model_fingerprint) {
-  const SafetensorsReader reader(file);
+std::vector<SlotContents> contents_of(const SafetensorsReader& reader, const ModelConfig& config,
+                                      const std::string& model_fingerprint) {
   const Metadata metadata(reader);
   require(metadata.text("version") == kVersion,
           "{}: state file of version {}, expected {}; save it again with this version of furious", metadata.origin(),
@@ -191,6 +198,30 @@ std::vector<SlotContents> load_state(const std::filesystem::path& file, const Mo
     std::ranges::copy_if(recent, std::back_inserter(contents.sampling.history), [](int32_t id) { return id >= 0; });
   }
   return sequences;
+}
+
+}  // namespace
+
+void save_state(const std::filesystem::path& file, const std::vector<SlotContents>& sequences,
+                const ModelConfig& config, const std::string& model_fingerprint) {
+  const StateFile contents = state_file_of(sequences, config, model_fingerprint);
+  write_safetensors(file, contents.tensors, contents.metadata);
+}
+
+std::vector<SlotContents> load_state(const std::filesystem::path& file, const ModelConfig& config,
+                                     const std::string& model_fingerprint) {
+  return contents_of(SafetensorsReader(file), config, model_fingerprint);
+}
+
+std::vector<std::byte> state_bytes(const std::vector<SlotContents>& sequences, const ModelConfig& config,
+                                   const std::string& model_fingerprint) {
+  const StateFile contents = state_file_of(sequences, config, model_fingerprint);
+  return safetensors_bytes(contents.tensors, contents.metadata);
+}
+
+std::vector<SlotContents> load_state(std::span<const std::byte> bytes, const ModelConfig& config,
+                                     const std::string& model_fingerprint) {
+  return contents_of(SafetensorsReader("state in memory", bytes), config, model_fingerprint);
 }
 
 }  // namespace furious

@@ -1,4 +1,4 @@
-// State files: the state of a session's sequences as a safetensors file.
+// State files: the state of a session's sequences as a safetensors file, on disk or in memory.
 //
 //   S.layers.N.state, .k, .v, .log_decay, .conv    contents of the slot of sequence S (SlotContents)
 //   S.logits   f32 [vocabulary]                    after the last token
@@ -9,8 +9,11 @@
 // have equal size.
 #pragma once
 
+#include <cstddef>
 #include <filesystem>
+#include <span>
 #include <string>
+#include <vector>
 
 #include "decode/decoder.h"
 
@@ -25,6 +28,12 @@ void save_state(const std::filesystem::path& file, const std::vector<SlotContent
                 const ModelConfig& config, const std::string& model_fingerprint);
 // An Error if the file is damaged or belongs to another model.
 std::vector<SlotContents> load_state(const std::filesystem::path& file, const ModelConfig& config,
+                                     const std::string& model_fingerprint);
+
+// The same in memory.
+std::vector<std::byte> state_bytes(const std::vector<SlotContents>& sequences, const ModelConfig& config,
+                                   const std::string& model_fingerprint);
+std::vector<SlotContents> load_state(std::span<const std::byte> bytes, const ModelConfig& config,
                                      const std::string& model_fingerprint);
 
 bool is_state_file(const SafetensorsReader& reader);

@@ -432,13 +432,13 @@ void take_checksums(const fs::path& path, OpenedFile& opened) {
   if (header.finish() != *opened.checksum) damaged(path, "its header or metadata differs from its checksum");
 }
 
-OpenedFile open_file(const fs::path& path) {
-  const auto file = std::make_shared<const MappedFile>(path);
+OpenedFile open_file(const std::shared_ptr<const MappedFile>& file) {
+  const fs::path& path = file->path();
   const std::string_view header = header_of(*file);
   const std::span<const std::byte> data = file->bytes().subspan(kLengthBytes + header.size());
-  HeaderEvents events(file->path());
+  HeaderEvents events(path);
   events.parse(header);
-  check_layout(file->path(), events.entries, data.size());
+  check_layout(path, events.entries, data.size());
 
   OpenedFile opened{.tensors = {}, .metadata = std::move(events.metadata), .checksum = {}};
   opened.tensors.reserve(events.entries.size());
@@ -479,7 +479,7 @@ std::vector<StoredTensor> open_index(const fs::path& path) {
       std::error_code ignored;
       require(fs::exists(shard, ignored), "{}: tensor {} is said to lie in {}, which is missing; copy or download it",
               path.string(), shown(name), shown(file));
-      opened.emplace(file, open_file(shard));
+      opened.emplace(file, open_file(std::make_shared<const MappedFile>(shard)));
     }
     const StoredTensor* const found = find_by_name(opened.at(file).tensors, name);
     if (!found) damaged(path, fmt::format("tensor {} is not in {}, where the index has it", shown(name), shown(file)));
@@ -622,8 +622,22 @@ std::string header_for(const fs::path& path, const std::vector<const NamedTensor
   return json;
 }
 
+// Bytes in memory, written as an AtomicFile is.
+class MemoryFile {
+ public:
+  explicit MemoryFile(uint64_t expected_bytes) { bytes_.reserve(expected_bytes); }
+  void write(std::span<const std::byte> bytes) { bytes_.insert(bytes_.end(), bytes.begin(), bytes.end()); }
+  void overwrite(uint64_t offset, std::span<const std::byte> bytes) {
+    std::ranges::copy(bytes, bytes_.begin() + static_cast<std::ptrdiff_t>(offset));
+  }
+  std::vector<std::byte> take() { return std::move(bytes_); }
+
+ private:
+  std::vector<std::byte> bytes_;
+};
+
 // Returns the checksum of what it writes.
-uint64_t write_data(AtomicFile& file, const Tensor& tensor) {
+uint64_t write_data(auto& file, const Tensor& tensor) {
   const auto* const data = static_cast<const std::byte*>(tensor.raw());
   LargeHash hash;
   const auto write = [&](std::span<const std::byte> bytes) {
@@ -658,6 +672,36 @@ std::string checksums_text(const std::map<std::string, Tensor>& tensors,
   return hash_text(header.finish()) + text;
 }
 
+// Writes into the file that `open`, called with the number of bytes, returns a pointer to.
+template <class Open>
+auto write_all(const fs::path& path, const std::map<std::string, Tensor>& tensors,
+               const std::map<std::string, std::string>& metadata, Open&& open) {
+  require(!metadata.contains(kChecksumsKey), "{}: metadata \"{}\" is written by itself", path.string(), kChecksumsKey);
+  std::map<std::string, uint64_t> checksums;
+  for (const NamedTensor& entry : tensors) {
+    check_writable(path, entry);
+    checksums[entry.first] = 0;
+  }
+  const std::vector<const NamedTensor*> order = in_file_order(tensors);
+  const auto header = [&] {
+    std::map<std::string, std::string> all = metadata;
+    all[kChecksumsKey] = checksums_text(tensors, metadata, checksums);
+    return header_for(path, order, all);
+  };
+  const std::string first = header();  // of the length that it will have; the checksums are known when all is written
+  const uint64_t length = first.size();
+  uint64_t bytes = kLengthBytes + length;
+  for (const NamedTensor* entry : order) bytes += entry->second.bytes();
+
+  auto file = open(bytes);
+  file->write(std::as_bytes(std::span(&length, 1)));
+  file->write(std::as_bytes(std::span(first)));
+  for (const NamedTensor* entry : order) checksums[entry->first] = write_data(*file, entry->second);
+  const std::string last = header();
+  file->overwrite(kLengthBytes, std::as_bytes(std::span(last)));
+  return file;
+}
+
 }  // namespace
 
 SafetensorsReader::SafetensorsReader(const fs::path& path) : path_(file_to_open(path)) {
@@ -665,7 +709,15 @@ SafetensorsReader::SafetensorsReader(const fs::path& path) : path_(file_to_open(
     tensors_ = open_index(path_);
     return;
   }
-  OpenedFile opened = open_file(path_);
+  open(std::make_shared<const MappedFile>(path_));
+}
+
+SafetensorsReader::SafetensorsReader(const fs::path& name, std::span<const std::byte> bytes) : path_(name) {
+  open(std::make_shared<const MappedFile>(name, bytes));
+}
+
+void SafetensorsReader::open(std::shared_ptr<const MappedFile> file) {
+  OpenedFile opened = open_file(file);
   tensors_ = std::move(opened.tensors);
   metadata_ = std::move(opened.metadata);
   checksum_ = opened.checksum;
@@ -726,30 +778,16 @@ Tensor SafetensorsReader::view(std::string_view name, DType dtype) const {
 
 void write_safetensors(const fs::path& path, const std::map<std::string, Tensor>& tensors,
                        const std::map<std::string, std::string>& metadata) {
-  require(!metadata.contains(kChecksumsKey), "{}: metadata \"{}\" is written by itself", path.string(), kChecksumsKey);
-  std::map<std::string, uint64_t> checksums;
-  for (const NamedTensor& entry : tensors) {
-    check_writable(path, entry);
-    checksums[entry.first] = 0;
-  }
-  const std::vector<const NamedTensor*> order = in_file_order(tensors);
-  const auto header = [&] {
-    std::map<std::string, std::string> all = metadata;
-    all[kChecksumsKey] = checksums_text(tensors, metadata, checksums);
-    return header_for(path, order, all);
-  };
-  const std::string first = header();  // of the length that it will have; the checksums are known when all is written
-  const uint64_t length = first.size();
-  uint64_t bytes = kLengthBytes + length;
-  for (const NamedTensor* entry : order) bytes += entry->second.bytes();
+  write_all(path, tensors, metadata, [&](uint64_t bytes) {
+    return std::make_unique<AtomicFile>(path, bytes);
+  })->commit();
+}
 
-  AtomicFile file(path, bytes);
-  file.write(std::as_bytes(std::span(&length, 1)));
-  file.write(first);
-  for (const NamedTensor* entry : order) checksums[entry->first] = write_data(file, entry->second);
-  const std::string last = header();
-  file.overwrite(kLengthBytes, std::as_bytes(std::span(last)));
-  file.commit();
+std::vector<std::byte> safetensors_bytes(const std::map<std::string, Tensor>& tensors,
+                                         const std::map<std::string, std::string>& metadata) {
+  return write_all("tensors in memory", tensors, metadata,
+                   [](uint64_t bytes) { return std::make_unique<MemoryFile>(bytes); })
+      ->take();
 }
 
 }  // namespace furious

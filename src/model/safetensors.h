@@ -41,6 +41,8 @@ class SafetensorsReader {
  public:
   // A .safetensors file, a .safetensors.index.json, or a directory that holds model.safetensors or its index.
   explicit SafetensorsReader(const std::filesystem::path& path);
+  // The bytes of a .safetensors file, which must outlive the reader and its views; messages call them `name`.
+  SafetensorsReader(const std::filesystem::path& name, std::span<const std::byte> bytes);
 
   const std::filesystem::path& path() const { return path_; }
   const std::vector<StoredTensor>& tensors() const { return tensors_; }             // sorted by name
@@ -59,6 +61,7 @@ class SafetensorsReader {
   Tensor view(std::string_view name, DType dtype) const;
 
  private:
+  void open(std::shared_ptr<const MappedFile> file);
   const StoredTensor& stored(std::string_view name) const;
 
   std::filesystem::path path_;
@@ -71,5 +74,8 @@ class SafetensorsReader {
 // bytes: wider dtypes come first, so that every tensor is aligned, and names are sorted within a width.
 void write_safetensors(const std::filesystem::path& path, const std::map<std::string, Tensor>& tensors,
                        const std::map<std::string, std::string>& metadata = {});
+// The bytes of such a file.
+std::vector<std::byte> safetensors_bytes(const std::map<std::string, Tensor>& tensors,
+                                         const std::map<std::string, std::string>& metadata = {});
 
 }  // namespace furious
