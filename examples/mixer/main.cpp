@@ -49,7 +49,7 @@ int main() try {
   const ops::MixerResult all =
       ops::mixer_forward(spec, inputs(0, kLength), {}, {.out = tokens(out, 0, kLength, kDim, 0, kDim)});
   const ops::MixerGradients gradients = ops::mixer_backward(spec, inputs(0, kLength), all, all.out);
-  std::printf("form %s, first gradient of q %.4f\n", ops::name_of(all.form).c_str(), gradients.q.data<float>()[0]);
+  std::printf("form %s, first gradient of v %.4f\n", ops::name_of(all.form).c_str(), gradients.v.data<float>()[0]);
 
   const ops::MixerResult read = ops::mixer_forward(spec, inputs(0, kRead), {.final_state = true});
   float difference = 0;

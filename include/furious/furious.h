@@ -62,7 +62,8 @@ FURIOUS_API furious_status furious_model_start_token(const furious_model* model,
 FURIOUS_API furious_status furious_model_end_token(const furious_model* model, int32_t* id);
 
 /* Text to tokens, without the start token, and back. `count` and `bytes` receive the size that the result has; a buffer
- * of NULL with capacity 0 asks for it alone. The text is UTF-8 of a given size; decode does not end it with a zero. */
+ * of NULL with capacity 0 asks for it alone. The text is UTF-8 of a given size. decode does not end it with a zero;
+ * tokens that split a character give the bytes of its parts. */
 FURIOUS_API furious_status furious_model_encode(const furious_model* model, const char* text, size_t text_bytes,
                                                 int32_t* ids, size_t capacity, size_t* count);
 FURIOUS_API furious_status furious_model_decode(const furious_model* model, const int32_t* ids, size_t count,
