@@ -31,8 +31,6 @@ def starts_of(cu_seqlens: Any) -> list[int]:
     """cu_seqlens as a list; empty: none were given."""
     if cu_seqlens is None:
         return []
-    if type(cu_seqlens) is list:
-        return cu_seqlens
     starts = cu_seqlens.tolist() if hasattr(cu_seqlens, "tolist") else list(cu_seqlens)
     if not starts or not all(isinstance(start, int) for start in starts):
         raise Error('mixer: argument "cu_seqlens" is not a list of integers; give the first token of every sequence, '
@@ -113,9 +111,11 @@ def mixer_step(q: Array, k: Array, v: Array, log_decay: Array | None, state: Arr
     return out
 
 
-def state_shape(qk_dim: int, v_dim: int, score: str = "squared", norm: str = "sum", *, degree: int = 0) -> tuple[int, int]:
-    """Rows D and columns of the state of a head; D is 0 where the score has no state of constant size."""
-    return shape_of_state(call_of(score, norm, False, None, degree, False, "auto", 0, False, "auto"), qk_dim, v_dim)
+def state_shape(qk_dim: int, v_dim: int, score: str = "squared", norm: str = "sum", *, degree: int = 0,
+                signed_decay: bool = False) -> tuple[int, int]:
+    """Rows D and columns of the state of a head; D is 0 where there is no state of constant size."""
+    call = call_of(score, norm, signed_decay, None, degree, signed_decay, "auto", 0, False, "auto")
+    return shape_of_state(call, qk_dim, v_dim)
 
 
 def _step_shape(q: Any, k: Any, v: Any) -> tuple[int, ...]:

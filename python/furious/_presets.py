@@ -39,13 +39,14 @@ def config_of_preset(arch: str = "2mamba", size: str = "tiny", vocabulary: int =
     heads = changes.pop("heads", None)
     if heads is not None or "hidden_size" in changes:
         hidden = changes.get("hidden_size", config["hidden_size"])
-        count = config["num_attention_heads"] if heads is None else heads
-        if config["branch"] > 0:
-            raise _furious.Error(f"{arch}: its heads have sizes of their own; set hidden_size, head_dim and branch")
+        count = config["hidden_size"] // config["head_dim"] if heads is None else heads
         if count < 1 or hidden % count != 0:
             raise _furious.Error(f"{hidden} channels in {count} heads; use a number of heads that divides them")
-        config.update(q_heads=count, k_heads=count, v_heads=count, head_dim=hidden // count, qk_dim=hidden // count)
-        config.update(num_attention_heads=count, num_key_value_heads=count)
+        dim = hidden // count
+        if config["branch"] > 0:  # one head with a state of its own size, and a branch with the rest of the channels
+            config.update(head_dim=dim, branch=hidden - dim)
+        else:
+            config.update(q_heads=count, k_heads=count, v_heads=count, head_dim=dim, qk_dim=dim)
     unknown = [key for key in changes if key not in config]
     if unknown:
         raise _furious.Error(f"unknown key {unknown[0]!r} of a configuration; docs/checkpoints.md lists them")

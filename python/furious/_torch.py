@@ -19,6 +19,7 @@ from ._furious import Error
 from ._mixer import call_of, shape_of_state, starts_of
 
 Tensor = torch.Tensor
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 HAS_OPERATOR = hasattr(torch.library, "register_autograd") and hasattr(torch.library, "register_fake")
@@ -52,7 +53,9 @@ def _check(name: str, x: Any, optional: bool = False) -> None:
         raise TypeError(f'mixer: argument "{name}" is a {type(x).__name__}, expected a tensor of torch like "q"')
     if x.layout is not torch.strided:
         raise Error(f'mixer: argument "{name}" has the layout {x.layout}; convert it with to_dense()')
-    if not (x.is_cpu if hasattr(x, "is_cpu") else x.device.type == "cpu") and not x.is_cuda:
+    if x.dtype not in _DTYPES:
+        raise Error(f'mixer: argument "{name}" has dtype {str(x.dtype)[6:]}; convert to float32, bfloat16 or float16')
+    if not x.is_cuda and x.device.type != "cpu":
         raise Error(f'mixer: argument "{name}" is on {x.device}; move it to the CPU or a CUDA device')
 
 

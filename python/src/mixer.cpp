@@ -20,9 +20,9 @@ struct MixerCall {
   ops::MixerOptions options;
 };
 
-MixerCall call_of(const std::string& text, const std::string& score, const std::string& norm, bool decay, std::optional<double> scale,
-                  int degree, bool signed_decay, const std::string& form, int64_t chunk, bool final_state,
-                  const std::string& precision) {
+MixerCall call_of(const std::string& text, const std::string& score, const std::string& norm, bool decay,
+                  std::optional<double> scale, int degree, bool signed_decay, const std::string& form, int64_t chunk,
+                  bool final_state, const std::string& precision) {
   MixerCall call;
   call.text = text;
   call.spec.score = ops::score_from_name(score);
@@ -150,9 +150,9 @@ void bind_mixer(nb::module_& module) {
       .def("states", [](const MixerRan& ran) -> nb::object {
         return ran.states ? nb::object(capsule_of(ran.states)) : nb::none();
       });
-  module.def("mixer_call", &call_of, nb::arg("text"), nb::arg("score"), nb::arg("norm"), nb::arg("decay"), nb::arg("scale").none(),
-             nb::arg("degree"), nb::arg("signed_decay"), nb::arg("form"), nb::arg("chunk"), nb::arg("final_state"),
-             nb::arg("precision"));
+  module.def("mixer_call", &call_of, nb::arg("text"), nb::arg("score"), nb::arg("norm"), nb::arg("decay"),
+             nb::arg("scale").none(), nb::arg("degree"), nb::arg("signed_decay"), nb::arg("form"), nb::arg("chunk"),
+             nb::arg("final_state"), nb::arg("precision"));
   module.def("mixer_names", &ops::mixer_names, "The mixers of the paper by name.");
   module.def("mixer_forward", &forward, nb::arg("call"), nb::arg("q").none(), nb::arg("k").none(), nb::arg("v").none(),
              nb::arg("log_decay").none(), nb::arg("initial_state").none(), nb::arg("cu_seqlens"), nb::arg("out").none(),

@@ -27,7 +27,7 @@ ops::Tensor from_capsule(nb::handle capsule, const char* argument) {
   return tensor;
 }
 
-ops::DType dtype_of(const Py_buffer& buffer, const char* argument) {
+ops::DType dtype_of(nb::handle object, const Py_buffer& buffer, const char* argument) {
   std::string_view format = buffer.format != nullptr ? buffer.format : "B";
   const bool other_order = format.starts_with('>') || format.starts_with('!');
   if (format.starts_with('<') || format.starts_with('=') || format.starts_with('@')) format.remove_prefix(1);
@@ -47,8 +47,9 @@ ops::DType dtype_of(const Py_buffer& buffer, const char* argument) {
         break;
     }
   }
-  throw furious::Error(std::string("argument \"") + argument + "\" has elements of format \"" + buffer.format +
-                       "\"; convert to float32, float16 or float64");
+  const nb::object dtype = nb::hasattr(object, "dtype") ? nb::object(object.attr("dtype")) : nb::str(buffer.format);
+  throw furious::Error(std::string("argument \"") + argument + "\" has dtype " + nb::cast<std::string>(nb::str(dtype)) +
+                       "; convert to float32, float16 or float64");
 }
 
 ops::Tensor from_buffer(nb::handle object, const char* argument, bool written) {
@@ -72,7 +73,7 @@ ops::Tensor from_buffer(nb::handle object, const char* argument, bool written) {
   }
   owner->filled = true;
   const Py_buffer& buffer = owner->buffer;
-  const ops::DType dtype = dtype_of(buffer, argument);
+  const ops::DType dtype = dtype_of(object, buffer, argument);
   std::vector<int64_t> shape(buffer.shape, buffer.shape + buffer.ndim),
       strides(buffer.strides, buffer.strides + buffer.ndim);
   for (int64_t& stride : strides) {
