@@ -9,6 +9,7 @@
 #include <filesystem>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <utility>
 
@@ -57,18 +58,19 @@ nb::object logits_of(const furious::Model& model, const Ids& ids) {
 class GuardedSession {
  public:
   explicit GuardedSession(furious::Session session) : session_(std::move(session)) {}
-  GuardedSession(const furious::Model& model, int sequences) : session_(model, sequences) {}
+  GuardedSession(const furious::Model& model, int sequences) : session_(std::in_place, model, sequences) {}
 
   template <class Work>
   auto with(const Work& work) {
     const std::unique_lock<std::mutex> lock = own();
     const nb::gil_scoped_release release;
-    return work(session_);
+    return work(*session_);
   }
   void close() {
+    if (!session_) return;
     const std::unique_lock<std::mutex> lock = own();
     const nb::gil_scoped_release release;
-    const furious::Session ended(std::move(session_));
+    session_.reset();
   }
 
  private:
@@ -78,11 +80,12 @@ class GuardedSession {
       throw furious::Error(
           "session: it is at work in another thread or calls this callback; wait for it, or use one session for each "
           "thread");
+    if (!session_) throw furious::Error("session: it is closed; make a new one");
     return lock;
   }
 
   std::mutex mutex_;
-  furious::Session session_;
+  std::optional<furious::Session> session_;  // none: closed
 };
 
 // Called without the GIL. Control-C ends the work with a KeyboardInterrupt.
