@@ -6,7 +6,7 @@
 //   o_i  = y_i  (norm none)         o_i  = y_i / n_i  (norm sum)
 //
 // f(x) is x (linear), x² (squared), exp(x) (exponential), x^degree (power) or the first terms of the exponential's
-// series (series). For all but the exponential the past fits into a state of constant size.
+// series (series). For all but the exponential the past fits into a state of constant size, unless the decay is signed.
 //
 //   furious::ops::MixerInputs inputs{q, k, v, log_decay};
 //   const auto result = furious::ops::mixer_forward({}, inputs);    // 2Mamba: squared, decay, sum
@@ -14,12 +14,13 @@
 //
 // Layouts, those of flash-linear-attention; any strides with unit inner stride:
 //
-//   q, k           [B, T, Hqk, K]   f32, bf16 or f16 (a GPU: f32 or bf16; Form::reference: also f64), 8 ≤ K, V ≤ 256
-//   v              [B, T, H, V]     of the dtype of q; Hqk divides H, or H divides Hqk: heads are shared by neighbours
+//   q, k           [B, T, Hqk, K]   f32, bf16 or f16 (Form::reference: also f64), 8 ≤ K, V ≤ 256
+//   v              [B, T, H, V]     of the dtype of q
 //   log_decay      [B, T, H]        f32 (f64 with f64 inputs), none positive; exactly when the spec has decay
 //   initial_state  [N, H, D, C]     f32 (f64); N is B, or the number of packed sequences
 //   out            [B, T, H, V]     of the dtype of v
 //
+// H is the largest number of heads of q, k and v; each may have a divisor of it, whose heads serve neighbouring ones.
 // D is state_rows(spec, K), C is V, or V + 1 with norm sum: the last column is the state of n.
 //
 // All failures are a furious::Error that names the argument, before anything is written. Threads may call at the same
@@ -28,6 +29,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -41,7 +43,8 @@ enum class Norm : uint8_t { none, sum };
 // parallel: tiles of the score matrix, quadratic time. chunked: linear time, for scores with a state. reference: in
 // double precision on the CPU, slow. automatic: the faster of the first two; on a GPU calls with states are chunked.
 enum class Form : uint8_t { automatic, parallel, chunked, reference };
-// Of the products on a GPU. automatic: bf16 for bf16 inputs, f32 for f32 ones. The CPU computes in f32.
+// Of the products on a GPU. automatic: bf16 for bf16 inputs, tf32x3 for f32, tf32 for f16, and f32 where dimensions are
+// no multiples of 8 or larger than 128. The CPU computes in f32.
 enum class Precision : uint8_t { automatic, bf16, tf32, tf32x3, f32 };
 
 struct MixerSpec {
@@ -64,7 +67,7 @@ FURIOUS_API Form form_from_name(std::string_view name);            // "auto", "p
 FURIOUS_API Precision precision_from_name(std::string_view name);  // "auto", "bf16", "tf32", "tf32x3", "f32"
 FURIOUS_API std::string name_of(Form form);
 
-// D, the rows of the state; 0 for a score without state of constant size.
+// D, the rows of the state; 0 where there is none of constant size (exponential scores, signed decays, large degrees).
 FURIOUS_API int64_t state_rows(const MixerSpec& spec, int64_t qk_dim);
 // C, the columns of the state.
 FURIOUS_API int64_t state_columns(const MixerSpec& spec, int64_t v_dim);
@@ -115,17 +118,46 @@ FURIOUS_API MixerGradients mixer_backward(const MixerSpec& spec, const MixerInpu
 
 // One token of every sequence: q, k [B, Hqk, K], v [B, H, V], log_decay [B, H]; returns out [B, H, V]. `state`
 // [B, H, D, C] f32, which starts with zeros or as a final state, is brought up to date in place. Writes into `out`
-// where that is defined.
+// where that is defined. For scores with a state; for decoding many tokens use a MixerCache.
 FURIOUS_API Tensor mixer_step(const MixerSpec& spec, const Tensor& q, const Tensor& k, const Tensor& v,
                               const Tensor& log_decay, const Tensor& state, const Tensor& out = {});
 
-// The sizes of a call without its tensors.
+// The sizes of a call without its tensors. Of a MixerCache, whose sequences grow, the length is not used.
 struct MixerSizes {
-  int64_t batch = 1, length = 0, heads = 1, qk_heads = 1, qk_dim = 0, v_dim = 0;
+  int64_t batch = 1, length = 0;
+  int64_t heads = 1, qk_heads = 1;  // of v, and of q and k
+  int64_t qk_dim = 0, v_dim = 0;
   DType dtype = DType::f32;
   Device device = {};
   bool initial_state = false;
   std::vector<int64_t> cu_seqlens = {};
+};
+
+// The past of sequences that are decoded together, for any score: a KV cache until a state and a window of the last
+// tokens take less memory, then these. A step reads the state once and writes it only now and then, which makes it
+// faster than mixer_step. On the CPU the inputs are f32, on a GPU f32 or bf16. One thread at a time.
+class FURIOUS_API MixerCache {
+ public:
+  // Of `sizes`: batch, the heads, the dimensions and the device.
+  MixerCache(const MixerSpec& spec, const MixerSizes& sizes);
+  ~MixerCache();
+  MixerCache(MixerCache&&) noexcept;
+  MixerCache& operator=(MixerCache&&) noexcept;
+
+  // Further tokens of every sequence, as mixer_forward takes them, without states and packing; returns out.
+  Tensor prefill(const MixerInputs& inputs, const Tensor& out = {});
+  // The next token of every sequence, as mixer_step takes it; returns out.
+  Tensor step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& log_decay = {}, const Tensor& out = {});
+  void clear();  // back to no tokens
+
+  Tensor state() const;    // of all tokens so far, [B, H, D, C]: an initial state. An Error for a score without one
+  int64_t tokens() const;  // of each sequence so far
+  int64_t bytes() const;   // that the cache takes now
+
+ private:
+  struct Contents;
+  Contents& own() const;  // an Error where the cache was moved from
+  std::unique_ptr<Contents> contents_;
 };
 
 struct MixerCost {

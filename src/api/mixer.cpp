@@ -5,6 +5,7 @@
 #include <span>
 
 #include "api/convert.h"
+#include "api/convert_mixer.h"
 #include "base/boundary.h"
 #include "base/error.h"
 #include "base/names.h"
@@ -18,14 +19,6 @@
 
 namespace furious::ops {
 namespace {
-
-static_assert(static_cast<int>(Score::series) == static_cast<int>(furious::Score::series) &&
-              static_cast<int>(Score::exponential) == static_cast<int>(furious::Score::exponential));
-static_assert(static_cast<int>(Norm::sum) == static_cast<int>(furious::Norm::sum));
-static_assert(static_cast<int>(Form::reference) == static_cast<int>(furious::Form::reference) &&
-              static_cast<int>(Form::chunked) == static_cast<int>(furious::Form::chunked));
-static_assert(static_cast<int>(Precision::f32) == static_cast<int>(furious::MixerPrecision::f32) &&
-              static_cast<int>(Precision::tf32) == static_cast<int>(furious::MixerPrecision::tf32));
 
 MixerSpec external(const furious::MixerSpec& spec) {
   return {static_cast<Score>(spec.score),
@@ -102,7 +95,11 @@ furious::Tensor readable(const furious::Tensor& x) {
 }
 
 furious::Tensor contiguous(const furious::Tensor& x) {
-  return !x || x.is_contiguous() ? x : to_dtype(x, x.dtype());
+  return !x || dense(x) ? x : to_dtype(x, x.dtype());
+}
+
+furious::Device device_of(const Tensor& x) {
+  return x ? ops::internal(x.device()) : furious::Device();
 }
 
 // Consecutive sequences of one length, which are one call: tokens from `token` on, sequences from `sequence` on.
@@ -160,7 +157,7 @@ furious::MixerInputs inputs_of(const Piece& piece, const furious::MixerInputs& i
           tokens_of(piece, in.v),
           tokens_of(piece, in.log_decay),
           {},
-          states_of(piece, in.initial_state)};
+          contiguous(states_of(piece, in.initial_state))};
 }
 
 void check_cu_seqlens(std::string_view operation, std::span<const int64_t> starts, int64_t batch, int64_t length) {
@@ -195,35 +192,18 @@ furious::Tensor boundaries_of(std::span<const int64_t> starts) {
   return boundaries;
 }
 
-furious::MixerSpec internal(const MixerSpec& spec) {
-  return {static_cast<furious::Score>(spec.score),
-          spec.decay,
-          static_cast<furious::Norm>(spec.norm),
-          spec.scale,
-          spec.degree,
-          spec.signed_decay};
-}
-
-void check_values(std::string_view operation, const MixerSpec& spec, const MixerOptions& options) {
-  require(spec.score <= Score::series, "{}: argument \"score\" is {}, expected a Score", operation,
-          static_cast<int>(spec.score));
-  require(spec.norm <= Norm::sum, "{}: argument \"norm\" is {}, expected a Norm", operation,
-          static_cast<int>(spec.norm));
+furious::MixerOptions internal(std::string_view operation, const MixerOptions& options) {
   require(options.form <= Form::reference, "{}: argument \"form\" is {}, expected a Form", operation,
           static_cast<int>(options.form));
   require(options.precision <= Precision::f32, "{}: argument \"precision\" is {}, expected a Precision", operation,
           static_cast<int>(options.precision));
-}
-
-furious::MixerOptions internal(const MixerOptions& options) {
   return {static_cast<furious::Form>(options.form), options.chunk, options.final_state,
           static_cast<furious::MixerPrecision>(options.precision)};
 }
 
 // Checks all but the state and the options, which the engine checks.
 Call call_of(std::string_view operation, const MixerSpec& spec, const MixerInputs& in, const MixerOptions& options) {
-  check_values(operation, spec, options);
-  Call call{operation, internal(spec), {}, internal(options), {}, 0, {}};
+  Call call{operation, internal(operation, spec), {}, internal(operation, options), {}, 0, {}};
   call.inputs = {ops::internal(in.q), ops::internal(in.k), ops::internal(in.v), ops::internal(in.log_decay), {}, {}};
   call.shape = check_mixer(operation, call.spec, call.inputs, call.options.form);
   call.inputs.q = readable(call.inputs.q);
@@ -246,16 +226,26 @@ Call call_of(std::string_view operation, const MixerSpec& spec, const MixerInput
   return call;
 }
 
+// A part of a result: scratch where the part begins at an address that the kernels cannot write.
+Output part_of(const Call& call, const furious::Tensor& part, Output::Fits fits = dense) {
+  return part ? Output(call.operation, "into", part, part.shape(), part.dtype(), part.device(), fits) : Output();
+}
+
 furious::MixerResult forward(const Call& call, const furious::MixerResult& into) {
   if (call.pieces.empty()) return furious::mixer_forward(call.spec, call.inputs, call.options, into);
   furious::MixerResult result = into;
   for (const Piece& piece : call.pieces) {
+    const Output out = part_of(call, tokens_of(piece, into.out)),
+                 normalizer = part_of(call, rows_of(piece, into.normalizer, call.shape.heads)),
+                 maximum = part_of(call, rows_of(piece, into.maximum, call.shape.heads)),
+                 final_state = part_of(call, states_of(piece, into.final_state));
     furious::MixerResult part;
-    part.out = tokens_of(piece, into.out);
-    part.normalizer = rows_of(piece, into.normalizer, call.shape.heads);
-    part.maximum = rows_of(piece, into.maximum, call.shape.heads);
-    part.final_state = states_of(piece, into.final_state);
+    part.out = out.tensor();
+    part.normalizer = normalizer.tensor();
+    part.maximum = maximum.tensor();
+    part.final_state = final_state.tensor();
     part = furious::mixer_forward(call.spec, inputs_of(piece, call.inputs), call.options, part);
+    for (const Output* output : {&out, &normalizer, &maximum, &final_state}) output->finish();
     result.form = part.form;
     result.chunk = part.chunk;
     result.kernel = part.kernel;
@@ -272,14 +262,18 @@ void backward(const Call& call, const furious::MixerResult& result, const furiou
   for (const Piece& piece : call.pieces) {
     furious::MixerResult part = result;
     part.out = tokens_of(piece, result.out);
-    part.normalizer = rows_of(piece, result.normalizer, call.shape.heads);
-    part.maximum = rows_of(piece, result.maximum, call.shape.heads);
-    part.final_state = states_of(piece, result.final_state);
-    const furious::MixerGradients gradients{tokens_of(piece, into.q), tokens_of(piece, into.k),
-                                            tokens_of(piece, into.v), tokens_of(piece, into.log_decay),
-                                            states_of(piece, into.initial_state)};
+    part.normalizer = contiguous(rows_of(piece, result.normalizer, call.shape.heads));
+    part.maximum = contiguous(rows_of(piece, result.maximum, call.shape.heads));
+    part.final_state = contiguous(states_of(piece, result.final_state));
+    const Output q = part_of(call, tokens_of(piece, into.q), has_rows),
+                 k = part_of(call, tokens_of(piece, into.k), has_rows),
+                 v = part_of(call, tokens_of(piece, into.v), has_rows),
+                 log_decay = part_of(call, tokens_of(piece, into.log_decay), has_rows),
+                 initial_state = part_of(call, states_of(piece, into.initial_state));
     furious::mixer_backward(call.spec, inputs_of(piece, call.inputs), part, tokens_of(piece, out_gradient),
-                            states_of(piece, final_state_gradient), call.options, gradients);
+                            contiguous(states_of(piece, final_state_gradient)), call.options,
+                            {q.tensor(), k.tensor(), v.tensor(), log_decay.tensor(), initial_state.tensor()});
+    for (const Output* output : {&q, &k, &v, &log_decay, &initial_state}) output->finish();
   }
 }
 
@@ -324,27 +318,28 @@ Precision precision_from_name(std::string_view name) try {
 }
 
 std::string name_of(Form form) {
+  require(form <= Form::reference, "name_of: form {}, expected a Form", static_cast<int>(form));
   return std::string(furious::name_of(static_cast<furious::Form>(form)));
 }
 
 int64_t state_rows(const MixerSpec& spec, int64_t qk_dim) try {
-  check_values("state_rows", spec, {});
-  check_spec("state_rows", internal(spec));
+  const furious::MixerSpec own = internal("state_rows", spec);
+  check_spec("state_rows", own);
   require(qk_dim >= kSmallestDim && qk_dim <= kLargestDim, "state_rows: dimension {} per head, expected {} to {}",
           qk_dim, kSmallestDim, kLargestDim);
-  return furious::state_rows(internal(spec), qk_dim);
+  return furious::state_rows(own, qk_dim);
 } catch (...) {
   rethrow_as_error();
 }
 
 int64_t state_columns(const MixerSpec& spec, int64_t v_dim) {
-  return furious::state_columns(internal(spec), v_dim);
+  return furious::state_columns(internal("state_columns", spec), v_dim);
 }
 
 MixerResult mixer_forward(const MixerSpec& spec, const MixerInputs& inputs, const MixerOptions& options,
                           const MixerResult& into) try {
+  const KeepCurrentDevice keep(device_of(inputs.q));
   const Call call = call_of("mixer_forward", spec, inputs, options);
-  const KeepCurrentDevice keep(call.device());
   const bool sum = spec.norm == Norm::sum;
   const Output out = call.result("into.out", into.out, call.out_shape(), call.inputs.v.dtype());
   Output normalizer, maximum, final_state;
@@ -374,8 +369,8 @@ MixerResult mixer_forward(const MixerSpec& spec, const MixerInputs& inputs, cons
 MixerGradients mixer_backward(const MixerSpec& spec, const MixerInputs& inputs, const MixerResult& result,
                               const Tensor& out_gradient, const Tensor& final_state_gradient,
                               const MixerOptions& options, const MixerGradients& into) try {
+  const KeepCurrentDevice keep(device_of(inputs.q));
   const Call call = call_of("mixer_backward", spec, inputs, options);
-  const KeepCurrentDevice keep(call.device());
   furious::MixerResult forward_result;
   // Memory of the caller, which may have any strides.
   forward_result.out = ops::internal(result.out);
@@ -412,6 +407,7 @@ MixerGradients mixer_backward(const MixerSpec& spec, const MixerInputs& inputs, 
 Tensor mixer_step(const MixerSpec& spec, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& log_decay,
                   const Tensor& state, const Tensor& out) try {
   constexpr std::string_view kOperation = "mixer_step";
+  const KeepCurrentDevice keep(device_of(q));
   const ArgumentCheck check(kOperation);
   const auto token = [&](std::string_view argument, const Tensor& given, int rank) {
     const furious::Tensor x = ops::internal(given);
@@ -421,7 +417,6 @@ Tensor mixer_step(const MixerSpec& spec, const Tensor& q, const Tensor& k, const
   const MixerInputs inputs{token("q", q, 3), token("k", k, 3), token("v", v, 3),
                            log_decay ? token("log_decay", log_decay, 2) : Tensor()};
   Call call = call_of(kOperation, spec, inputs, {});
-  const KeepCurrentDevice keep(call.device());
   require(call.shape.state_rows > 0,
           "{}: there is no state of constant size for {} and dimension {}; keep the keys and values of all tokens and "
           "use mixer_forward",
@@ -457,10 +452,11 @@ MixerInputs zero_inputs(const MixerSpec& spec, const MixerSizes& sizes) {
   MixerInputs inputs{zeros({sizes.batch, sizes.length, sizes.qk_heads, sizes.qk_dim}, sizes.dtype),
                      zeros({sizes.batch, sizes.length, sizes.qk_heads, sizes.qk_dim}, sizes.dtype),
                      zeros({sizes.batch, sizes.length, sizes.heads, sizes.v_dim}, sizes.dtype)};
-  if (spec.decay) inputs.log_decay = zeros({sizes.batch, sizes.length, sizes.heads}, accumulator);
+  const int64_t heads = std::max(sizes.heads, sizes.qk_heads);
+  if (spec.decay) inputs.log_decay = zeros({sizes.batch, sizes.length, heads}, accumulator);
   if (sizes.initial_state)
     inputs.initial_state =
-        zeros({sequences, sizes.heads, state_rows(spec, sizes.qk_dim), state_columns(spec, sizes.v_dim)}, accumulator);
+        zeros({sequences, heads, state_rows(spec, sizes.qk_dim), state_columns(spec, sizes.v_dim)}, accumulator);
   inputs.cu_seqlens = sizes.cu_seqlens;
   return inputs;
 }
@@ -473,7 +469,8 @@ MixerInputs inputs_without_memory(const MixerSpec& spec, const MixerSizes& sizes
   MixerInputs inputs{tensor({sizes.batch, sizes.length, sizes.qk_heads, sizes.qk_dim}, sizes.dtype),
                      tensor({sizes.batch, sizes.length, sizes.qk_heads, sizes.qk_dim}, sizes.dtype),
                      tensor({sizes.batch, sizes.length, sizes.heads, sizes.v_dim}, sizes.dtype)};
-  if (spec.decay) inputs.log_decay = tensor({sizes.batch, sizes.length, sizes.heads}, DType::f32);
+  if (spec.decay)
+    inputs.log_decay = tensor({sizes.batch, sizes.length, std::max(sizes.heads, sizes.qk_heads)}, DType::f32);
   inputs.cu_seqlens = sizes.cu_seqlens;
   return inputs;
 }
@@ -482,8 +479,7 @@ MixerInputs inputs_without_memory(const MixerSpec& spec, const MixerSizes& sizes
 
 MixerCost mixer_cost(const MixerSpec& spec, const MixerSizes& sizes, const MixerOptions& options) try {
   constexpr std::string_view kOperation = "mixer_cost";
-  check_values(kOperation, spec, options);
-  check_spec(kOperation, internal(spec));
+  check_spec(kOperation, internal(kOperation, spec));
   require(options.chunk >= 0, "{}: argument \"chunk\" is {}, expected 0 or more", kOperation, options.chunk);
   // The CPU would look at the decays.
   MixerSpec counted = spec;
@@ -491,12 +487,16 @@ MixerCost mixer_cost(const MixerSpec& spec, const MixerSizes& sizes, const Mixer
   const bool states = sizes.initial_state || options.final_state;
   MixerOptions without_state = options;
   without_state.final_state = false;
-  const Call call = call_of(kOperation, counted, inputs_without_memory(counted, sizes), without_state);
+  const bool f16 = !sizes.device.is_cpu() && sizes.dtype == DType::f16;
+  MixerSizes computed = sizes;
+  if (f16) computed.dtype = ops::external(computed_dtype(internal(kOperation, options)));
+  const KeepCurrentDevice keep(internal(sizes.device));
+  Call call = call_of(kOperation, counted, inputs_without_memory(counted, computed), without_state);
+  if (f16) call.options = computed_options(call.options, call.shape);
   require(!states || call.shape.state_rows > 0, "{}: there is no state of constant size for {} and dimension {}",
           kOperation, to_string(call.spec), call.shape.qk_dim);
   const std::vector<Segment> segments =
       segments_of(kOperation, call.inputs.boundaries, call.shape.batch, call.shape.length);
-  const KeepCurrentDevice keep(call.device());
   MixerCost cost;
   const int64_t chunk = options.chunk > 0 ? options.chunk
                                           : default_chunk(call.spec, call.shape.qk_dim, call.shape.v_dim, call.device(),
@@ -506,10 +506,9 @@ MixerCost mixer_cost(const MixerSpec& spec, const MixerSizes& sizes, const Mixer
   if (!call.device().is_cpu()) {
     if (states)
       form = furious::Form::chunked;
-    else if (options.precision != Precision::automatic)
-      form = furious::Form::parallel;
     else if (form == furious::Form::automatic)
-      form = cuda::choose_form({call.spec, call.shape, call.inputs, segments, chunk, furious::MixerResult()});
+      form = cuda::choose_form(
+          {call.spec, call.shape, call.inputs, segments, chunk, furious::MixerResult(), call.options.precision});
   }
 #endif
   if (form == furious::Form::automatic) form = choose_form(call.spec, call.shape, call.inputs, segments, chunk);
@@ -526,7 +525,7 @@ MixerCost mixer_cost(const MixerSpec& spec, const MixerSizes& sizes, const Mixer
   };
   cost.state_bytes = bytes(call.state_shape(), call.accumulator());
   const int64_t numbers = spec.norm == Norm::none ? 0 : spec.score == Score::exponential ? 2 : 1;
-  cost.output_bytes = bytes(call.out_shape(), call.inputs.v.dtype()) +
+  cost.output_bytes = bytes(call.out_shape(), internal(sizes.dtype)) +
                       numbers * bytes(call.normalizer_shape(), call.accumulator()) +
                       (options.final_state ? cost.state_bytes : 0);
   return cost;

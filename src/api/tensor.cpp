@@ -22,6 +22,11 @@ furious::Shape shape_of(std::span<const int64_t> sizes) {
   return shape;
 }
 
+furious::DType checked(DType dtype) {
+  require(dtype <= DType::f64, "tensor: dtype {}, expected a DType", static_cast<int>(dtype));
+  return internal(dtype);
+}
+
 DType dtype_of(DLDataType type) {
   if (type.lanes == 1) {
     if (type.code == kDLFloat && type.bits == 32) return DType::f32;
@@ -76,7 +81,7 @@ furious::Tensor viewed(std::string_view operation, void* data, const furious::Sh
   require_usable(operation, device);
   require(data != nullptr || shape.elements() == 0, "{}: the address is null; give that of the first element",
           operation);
-  const size_t size = size_of(internal(dtype));
+  const size_t size = size_of(checked(dtype));
   require(reinterpret_cast<uintptr_t>(data) % size == 0,
           "{}: the address is not a multiple of {} bytes, the size of {}; give one that is aligned", operation, size,
           name_of(dtype));
@@ -102,6 +107,8 @@ int cuda_devices() {
 }
 
 void require_usable(std::string_view operation, Device device) {
+  require(device.kind <= DeviceKind::cuda, "{}: device kind {}, expected a DeviceKind", operation,
+          static_cast<int>(device.kind));
   if (device.is_cpu()) {
     require(device.index == 0, "{}: device index {} of the CPU, expected 0", operation, device.index);
     return;
@@ -114,7 +121,7 @@ void require_usable(std::string_view operation, Device device) {
 }
 
 std::string name_of(DType dtype) {
-  return std::string(furious::name_of(internal(dtype)));
+  return std::string(furious::name_of(checked(dtype)));
 }
 
 std::string name_of(Device device) {
@@ -147,7 +154,7 @@ const Tensor::Contents& Tensor::own() const {
 Tensor Tensor::empty(const std::vector<int64_t>& shape, DType dtype, Device device) try {
   require_usable("tensor.empty", device);
   const KeepCurrentDevice keep(internal(device));
-  return external(furious::Tensor::empty(shape_of(shape), internal(dtype), internal(device)));
+  return external(furious::Tensor::empty(shape_of(shape), checked(dtype), internal(device)));
 } catch (...) {
   rethrow_as_error();
 }
@@ -155,7 +162,7 @@ Tensor Tensor::empty(const std::vector<int64_t>& shape, DType dtype, Device devi
 Tensor Tensor::zeros(const std::vector<int64_t>& shape, DType dtype, Device device) try {
   require_usable("tensor.zeros", device);
   const KeepCurrentDevice keep(internal(device));
-  return external(furious::Tensor::zeros(shape_of(shape), internal(dtype), internal(device)));
+  return external(furious::Tensor::zeros(shape_of(shape), checked(dtype), internal(device)));
 } catch (...) {
   rethrow_as_error();
 }

@@ -106,9 +106,9 @@ void AutoBench::run() const {
     bench.dim = dim;
     const MixerSpec spec = mixer_spec(preset);
     for (const bool backward : {false, true}) {
-      const double parallel = bench.measure(spec, length, Form::parallel, backward, 1)["ms"];
-      const double chunked = bench.measure(spec, length, Form::chunked, backward, 1)["ms"];
-      const std::string chosen = bench.measure(spec, length, Form::automatic, false, 1)["ran"];
+      const double parallel = bench.measure(spec, length, Form::parallel, backward, {})["ms"];
+      const double chunked = bench.measure(spec, length, Form::chunked, backward, {})["ms"];
+      const std::string chosen = bench.measure(spec, length, Form::automatic, false, {})["ran"];
       const double loss = (chosen == "parallel" ? parallel : chunked) / std::min(parallel, chunked) - 1;
       worst = std::max(worst, loss);
       fmt::print("{:<9} {:>4} {:>7} {:<17} {:>12.2f} {:>12.2f}   {:<9} {:>5.1f}%\n", preset, dim, length,

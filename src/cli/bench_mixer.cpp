@@ -65,6 +65,11 @@ void add_mixer_switches(CLI::App& command, MixerBench& options) {
       ->check(CLI::Range(1, kLargestDegree));
 }
 
+std::string text_of(const Rates& rates, Device device) {
+  return fmt::format("{:.0f} GFLOP/s ({}){}", rates.flops / 1e9, matmul_library(device),
+                     rates.bytes > 0 ? fmt::format(" and {:.0f} GB/s", rates.bytes / 1e9) : "");
+}
+
 // Of the options that were not given.
 void set_sweep_defaults(MixerBench& options, const CLI::App& command) {
   const bool gpu = !options.where().is_cpu();
@@ -104,7 +109,7 @@ MixerSpec MixerBench::spec() const {
 }
 
 nlohmann::json MixerBench::measure(const MixerSpec& spec, int64_t length, Form form, bool with_backward,
-                                   double rate) const {
+                                   const Rates& rates) const {
 #ifdef FURIOUS_CUDA
   std::optional<cuda::KernelScope> forced;
   if (!kernel.empty()) forced.emplace(kernel);
@@ -141,7 +146,10 @@ nlohmann::json MixerBench::measure(const MixerSpec& spec, int64_t length, Form f
                                         : parallel_flops(shape, segments, pass);
   };
   const double flops = flops_of(Pass::forward) + (with_backward ? flops_of(Pass::backward) : 0);
-  const double floor_ms = flops / rate * 1e3;
+  // Forward q, k and v are read and the output is written; backward they and its gradient are read and theirs written.
+  const auto bytes = static_cast<double>(qkv.bytes()) * (with_backward ? 3 : 1) +
+                     static_cast<double>(gradient.bytes()) * (with_backward ? 2 : 1);
+  const double floor_ms = std::max(flops / rates.flops, rates.bytes > 0 ? bytes / rates.bytes : 0) * 1e3;
   return {{"preset", preset},
           {"spec", to_string(spec)},
           {"form", name_of(form)},
@@ -160,22 +168,22 @@ nlohmann::json MixerBench::measure(const MixerSpec& spec, int64_t length, Form f
           {"pass", with_backward ? "forward+backward" : "forward"},
           {"ms", seconds * 1e3},
           {"gflops", flops / seconds / 1e9},
-          {"matrix_gflops", rate / 1e9},
+          {"matrix_gflops", rates.flops / 1e9},
+          {"copy_gbytes", rates.bytes / 1e9},
           {"floor_ms", floor_ms},
           {"ratio", seconds * 1e3 / floor_ms}};
 }
 
-double MixerBench::rate() const {
-  // On a GPU products have the rate of their precision; mixers on the CPU compute in f32 whatever the dtype.
-  const MixerPrecision chosen = mixer_precision_from_name(precision);
-  const bool bf16 = chosen == MixerPrecision::bf16 || (chosen == MixerPrecision::automatic && dtype == "bf16");
-  const bool tf32 = chosen == MixerPrecision::tf32 || chosen == MixerPrecision::tf32x3;
-  const double flops = matmul_rate(where().is_cpu() ? MatmulPrecision::f32
-                                   : bf16           ? MatmulPrecision::bf16
-                                   : tf32           ? MatmulPrecision::tf32
-                                                    : MatmulPrecision::f32,
+Rates MixerBench::rates() const {
+  if (where().is_cpu()) return {matmul_rate(MatmulPrecision::f32, where())};  // whatever the dtype
+  MixerPrecision chosen = mixer_precision_from_name(precision);
+  if (chosen == MixerPrecision::automatic)
+    chosen = dtype == "bf16" ? MixerPrecision::bf16 : dtype == "f16" ? MixerPrecision::tf32 : MixerPrecision::tf32x3;
+  const double flops = matmul_rate(chosen == MixerPrecision::bf16  ? MatmulPrecision::bf16
+                                   : chosen == MixerPrecision::f32 ? MatmulPrecision::f32
+                                                                   : MatmulPrecision::tf32,
                                    where());
-  return chosen == MixerPrecision::tf32x3 ? flops / 3 : flops;
+  return {chosen == MixerPrecision::tf32x3 ? flops / 3 : flops, copy_rate(where())};
 }
 
 void MixerBench::run() const {
@@ -192,18 +200,17 @@ void MixerBench::run() const {
   }
   const ThreadLimit limit(threads);
   const Device where = this->where();
-  const double rate = this->rate();
-  fmt::print("mixer {} ({}), batch {}, {} heads of {}, {}, products in {}, {}; floor at {:.0f} GFLOP/s ({})\n\n",
-             preset, to_string(mixer), batch, heads, qk == v ? fmt::format("{}", v) : fmt::format("{} and {}", qk, v),
-             dtype, precision, where.is_cpu() ? fmt::format("{} threads", furious::threads()) : device, rate / 1e9,
-             matmul_library(where));
+  const Rates rates = this->rates();
+  fmt::print("mixer {} ({}), batch {}, {} heads of {}, {}, products in {}, {}; floor at {}\n\n", preset,
+             to_string(mixer), batch, heads, qk == v ? fmt::format("{}", v) : fmt::format("{} and {}", qk, v), dtype,
+             precision, where.is_cpu() ? fmt::format("{} threads", furious::threads()) : device, text_of(rates, where));
   fmt::print("{:>9}  {:<10} {:<12} {:<17} {:>10} {:>10} {:>10} {:>7} {:>12}\n", "length", "form", "kernel", "pass",
              "ms", "GFLOP/s", "floor ms", "ratio", "us/token");
   nlohmann::json rows = nlohmann::json::array();
   for (int64_t length : lengths) {
     for (Form form : wanted) {
       for (int with_backward = 0; with_backward <= (backward ? 1 : 0); ++with_backward) {
-        const nlohmann::json row = measure(mixer, length, form, with_backward == 1, rate);
+        const nlohmann::json row = measure(mixer, length, form, with_backward == 1, rates);
         const std::string ran = row["ran"];
         fmt::print("{:>9}  {:<10} {:<12} {:<17} {:>10.2f} {:>10.1f} {:>10.2f} {:>7.2f} {:>12.3f}\n", length,
                    form == Form::automatic ? "auto:" + ran.substr(0, 5) : ran, std::string(row["kernel"]),
@@ -223,11 +230,10 @@ void MixerBench::run_sweep() const {
           kernel);
   JsonFile file(json);
   const ThreadLimit limit(threads);
-  const double flops_rate = rate();
-  fmt::print(
-      "mixers, forward and backward, batch {}, {} heads, {}, products in {}, {}; floor at {:.0f} GFLOP/s ({})\n\n",
-      batch, heads, dtype, precision, where().is_cpu() ? fmt::format("{} threads", furious::threads()) : device,
-      flops_rate / 1e9, matmul_library(where()));
+  const Rates rates = this->rates();
+  fmt::print("mixers, forward and backward, batch {}, {} heads, {}, products in {}, {}; floor at {}\n\n", batch, heads,
+             dtype, precision, where().is_cpu() ? fmt::format("{} threads", furious::threads()) : device,
+             text_of(rates, where()));
   constexpr const char* kRow = "{:<9} {:>4} {:>4} {:>8} {:<9} {:<14} {:>10} {:>10} {:>7}\n";
   fmt::print(kRow, "mixer", "q/k", "v", "length", "form", "kernel", "ms", "floor ms", "ratio");
   nlohmann::json rows = nlohmann::json::array();
@@ -242,7 +248,7 @@ void MixerBench::run_sweep() const {
         if (form == "chunked" && state_rows(mixer, each.qk_dim) == 0) continue;  // that score has no such form
         nlohmann::json result;
         try {
-          result = row.measure(mixer, length, form_from_name(form), true, flops_rate);
+          result = row.measure(mixer, length, form_from_name(form), true, rates);
         } catch (const Error& error) {
           const bool memory = dynamic_cast<const OutOfMemory*>(&error) != nullptr;
           result = {{"preset", row.preset}, {"form", form},       {"length", length},     {"qk_dim", each.qk_dim},

@@ -1,4 +1,4 @@
-// `furious bench mixer`: speed of one mixer, beside the floor that the measured matrix rate of this machine sets.
+// `furious bench mixer`: speed of one mixer, beside the floor that the measured rates of this machine set.
 #pragma once
 
 #include <fmt/format.h>
@@ -13,6 +13,12 @@
 #include "ops/mixer/mixer.h"
 
 namespace furious::cli {
+
+// What a machine can do at best: of a large product in the precision of the mixer's products, and of a large copy.
+struct Rates {
+  double flops = 1;  // per second
+  double bytes = 0;  // per second; 0: does not bound the mixer, as on a CPU
+};
 
 struct MixerBench {
   std::string preset = "2mamba";
@@ -35,8 +41,9 @@ struct MixerBench {
   void run() const;
   void run_sweep() const;  // dimensions, scores and forms in one table
   Device where() const { return usable_device(device); }
-  double rate() const;  // flop/s of a large product in the precision of the mixer's products
-  nlohmann::json measure(const MixerSpec& spec, int64_t length, Form form, bool with_backward, double rate) const;
+  Rates rates() const;
+  nlohmann::json measure(const MixerSpec& spec, int64_t length, Form form, bool with_backward,
+                         const Rates& rates) const;
 };
 
 Tensor random_tensor(const Shape& shape, float stddev, DType dtype, uint64_t stream, Device device = {});

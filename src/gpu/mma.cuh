@@ -1,8 +1,8 @@
 // Tensor cores and the memory around them, by the names that the kernels use. bf16 or tf32 operands, f32 sums.
 //
 // A warp multiplies 16 × 16 by 16 × 8. Lane l holds of the result rows l/4 and l/4 + 8, columns 2(l%4) and the next.
-// Tiles in shared memory are rows of kDim bf16, in vectors of 16 bytes; vector p of row r lies at place p ^ (r % 8), so
-// that the eight rows of an ldmatrix fall into different banks.
+// Tiles in shared memory are rows of bf16, in vectors of 16 bytes, swizzled so that the eight rows of an ldmatrix fall
+// into different banks.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -53,7 +53,7 @@ __device__ inline void load_matrices_transposed(uint32_t (&r)[4], const void* ro
                : "r"(shared_address(row)));
 }
 
-// 16 bytes, or zeros where there is nothing to load.
+// 16 bytes, or zeros where there is nothing to load; `from` is then not read.
 __device__ inline void copy_async(void* to, const void* from, bool valid) {
   const int bytes = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared_address(to)), "l"(from), "r"(bytes));
@@ -69,6 +69,18 @@ __device__ inline void commit_copies() {
 template <int kPending>
 __device__ inline void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending));
+}
+
+// A read that the compiler leaves where it is, ahead of its use.
+__device__ inline double load_early(const double* from) {
+  double x;
+  asm volatile("ld.global.f64 %0, [%1];\n" : "=d"(x) : "l"(from));
+  return x;
+}
+__device__ inline float load_early(const float* from) {
+  float x;
+  asm volatile("ld.global.f32 %0, [%1];\n" : "=f"(x) : "l"(from));
+  return x;
 }
 
 __device__ inline uint32_t pack(float low, float high) {
@@ -121,41 +133,124 @@ __device__ inline float fast_exp2(float x) {
   return y;
 }
 
-// Rows of kDim bf16 in shared memory.
-template <int kDim>
-struct Tile {
-  static constexpr int kVectors = kDim / 8;
+// Rows of `stride` bf16 in shared memory, a multiple of 32. Vector p of row r lies at place p ^ (r % 8); where the
+// stride is no multiple of 64, so that two rows share the banks of 128 bytes, at p ^ (r/2 % 4).
+struct StridedTile {
   __nv_bfloat16* data;
+  int stride;
 
-  __device__ __nv_bfloat16* at(int row, int vector) const {
-    return data + row * kDim + ((vector & ~7) | ((vector ^ row) & 7)) * 8;
+  // `row` counts from row8, a multiple of 8.
+  __device__ __nv_bfloat16* at(int row8, int row, int vector) const {
+    const int swizzle = stride % 64 == 0 ? row & 7 : row >> 1 & 3;
+    return data + (row8 + row) * stride + (vector ^ swizzle) * 8;
   }
 
-  // `count` rows from `from`, `stride` elements apart; those at and after `valid` become zeros. By all threads.
-  template <int kThreads>
-  __device__ void load(const __nv_bfloat16* from, int64_t stride, int count, int64_t valid) const {
-    for (int i = static_cast<int>(threadIdx.x); i < count * kVectors; i += kThreads) {
-      const int row = i / kVectors, vector = i % kVectors;
-      const bool inside = row < valid;
-      copy_async(at(row, vector), inside ? from + row * stride + vector * 8 : from, inside);
-    }
+  // Neighbouring threads that copy one row: `stride` has a multiple of as many vectors.
+  static constexpr __host__ __device__ int lanes_of(int stride) { return stride % 64 == 0 ? 8 : 4; }
+
+  // Copies kCount rows, `step` elements apart; those at and after `rows`, and columns at and after `columns`, become
+  // zeros. By all threads; `from` is where a thread begins: in row thread/kLanes, column 8·(thread%kLanes).
+  template <int kThreads, int kCount, int kLanes>
+  __device__ void load(const __nv_bfloat16* from, int64_t step, int rows, int columns) const {
+    constexpr int kAtOnce = kThreads / kLanes;
+    static_assert(kAtOnce % 8 == 0);
+    const int row = static_cast<int>(threadIdx.x) / kLanes, lane = static_cast<int>(threadIdx.x) % kLanes;
+#pragma unroll 1
+    for (int vector = lane; vector < stride / 8; vector += kLanes, from += kLanes * 8)
+#pragma unroll
+      for (int i = 0; i < kCount; i += kAtOnce) {
+        if (kCount % kAtOnce != 0 && i + row >= kCount) break;
+        copy_async(at((row & ~7) + i, row & 7, vector), from + i * step, i + row < rows && vector * 8 < columns);
+      }
   }
 
-  // Fragments for mma: A of rows [row, row+16) and dimensions [16·step, +16).
+  // Fragments for mma: A of rows [row, row+16), `row` a multiple of 8, and dimensions [16·step, +16).
   __device__ void a_fragment(uint32_t (&r)[4], int row, int step) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    load_matrices(r, at(row + lane % 16, 2 * step + lane / 16));
+    load_matrices(r, at(row + lane / 8 % 2 * 8, lane % 8, 2 * step + lane / 16));
   }
   // B of a product with the tile transposed: columns are rows [row, row+16), two groups of 8 (r0, r1 and r2, r3).
   __device__ void b_fragment(uint32_t (&r)[4], int row, int step) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    load_matrices(r, at(row + lane / 16 * 8 + lane % 8, 2 * step + lane / 8 % 2));
+    load_matrices(r, at(row + lane / 16 * 8, lane % 8, 2 * step + lane / 8 % 2));
   }
   // B of a product with the tile as it is: rows [row, row+16) are summed over, columns are dimensions [16·step, +16).
   __device__ void b_fragment_transposed(uint32_t (&r)[4], int row, int step) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    load_matrices_transposed(r, at(row + lane % 16, 2 * step + lane / 16));
+    load_matrices_transposed(r, at(row + lane / 8 % 2 * 8, lane % 8, 2 * step + lane / 16));
   }
 };
+
+// The same with a stride that the compiler knows, a multiple of 64.
+template <int kDim>
+struct Tile {
+  static_assert(kDim % 64 == 0);
+  static constexpr int kVectors = kDim / 8;
+  __nv_bfloat16* data;
+
+  __device__ __nv_bfloat16* at(int row, int vector) const {
+    return StridedTile{data, kDim}.at(row & ~7, row & 7, vector);
+  }
+  __device__ void a_fragment(uint32_t (&r)[4], int row, int step) const {
+    StridedTile{data, kDim}.a_fragment(r, row, step);
+  }
+  __device__ void b_fragment(uint32_t (&r)[4], int row, int step) const {
+    StridedTile{data, kDim}.b_fragment(r, row, step);
+  }
+  __device__ void b_fragment_transposed(uint32_t (&r)[4], int row, int step) const {
+    StridedTile{data, kDim}.b_fragment_transposed(r, row, step);
+  }
+};
+
+// s[m][n] += products of rows [row_a, +16·kM) of tile a and rows [row_b, +8·kN) of tile b, over 16·`steps` columns.
+template <int kM, int kN, class A, class B>
+__device__ void add_products(float (&s)[kM][kN][4], const A& a, int row_a, const B& b, int row_b, int steps) {
+  __builtin_assume(steps > 0);
+#pragma unroll 2
+  for (int step = 0; step < steps; ++step) {
+    uint32_t x[kM][4];
+#pragma unroll
+    for (int m = 0; m < kM; ++m) a.a_fragment(x[m], row_a + m * 16, step);
+#pragma unroll
+    for (int n = 0; n < kN; n += 2) {
+      uint32_t y[4];
+      b.b_fragment(y, row_b + n * 8, step);
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        mma(s[m][n], x[m], y[0], y[1]);
+        mma(s[m][n + 1], x[m], y[2], y[3]);
+      }
+    }
+  }
+}
+
+// Two neighbouring blocks of a result as the operand A of the next product.
+__device__ inline void pack_fragment(uint32_t (&r)[4], const float (&left)[4], const float (&right)[4]) {
+  r[0] = pack(left[0], left[1]);
+  r[1] = pack(left[2], left[3]);
+  r[2] = pack(right[0], right[1]);
+  r[3] = pack(right[2], right[3]);
+}
+
+// acc += products of the weights p, rounded, with rows [row, +8·kN) of the tile, in columns [16·kFirst, 16·kEnd).
+template <int kFirst, int kEnd, int kM, int kN, int kBlocks, class T>
+__device__ void add_weighted_rows(float (&acc)[kM][kBlocks][4], const float (&p)[kM][kN][4], const T& tile, int row) {
+#pragma unroll
+  for (int n = 0; n < kN; n += 2) {
+    uint32_t x[kM][4];
+#pragma unroll
+    for (int m = 0; m < kM; ++m) pack_fragment(x[m], p[m][n], p[m][n + 1]);
+#pragma unroll
+    for (int d = kFirst; d < kEnd; ++d) {
+      uint32_t y[4];
+      tile.b_fragment_transposed(y, row + n * 8, d);
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        mma(acc[m][2 * d], x[m], y[0], y[1]);
+        mma(acc[m][2 * d + 1], x[m], y[2], y[3]);
+      }
+    }
+  }
+}
 
 }  // namespace furious::cuda

@@ -17,12 +17,12 @@ using namespace furious::testing;
 
 class CInterface : public ::testing::Test {
  protected:
-  CInterface() {
+  explicit CInterface(double weight = 0.3) {
     Random random(1);
     ModelConfig config = little(preset("2mamba"));
     config.vocabulary = 300;
     const auto fill = [&](const std::string&, const Tensor& out) {
-      copy_between(out, random.normal_tensor(out.shape(), 0.3));
+      copy_between(out, random.normal_tensor(out.shape(), weight));
     };
     save_model(folder_.path(), LanguageModel(config, fill));
     furious_load_options options;
@@ -233,6 +233,27 @@ TEST_F(CInterface, RefusedCallsLeaveASessionUsable) {
   EXPECT_EQ(furious_session_logits(own, &one, 1, &count), FURIOUS_BUFFER_TOO_SMALL);
   EXPECT_EQ(count, 300u);
   EXPECT_EQ(furious_session_sample(own, nullptr, &id), FURIOUS_OK);
+  furious_session_free(own);
+}
+
+class CInterfaceOfABrokenModel : public CInterface {
+ protected:
+  CInterfaceOfABrokenModel() : CInterface(1e37) {}  // nothing stays finite
+};
+
+TEST_F(CInterfaceOfABrokenModel, ASessionThatFailedWhileItReadSaysSo) {
+  furious_session* own = nullptr;
+  ASSERT_EQ(furious_session_new(model_, &own), FURIOUS_OK);
+  const std::vector<int32_t> read = ids("text");
+  EXPECT_EQ(furious_session_prefill(own, read.data(), read.size()), FURIOUS_ERROR);
+  EXPECT_NE(std::string(furious_last_error()).find("finite"), std::string::npos) << furious_last_error();
+  int64_t tokens = 0;
+  furious_session* forked = nullptr;
+  for (const furious_status status :
+       {furious_session_tokens(own, &tokens), furious_session_step(own, 1), furious_session_fork(own, &forked)}) {
+    EXPECT_EQ(status, FURIOUS_ERROR);
+    EXPECT_NE(std::string(furious_last_error()).find("an earlier call failed"), std::string::npos);
+  }
   furious_session_free(own);
 }
 

@@ -198,6 +198,90 @@ TEST(PublicMixer, StepByStepIsTheForwardPass) {
   }
 }
 
+TEST(PublicMixer, CacheContinuesLikeTheForwardPass) {
+  Random random(6);
+  bool folded = false, grew = false;
+  for (const MixerSpec& spec : every_spec()) {
+    if (spec.degree > 2) continue;  // larger states fold later
+    const MixerCase c = random_case(
+        random, spec,
+        {.shortest = 170, .longest = 190, .dim = 8, .states = false, .final_gradient = false, .boundaries = false});
+    SCOPED_TRACE(describe(c));
+    const int64_t batch = c.inputs.q.size(0), length = c.inputs.q.size(1), read = random.integer(1, 120);
+    MixerInputs inputs = c.inputs;  // queries and keys of the cache have the same heads
+    if (c.heads % inputs.k.size(2) != 0 || inputs.v.size(2) % inputs.k.size(2) != 0) inputs.k = inputs.k.slice(2, 0, 1);
+    inputs.q = inputs.k;
+    const int64_t heads = std::max(inputs.v.size(2), inputs.k.size(2));
+    if (inputs.log_decay) inputs.log_decay = inputs.log_decay.slice(2, 0, heads);
+    ops::MixerCache cache(
+        public_spec(spec),
+        {.batch = batch, .heads = inputs.v.size(2), .qk_heads = inputs.k.size(2), .qk_dim = 8, .v_dim = 8});
+    const ops::MixerResult whole = ops::mixer_forward(public_spec(spec), public_inputs(inputs));
+    const Tensor out = Tensor::empty({batch, length, heads, 8}, DType::f32);
+    const auto first = [&](const Tensor& x) { return x ? x.slice(1, 0, read) : x; };
+    cache.prefill(public_inputs({first(inputs.q), first(inputs.k), first(inputs.v), first(inputs.log_decay), {}, {}}),
+                  external(first(out)));
+    int64_t bytes = cache.bytes();
+    for (int64_t t = read; t < length; ++t) {
+      const auto token = [&](const Tensor& x) { return external(x ? x.select(1, t) : x); };
+      const bool given = random.coin();
+      const ops::Tensor step = cache.step(token(inputs.q), token(inputs.k), token(inputs.v), token(inputs.log_decay),
+                                          given ? token(out) : ops::Tensor());
+      if (!given) copy(out.select(1, t), internal(step));
+      grew = grew || cache.bytes() > bytes;
+      folded = folded || cache.bytes() < bytes;
+      bytes = cache.bytes();
+    }
+    EXPECT_EQ(cache.tokens(), length);
+    EXPECT_LE(relative_error(out, internal(whole.out), 0.1), 1e-4);
+    if (!has_state(spec, 8)) {
+      expect_error([&] { (void)cache.state(); }, {"mixer_cache", "no state"});
+    } else {
+      const ops::MixerResult end = ops::mixer_forward(public_spec(spec), public_inputs(inputs), {.final_state = true});
+      EXPECT_LE(relative_error(internal(cache.state()), internal(end.final_state), 0.1), 1e-4);
+    }
+    cache.clear();
+    EXPECT_EQ(cache.tokens(), 0);
+  }
+  EXPECT_TRUE(grew);    // as a KV cache does
+  EXPECT_TRUE(folded);  // into a state
+}
+
+TEST(PublicMixer, BadCaches) {
+  const ops::MixerSizes sizes{.batch = 2, .heads = 2, .qk_dim = 8, .v_dim = 8};
+  const auto zeros = [](const std::vector<int64_t>& shape) { return ops::Tensor::zeros(shape, ops::DType::f32); };
+  const ops::Tensor q = zeros({2, 1, 8}), v = zeros({2, 2, 8}), a = zeros({2, 2});
+  ops::MixerCache cache({}, sizes);
+  expect_error([&] { cache.step({}, q, v, a); }, {"mixer_cache", "\"q\"", "missing"});
+  expect_error([&] { cache.step(q, q, {}, a); }, {"mixer_cache", "\"v\"", "missing"});
+  expect_error([&] { cache.step(q, q, v); }, {"mixer_cache", "log_decay"});
+  expect_error([&] { cache.step(q, v, v, a); }, {"mixer_cache", "\"k\"", "[2, 2, 8]"});
+  expect_error([&] { cache.step(q, q, v, a, zeros({2, 2, 9})); }, {"mixer_cache", "\"out\"", "[2, 2, 9]"});
+  expect_error([&] { cache.prefill({}); }, {"mixer_cache", "\"q\"", "missing"});
+  expect_error(
+      [&] {
+        cache.prefill({zeros({1, 3, 1, 8}), zeros({1, 3, 1, 8}), zeros({1, 3, 2, 8}), zeros({1, 3, 2})});
+      },
+      {"mixer_cache", "[1, 3, 1, 8]", "[2, 3, 1, 8]"});
+  const ops::Tensor decay = zeros({2, 3, 2});
+  decay.data<float>()[11] = 1;  // of the second sequence
+  expect_error(
+      [&] {
+        cache.prefill({zeros({2, 3, 1, 8}), zeros({2, 3, 1, 8}), zeros({2, 3, 2, 8}), decay});
+      },
+      {"mixer_cache", "log_decay"});
+  EXPECT_EQ(cache.tokens(), 0);
+  cache.step(q, q, v, a);
+  EXPECT_EQ(cache.tokens(), 1);
+  const ops::MixerCache moved = std::move(cache);
+  EXPECT_EQ(moved.tokens(), 1);
+  expect_error([&] { (void)cache.tokens(); }, {"mixer_cache", "moved"});  // NOLINT(bugprone-use-after-move)
+  expect_error([&] { cache.step(q, q, v, a); }, {"mixer_cache", "moved"});
+  expect_error([&] { const ops::MixerCache bad({}, {.batch = 0, .qk_dim = 8, .v_dim = 8}); }, {"batch of 0"});
+  expect_error([&] { const ops::MixerCache bad({}, {.qk_dim = 7, .v_dim = 8}); }, {"mixer_cache", "7"});
+  expect_error([&] { const ops::MixerCache bad({.degree = 5}, sizes); }, {"degree"});
+}
+
 struct Small {
   ops::MixerInputs inputs;
   ops::MixerResult result;

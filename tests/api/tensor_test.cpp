@@ -105,6 +105,13 @@ TEST(PublicTensor, BadArguments) {
   expect_error([&] { (void)tensor.size(2); }, {"dimension 2", "rank 2"});
   expect_error([&] { tensor.copy_from(ops::Tensor::zeros({3, 2}, ops::DType::f32)); }, {"[3, 2]", "[2, 3]"});
   expect_error([&] { tensor.copy_from(ops::Tensor::zeros({2, 3}, ops::DType::i32)); }, {"i32", "f32"});
+  expect_error([] { (void)ops::Tensor::zeros({2}, static_cast<ops::DType>(9)); }, {"dtype 9"});
+  expect_error([&] { (void)ops::Tensor::view(numbers.data(), {2}, static_cast<ops::DType>(9)); }, {"dtype 9"});
+  expect_error(
+      [] {
+        (void)ops::Tensor::zeros({2}, ops::DType::f32, {static_cast<ops::DeviceKind>(9), 0});
+      },
+      {"kind 9"});
   expect_error([] { (void)ops::dtype_from_name("float"); }, {"float"});
   expect_error([] { (void)ops::device_from_name("gpu"); }, {"gpu"});
   const ops::StreamScope scope({}, nullptr);  // no effect on the CPU

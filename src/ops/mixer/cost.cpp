@@ -67,10 +67,14 @@ double chunked_flops(const MixerShape& shape, const std::vector<Segment>& segmen
 
 int64_t default_chunk(const MixerSpec& spec, int64_t qk_dim, int64_t v_dim, Device device, DType dtype) {
   if (!device.is_cpu()) {
-    // What the kernels for heads of 64 like; the others make φ in memory.
-    const bool states = dtype == DType::bf16 && qk_dim == 64 && v_dim == 64;
-    if (states && spec.score == Score::squared) return 768;
-    return states && spec.norm == Norm::none ? 256 : 128;
+    // Tensor cores work on these states (gpu/chunk_states.h); the larger they are, the fewer go through memory. Others
+    // have φ in memory.
+    const auto fits = [](int64_t dim) { return dim % 8 == 0 && dim <= 128; };
+    const bool squared = spec.score == Score::squared;
+    if (dtype != DType::bf16 || !fits(qk_dim) || !fits(v_dim) || (!squared && spec.score != Score::linear)) return 128;
+    if (!squared || qk_dim <= 16) return 256;
+    if (qk_dim == 64 && v_dim == 64) return 768;
+    return qk_dim <= 48 ? 512 : 1024;
   }
   if (spec.score == Score::linear) return 192;
   // The state is read and written once per chunk; a state too large for the cache wants fewer, longer chunks.

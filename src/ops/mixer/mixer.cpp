@@ -6,6 +6,7 @@
 #include "base/error.h"
 #include "base/names.h"
 #include "base/parallel.h"
+#include "ops/elementwise.h"
 #include "ops/mixer/cost.h"
 #include "ops/mixer/features.h"
 #include "ops/mixer/mixer_kernels.h"
@@ -74,15 +75,14 @@ void check_precision(std::string_view operation, MixerPrecision precision, Devic
           operation, name_of(precision));
 }
 
-std::vector<DType> input_dtypes(Form form, Device device) {
-  if (!device.is_cpu()) return {DType::f32, DType::bf16};
+std::vector<DType> input_dtypes(Form form) {
   if (form == Form::reference) return {DType::f64, DType::f32, DType::bf16, DType::f16};
   return {DType::f32, DType::bf16, DType::f16};
 }
 
 void check_qkv(const ArgumentCheck& check, const MixerInputs& in, Form form) {
   check.rank("q", in.q, 4);
-  check.dtype("q", in.q, input_dtypes(form, in.q.device()));
+  check.dtype("q", in.q, input_dtypes(form));
   require(in.first_query >= 0, "{}: argument \"first_query\" is {}, expected 0 or more", check.operation(),
           in.first_query);
   const auto like_q = [&](std::string_view argument, const Tensor& x, int64_t dim, int64_t length) {
@@ -122,7 +122,27 @@ DType accumulator_of(const Tensor& x) {
   return x.dtype() == DType::f64 ? DType::f64 : DType::f32;
 }
 
+bool is_f16_on_gpu(const MixerInputs& in) {
+  return !in.q.device().is_cpu() && in.q.dtype() == DType::f16;
+}
+MixerInputs in_dtype(MixerInputs in, DType dtype) {
+  for (Tensor* x : {&in.q, &in.k, &in.v}) *x = to_dtype(*x, dtype);
+  return in;
+}
+
 }  // namespace
+
+DType computed_dtype(const MixerOptions& options) {
+  return options.precision == MixerPrecision::bf16 ? DType::bf16 : DType::f32;
+}
+MixerOptions computed_options(MixerOptions options, const MixerShape& shape) {
+  const auto has_tiles = [](int64_t dim) { return dim % 8 == 0 && dim <= 128; };
+  if (options.precision == MixerPrecision::bf16)
+    options.precision = MixerPrecision::automatic;
+  else if (options.precision == MixerPrecision::automatic && has_tiles(shape.qk_dim) && has_tiles(shape.v_dim))
+    options.precision = MixerPrecision::tf32;
+  return options;
+}
 
 MixerSpec mixer_spec(std::string_view name) {
   for (const NamedSpec& known : kNamed)
@@ -261,6 +281,18 @@ MixerResult mixer_forward(const MixerSpec& spec, const MixerInputs& inputs, cons
       options.chunk > 0 ? options.chunk : default_chunk(spec, shape.qk_dim, shape.v_dim, device, inputs.q.dtype());
   check_form(kOperation, options.form, device);
   check_precision(kOperation, options.precision, device);
+  if (is_f16_on_gpu(inputs)) {
+    const DType dtype = computed_dtype(options);
+    if (into.out)
+      ArgumentCheck(kOperation)
+          .dense("into.out", into.out, DType::f16, {shape.batch, shape.queries(), shape.heads, shape.v_dim}, device);
+    MixerResult computed_into = into;
+    computed_into.out = {};
+    MixerResult result = mixer_forward(spec, in_dtype(inputs, dtype), computed_options(options, shape), computed_into);
+    if (into.out) copy(into.out, result.out);
+    result.out = into.out ? into.out : to_dtype(result.out, DType::f16);
+    return result;
+  }
   MixerResult result;
   const DType accumulator = accumulator_of(inputs.q);
   const auto output = [&](std::string_view argument, const Tensor& given, DType dtype, const Shape& wanted) {
@@ -282,10 +314,8 @@ MixerResult mixer_forward(const MixerSpec& spec, const MixerInputs& inputs, cons
   if (!device.is_cpu()) {
     if (inputs.initial_state || options.final_state)
       result.form = Form::chunked;
-    else if (options.precision != MixerPrecision::automatic)
-      result.form = Form::parallel;
     else if (result.form == Form::automatic)
-      result.form = cuda::choose_form({spec, shape, inputs, segments, chunk, result});
+      result.form = cuda::choose_form({spec, shape, inputs, segments, chunk, result, options.precision});
     result.chunk = result.form == Form::parallel ? shape.length : chunk;
     std::string_view kernel;
     result.states =
@@ -356,14 +386,24 @@ MixerGradients mixer_backward(const MixerSpec& spec, const MixerInputs& inputs, 
     check.contiguous("into.initial_state", gradients.initial_state);
   }
 
+  if (is_f16_on_gpu(inputs)) {
+    const DType dtype = computed_dtype(options);
+    MixerResult computed = result;
+    computed.out = to_dtype(result.out, dtype);
+    const MixerGradients wide =
+        mixer_backward(spec, in_dtype(inputs, dtype), computed, to_dtype(out_gradient, dtype), final_state_gradient,
+                       computed_options(options, shape), {{}, {}, {}, gradients.log_decay, gradients.initial_state});
+    copy(gradients.q, wide.q);
+    copy(gradients.k, wide.k);
+    copy(gradients.v, wide.v);
+    return gradients;
+  }
   const int64_t chunk =
       options.chunk > 0 ? options.chunk : default_chunk(spec, shape.qk_dim, shape.v_dim, device, inputs.q.dtype());
 #ifdef FURIOUS_CUDA
   if (!device.is_cpu()) {
-    const bool states = inputs.initial_state || final_state_gradient;
-    const bool forced = options.precision != MixerPrecision::automatic && !states;
-    const bool parallel = form == Form::parallel && !states;
-    const int64_t used = forced ? shape.length : result.states ? result.chunk : parallel ? shape.length : chunk;
+    const bool parallel = form == Form::parallel && !inputs.initial_state && !final_state_gradient;
+    const int64_t used = result.states ? result.chunk : parallel ? shape.length : chunk;
     cuda::mixer_backward({spec, shape, inputs, segments, used, result, options.precision}, out_gradient,
                          final_state_gradient, gradients);
     return gradients;

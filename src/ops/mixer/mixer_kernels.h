@@ -17,6 +17,11 @@ struct MixerCall {
   std::string_view* kernel = nullptr;                    // receives the name of the GPU kernels that ran forward
 };
 
+// A GPU computes f16 as f32 with products in TF32, which has as many bits of a mantissa and does not overflow; as bf16
+// with precision bf16. These are the dtype and the options that it then computes with.
+DType computed_dtype(const MixerOptions& options);
+MixerOptions computed_options(MixerOptions options, const MixerShape& shape);
+
 }  // namespace furious
 
 namespace furious::cpu {

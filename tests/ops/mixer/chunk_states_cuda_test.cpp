@@ -218,7 +218,7 @@ TEST(ChunkStatesCuda, SameBitsEveryTime) {
   }
 }
 
-// Unless they are forced, and then only in some dimensions.
+// Other dimensions have φ in memory, and what is forced to.
 TEST(ChunkStatesCuda, WhatIsNotSupportedRunsThroughMemory) {
   SKIP_WITHOUT_GPU();
   Random random(7);
@@ -226,16 +226,15 @@ TEST(ChunkStatesCuda, WhatIsNotSupportedRunsThroughMemory) {
     const MixerCase c = make_case(random, spec, {.qk_dim = qk_dim, .v_dim = v_dim, .length = 60, .chunk = 32});
     return run_on_gpu(c, 32).result.kernel;
   };
-  EXPECT_EQ(kernel_of(mixer_spec("2mamba"), 32, 32), "tiles");
-  EXPECT_EQ(kernel_of(mixer_spec("2mamba-3"), 16, 32), "tiles");
-  EXPECT_EQ(kernel_of(mixer_spec("2mamba"), 20, 32), "simple");
-  EXPECT_EQ(kernel_of(mixer_spec("mamba2"), 136, 32), "simple");
+  EXPECT_EQ(kernel_of(mixer_spec("2mamba"), 32, 32), "chunk states");
+  EXPECT_EQ(kernel_of(mixer_spec("2mamba-3"), 16, 32), "tensor cores");
+  EXPECT_EQ(kernel_of(mixer_spec("2mamba"), 20, 32), "tensor cores");
+  EXPECT_EQ(kernel_of(mixer_spec("mamba2"), 136, 32), "tensor cores");
   {
     const cuda::KernelScope scope("tiles");
     EXPECT_EQ(kernel_of(mixer_spec("2mamba"), 32, 32), "tiles");
   }
   const cuda::KernelScope scope("chunk states");
-  EXPECT_EQ(kernel_of(mixer_spec("2mamba"), 32, 32), "chunk states");
   expect_error([&] { kernel_of(mixer_spec("2mamba"), 20, 32); }, {"mixer_forward", "chunk states"});
 }
 

@@ -8,7 +8,6 @@ namespace furious::cuda {
 
 inline constexpr int64_t kLargestStateDim = 128;
 
-// Only where these kernels are forced (KernelScope).
 bool chunk_states_support(const MixerCall& call);
 
 // What the states before the chunks give to their tokens.

@@ -586,8 +586,7 @@ bool chunk_states_support(const MixerCall& call) {
   const MixerShape& shape = call.shape;
   const std::string_view forced = forced_kernel();
   const auto fits = [](int64_t dim) { return dim % 8 == 0 && dim <= kLargestStateDim; };
-  // Only where forced: these kernels have not been compared with others in every dimension yet.
-  return forced == "chunk states" && call.inputs.q.dtype() == DType::bf16 &&
+  return forced != "tiles" && forced != "simple" && call.inputs.q.dtype() == DType::bf16 &&
          product_precision(call) == MixerPrecision::bf16 &&
          (call.spec.score == Score::squared || call.spec.score == Score::linear) && !call.spec.signed_decay &&
          fits(shape.qk_dim) && fits(shape.v_dim) && rows_are_wide(call.inputs.q) && rows_are_wide(call.inputs.k) &&

@@ -238,8 +238,11 @@ class ChunkWalk {
   Factored keys() const { return {call_.inputs.k, tables_.out, {}, 1.0f}; }
 
   void multiply(const Tensor& out, const Tensor& a, const Tensor& b, MatmulOptions options = {}) const {
-    // tf32 has more bits than inputs of bf16.
-    options.precision = call_.inputs.q.dtype() == DType::bf16 ? MatmulPrecision::tf32 : MatmulPrecision::f32;
+    const MixerPrecision precision = product_precision(call_);
+    // TF32 has more bits than inputs of bf16. Three products in TF32 are slower than one in f32 here: they would read φ
+    // three times.
+    const bool exact = precision == MixerPrecision::f32 || precision == MixerPrecision::tf32x3;
+    options.precision = exact && call_.inputs.q.dtype() != DType::bf16 ? MatmulPrecision::f32 : MatmulPrecision::tf32;
     furious::matmul(out, a, b, options);
   }
 

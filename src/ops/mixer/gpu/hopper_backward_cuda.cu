@@ -13,9 +13,9 @@ __device__ float last_factor(float scale) {
 }
 
 // One row of a result, added to what the row holds (in bf16) under m.add: the lane's columns. Returns the lane's part
-// of row · other, of what is new.
+// of row · other, of what is new. `dim`: columns of the row, a multiple of 8.
 template <int kDim>
-__device__ float finish_row(const float (&acc)[kDim / 8][4], int u, float factor, bf16* to, const bf16* other,
+__device__ float finish_row(const float (&acc)[kDim / 8][4], int u, float factor, bf16* to, const bf16* other, int dim,
                             bool add) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   uint32_t* const words = reinterpret_cast<uint32_t*>(to) + lane % 4;
@@ -24,11 +24,13 @@ __device__ float finish_row(const float (&acc)[kDim / 8][4], int u, float factor
   uint32_t before[kDim / 8] = {}, along[kDim / 8] = {};
   if (add) {
 #pragma unroll
-    for (int d = 0; d < kDim / 8; ++d) before[d] = words[d * 4];
+    for (int d = 0; d < kDim / 8; ++d)
+      if (d * 8 < dim) before[d] = words[d * 4];
   }
   if (other) {
 #pragma unroll
-    for (int d = 0; d < kDim / 8; ++d) along[d] = others[d * 4];
+    for (int d = 0; d < kDim / 8; ++d)
+      if (d * 8 < dim) along[d] = others[d * 4];
   }
   float product = 0;
 #pragma unroll
@@ -36,7 +38,7 @@ __device__ float finish_row(const float (&acc)[kDim / 8][4], int u, float factor
     const float2 x = {acc[d][u * 2] * factor, acc[d][u * 2 + 1] * factor};
     const float2 y = unpack(along[d]), z = unpack(before[d]);
     product += x.x * y.x + x.y * y.y;
-    words[d * 4] = pack(x.x + z.x, x.y + z.y);
+    if (d * 8 < dim) words[d * 4] = pack(x.x + z.x, x.y + z.y);
   }
   return product;
 }
@@ -214,7 +216,7 @@ __global__ void __launch_bounds__(QueryLayout<kDim>::kThreads, 1)
     float product = 0;  // q·dq
     if (row < rows.end)
       product = finish_row<kDim>(acc, u, last_factor<kScore>(m.scale), m.dq.row(b, row, h),
-                                 m.row_decay ? m.q.row(b, row, h) : nullptr, m.add);
+                                 m.row_decay ? m.q.row(b, row, h) : nullptr, m.qk_dim, m.add);
     if (!m.row_decay) continue;
     product = quad_sum(product);
     if (row < rows.end && lane % 4 == 0) write_decay(m.row_decay + head_row + row, product / kDegree, m.add);
@@ -481,8 +483,8 @@ __global__ void __launch_bounds__(KeyLayout<kDim>::kThreads, 1)
     float product = 0;  // k·dk
     if (key < block.end) {
       product = finish_row<kDim>(dk, u, last_factor<kScore>(m.scale), m.dk.row(b, key, h),
-                                 m.key_decay ? m.k.row(b, key, h) : nullptr, m.add);
-      finish_row<kDim>(dv, u, 1.0f, m.dv.row(b, key, h), nullptr, m.add);
+                                 m.key_decay ? m.k.row(b, key, h) : nullptr, m.qk_dim, m.add);
+      finish_row<kDim>(dv, u, 1.0f, m.dv.row(b, key, h), nullptr, m.v_dim, m.add);
     }
     if (!m.key_decay) continue;
     product = quad_sum(kExponential ? decay_sum[u] : product / kDegree);

@@ -206,6 +206,7 @@ __global__ void __launch_bounds__(Layout<kDim>::kThreads, 1)
     const uint32_t* const from = m.past.data ? reinterpret_cast<uint32_t*>(m.past.row(b, row, h)) + lane % 4 : nullptr;
 #pragma unroll
     for (int d = 0; d < kDim / 8; ++d) {
+      if (d * 8 >= m.v_dim) break;
       float2 y = {acc[d][u * 2], acc[d][u * 2 + 1]};
       if (from) {
         const float2 before = unpack(from[d * 4]);

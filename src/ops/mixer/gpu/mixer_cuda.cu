@@ -177,7 +177,7 @@ std::string_view forced_kernel() {
 }
 
 bool rows_are_wide(const Tensor& x) {
-  return x.stride(0) % 8 == 0 && x.stride(1) % 8 == 0 && x.stride(2) % 8 == 0 &&
+  return x.stride(0) % 8 == 0 && x.stride(1) % 8 == 0 && x.stride(2) % 8 == 0 && x.size(3) % 8 == 0 &&
          reinterpret_cast<uintptr_t>(x.raw()) % 16 == 0;
 }
 
@@ -220,26 +220,29 @@ int64_t longest_by_products(const MixerShape& shape, double cost, int64_t least)
 
 // The same for calls that the kernels of Hopper's states do not support. From times on an H200.
 int64_t longest_parallel(const MixerCall& call) {
-  constexpr int64_t kOnTensorCores = 65536, kSimple = 512;
-  const bool fast = parallel_supports(call);
-  if (chunk_states_support(call)) return longest_by_products(call.shape, fast ? 2 : 0.5, fast ? 2048 : 1024);
-  if (fast) return kOnTensorCores;
+  constexpr int64_t kSimple = 512;
+  if (chunk_states_support(call)) {
+    const bool small = std::max(call.shape.qk_dim, call.shape.v_dim) <= 64;
+    return longest_by_products(call.shape, !hopper_supports(call) ? 1 : small ? 3 : 1.75, 2048);
+  }
+  if (parallel_supports(call)) return longest_by_products(call.shape, 4.5, 4096);  // features go through memory
   if (!tiles_support(call)) return kSimple;
-  const bool bf16 = product_precision(call) == MixerPrecision::bf16;
-  return longest_by_products(call.shape, bf16 ? 8 : 2, 2048);  // features go through memory
+  return longest_by_products(call.shape, product_precision(call) == MixerPrecision::bf16 ? 8 : 2, 2048);
 }
 
-enum class Kernels : uint8_t { parallel, tiles, simple };
+enum class Kernels : uint8_t { hopper, tensor_cores, tiles, simple };
+constexpr std::string_view kKernelNames[] = {"hopper", "tensor cores", "tiles", "simple"};
 
 Kernels choose_kernels(std::string_view operation, const MixerCall& call) {
   const std::string_view forced = forced_kernel();
-  const bool hopper = on_hopper(call.inputs.q.device()), parallel = parallel_supports(call),
-             tiles = tiles_support(call);
-  const std::string_view own = parallel && hopper ? "hopper" : parallel ? "tensor cores" : tiles ? "tiles" : "simple";
-  require(forced.empty() || (forced == "chunk states" ? chunk_states_support(call) : forced == own),
+  const Kernels chosen = hopper_supports(call)     ? Kernels::hopper
+                         : parallel_supports(call) ? Kernels::tensor_cores
+                         : tiles_support(call)     ? Kernels::tiles
+                                                   : Kernels::simple;
+  require(forced.empty() || (forced == "chunk states" ? chunk_states_support(call)
+                                                      : forced == kKernelNames[static_cast<int>(chosen)]),
           "{}: the kernels \"{}\" do not compute this call; leave the choice to the mixer", operation, forced);
-  if (parallel) return Kernels::parallel;
-  if (tiles) return Kernels::tiles;
+  if (chosen != Kernels::simple) return chosen;
   const MixerPrecision precision = call.precision;
   require(
       precision == MixerPrecision::automatic || precision == MixerPrecision::f32,
@@ -249,16 +252,20 @@ Kernels choose_kernels(std::string_view operation, const MixerCall& call) {
   return Kernels::simple;
 }
 
+bool uses_parallel(Kernels kernels) {
+  return kernels == Kernels::hopper || kernels == Kernels::tensor_cores;
+}
+
 void ran(const MixerCall& call, std::string_view kernel) {
   if (call.kernel) *call.kernel = kernel;
 }
 
 // Inside chunks, or all of a call in the parallel form; `past` as simple_forward() takes it.
 void inside_forward(const MixerCall& call, Kernels kernels, const TokenTables& within, const Tensor& past) {
-  if (kernels == Kernels::parallel && !past) {
-    ran(call, on_hopper(call.inputs.q.device()) ? "hopper" : "tensor cores");
-    parallel_forward(call, within);
-  } else if (kernels != Kernels::simple) {  // the kernels of `parallel` have no past of this kind
+  if (uses_parallel(kernels)) {
+    ran(call, kernels == Kernels::hopper && !past ? "hopper" : "tensor cores");
+    parallel_forward(call, within, past);
+  } else if (kernels == Kernels::tiles) {
     ran(call, "tiles");
     tiles_forward(call, within, past);
   } else {
@@ -298,7 +305,7 @@ Tensor mixer_forward(const MixerCall& call) {
     }
     if (chunk_states_support(call)) {
       // Past values of a squared score have a positive share of the normalizer, which they can be divided by.
-      const bool hopper = kernels == Kernels::parallel && on_hopper(call.inputs.q.device()) && call.chunk % 256 == 0 &&
+      const bool hopper = kernels == Kernels::hopper && call.chunk % 256 == 0 &&
                           (call.spec.score == Score::squared || call.spec.norm == Norm::none);
       const Past from_states = chunk_states_past(call, chunks, hopper);
       if (from_states.values) {
@@ -322,7 +329,7 @@ void mixer_backward(const MixerCall& call, const Tensor& out_gradient, const Ten
   const Device device = call.inputs.q.device();
   const bool chunked = call.chunk < shape.length || call.inputs.initial_state || final_state_gradient;
   const bool walks = chunked && !final_state_gradient && walk_supports(call);
-  const Kernels kernels = walks ? Kernels::parallel : choose_kernels("mixer_backward", call);
+  const Kernels kernels = walks ? Kernels::tensor_cores : choose_kernels("mixer_backward", call);
   const TokenTables tables = token_tables(call);
   const auto per_head = [&](const Tensor& gradient) {
     if (gradient.size(2) == shape.heads) return gradient;
@@ -332,7 +339,8 @@ void mixer_backward(const MixerCall& call, const Tensor& out_gradient, const Ten
   if (call.spec.decay) {
     const Shape tokens{shape.batch, shape.heads, shape.length};
     heads.key_decay = Tensor::empty(tokens, DType::f64, device);
-    if (call.spec.norm == Norm::none || kernels != Kernels::parallel)
+    // With a decay that may grow, pairs whose mask is saturated have no part in it, so that it does not cancel.
+    if (call.spec.norm == Norm::none || call.spec.signed_decay || !uses_parallel(kernels))
       heads.row_decay = Tensor::empty(tokens, DType::f64, device);
   }
   const ChunkTables chunks = chunked && !walks ? chunk_tables(call, tables) : ChunkTables();
@@ -345,7 +353,7 @@ void mixer_backward(const MixerCall& call, const Tensor& out_gradient, const Ten
     state_gradients(call, chunks, states, scaled, heads, gradients.initial_state);
     inside_chunks_backward(call, tables, call.chunk, scaled, heads);
   } else {
-    if (kernels == Kernels::parallel)
+    if (uses_parallel(kernels))
       parallel_backward(call, within, scale_gradient(call, out_gradient), heads);
     else if (kernels == Kernels::tiles)
       tiles_backward(call, within, out_gradient, heads);

@@ -7,9 +7,9 @@ namespace furious::cuda {
 
 // While it lives, mixers of this thread run the kernels of this name (MixerResult::kernel: "hopper", "tensor cores",
 // "tiles", "simple", "walk" or "chunk states") instead of the fastest; a call that they cannot compute is an Error.
-// With "tensor cores" a Hopper device runs what older devices run. Inside chunks, "hopper" and "tensor cores" compute
-// what no earlier chunk adds to; with a past, "tiles" compute the forward pass in their place. "chunk
-// states" is about states only, which otherwise have φ in memory: the kernels inside chunks are the fastest.
+// With "tensor cores" a Hopper device runs what older devices run. Inside chunks, "hopper" computes what no earlier
+// chunk adds to; with a past, "tensor cores" compute the forward pass in its place. "chunk states" is about states
+// only, which otherwise have φ in memory: the kernels inside chunks are the fastest.
 class KernelScope {
  public:
   explicit KernelScope(std::string_view kernel);
@@ -61,13 +61,15 @@ void tiles_backward(const MixerCall& call, const TokenTables& tables, const Tens
 
 // g/n and δ/n, as the gradients use them; for exponentials g, δ and log2 of n·exp(maximum).
 struct ScaledGradient {
-  Tensor g;               // bf16 [batch, length, heads, v_dim]
+  Tensor g;               // bf16 [batch, length, heads, v_dim to a multiple of 8]
   Tensor delta, log_sum;  // f32 [batch, heads, length]
 };
 
-// bf16 on tensor cores, heads of 64 or 128.
+// bf16 on tensor cores, any spec and dimension. Where hopper_supports(call), kernels for Hopper compute it, but for a
+// forward pass with a `past` (as above).
 bool parallel_supports(const MixerCall& call);
-void parallel_forward(const MixerCall& call, const TokenTables& tables);
+bool hopper_supports(const MixerCall& call);
+void parallel_forward(const MixerCall& call, const TokenTables& tables, const Tensor& past);
 ScaledGradient scale_gradient(const MixerCall& call, const Tensor& out_gradient);
 void parallel_backward(const MixerCall& call, const TokenTables& tables, const ScaledGradient& scaled,
                        const HeadGradients& gradients);

@@ -13,6 +13,7 @@
 #include "gpu/mma.cuh"
 #include "ops/mixer/gpu/heads.cuh"
 #include "ops/mixer/gpu/mixer_cuda.h"
+#include "ops/mixer/gpu/score.cuh"
 
 namespace furious::cuda {
 
@@ -27,12 +28,16 @@ struct Parallel {
       *log_sum;  // [batch, heads, length]: δ_i (divided by n_i but for exponentials); log2 of n_i·exp(maximum)
   double *row_decay, *key_decay;
   int64_t length, heads;
+  int qk_dim, v_dim;
   int first;  // the first query; q, out, normalizer and maximum begin with it. 0 backward and with chunks
   float scale;
-  bool sum_norm;
-  // The chunked form: a query sees no keys before its chunk, of `chunk` tokens (0: all), but has what they give: `past`
-  // (y, divided by its part of the normalizer under the sum norm) and `past_n`. Backward, dq, dk and dv hold it
-  // already.
+  bool sum_norm, may_grow;  // may_grow: the decay is signed
+  ScoreFunction f;
+  // What a state adds to each query: f32 [batch, heads, length, v_dim, and one more for the normalizer].
+  const float* state_part;
+  // The chunked form on Hopper: a query sees no keys before its chunk, of `chunk` tokens (0: all), but has what they
+  // give: `past` (y, divided by its part of the normalizer under the sum norm) and `past_n`. Backward, dq, dk and dv
+  // hold it already.
   int chunk;
   Heads<bf16> past;
   const float* past_n;
@@ -62,10 +67,33 @@ inline Parallel parallel_of(const MixerCall& call, const TokenTables& tables) {
   m.length = call.shape.length;
   m.first = static_cast<int>(call.shape.first_query);
   m.heads = heads;
+  m.qk_dim = static_cast<int>(call.shape.qk_dim);
+  m.v_dim = static_cast<int>(call.shape.v_dim);
   m.scale = call.shape.scale;
   m.sum_norm = call.spec.norm == Norm::sum;
+  m.may_grow = call.spec.signed_decay;
+  m.f = score_function(call.spec, call.shape.scale);
   return m;
 }
+
+// q, k and v of a call, or copies with rows that can be read 16 bytes at a time, behind the last column zeros.
+struct WideInputs {
+  Tensor q, k, v;
+
+  explicit WideInputs(const MixerInputs& inputs);
+  void put_into(Parallel& m) const;
+};
+
+// The passes of the mma kernels (parallel_passes.cuh), each compiled in a file of its own.
+enum class Target : uint8_t { out, dq, dk, dv };
+template <Target kTarget>
+void run_pass(const MixerCall& call, const Parallel& m);
+template <Target kTarget>
+int pass_bytes(int qk_dim, int v_dim);  // of shared memory
+extern template void run_pass<Target::out>(const MixerCall&, const Parallel&);
+extern template void run_pass<Target::dq>(const MixerCall&, const Parallel&);
+extern template void run_pass<Target::dk>(const MixerCall&, const Parallel&);
+extern template void run_pass<Target::dv>(const MixerCall&, const Parallel&);
 
 // The factor that f takes out of q·k: S = scale·q·k.
 template <Score kScore>
@@ -89,7 +117,7 @@ __device__ void scale_rows(float (&acc)[kN][4], float upper, float lower) {
 template <class F>
 void with_score_and_dim(const MixerCall& call, F&& f) {
   const auto with_dim = [&](auto score) {
-    if (call.shape.qk_dim == 64)
+    if (std::max(call.shape.qk_dim, call.shape.v_dim) <= 64)
       f(score, std::integral_constant<int, 64>());
     else
       f(score, std::integral_constant<int, 128>());
@@ -103,7 +131,7 @@ void with_score_and_dim(const MixerCall& call, F&& f) {
       return with_dim(std::integral_constant<Score, Score::exponential>());
     case Score::power:
     case Score::series:
-      return;  // parallel_supports() refuses them
+      return;  // hopper_supports() refuses them
   }
 }
 

@@ -521,8 +521,8 @@ float score_constant(const MixerCall& call) {
 
 bool states_support(const MixerCall& call) {
   const bool linear = call.spec.score == Score::linear && call.spec.norm == Norm::none;
-  return forced_kernel() != "chunk states" && parallel_supports(call) && on_hopper(call.inputs.q.device()) &&
-         call.shape.qk_dim == 64 && call.chunk % kRows == 0 && (call.spec.score == Score::squared || linear);
+  return forced_kernel() != "chunk states" && hopper_supports(call) && call.shape.qk_dim == 64 &&
+         call.shape.v_dim == 64 && call.chunk % kRows == 0 && (call.spec.score == Score::squared || linear);
 }
 
 void read_states(const MixerCall& call, const ChunkTables& tables, const Tensor& states, const Tensor& past,

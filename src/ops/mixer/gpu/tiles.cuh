@@ -213,52 +213,14 @@ struct Product<MixerPrecision::bf16, kDim> {
   template <int kM, int kN>
   static __device__ void scores(float (&s)[kM][kN][4], const Operand& a, int row_a, const Operand& b, int row_b,
                                 int steps) {
-#pragma unroll 2
-    for (int step = 0; step < 2 * steps; ++step) {
-      uint32_t x[kM][4];
-#pragma unroll
-      for (int m = 0; m < kM; ++m) a.a_fragment(x[m], row_a + m * 16, step);
-#pragma unroll
-      for (int n = 0; n < kN; n += 2) {
-        uint32_t y[4];
-        b.b_fragment(y, row_b + n * 8, step);
-#pragma unroll
-        for (int m = 0; m < kM; ++m) {
-          mma(s[m][n], x[m], y[0], y[1]);
-          mma(s[m][n + 1], x[m], y[2], y[3]);
-        }
-      }
-    }
+    add_products(s, a, row_a, b, row_b, 2 * steps);
   }
 
   template <int kM, int kN>
   static __device__ void sums(float (&acc)[kM][kDim / 8][4], const float (&p)[kM][kN][4], const Operand& b, int row_b,
                               bool all) {
-#pragma unroll
-    for (int half = 0; half < kDim / 64; ++half) {
-      if (half > 0 && !all) break;
-#pragma unroll
-      for (int n = 0; n < kN; n += 2) {
-        uint32_t x[kM][4];
-#pragma unroll
-        for (int m = 0; m < kM; ++m) {
-          x[m][0] = pack(p[m][n][0], p[m][n][1]);
-          x[m][1] = pack(p[m][n][2], p[m][n][3]);
-          x[m][2] = pack(p[m][n + 1][0], p[m][n + 1][1]);
-          x[m][3] = pack(p[m][n + 1][2], p[m][n + 1][3]);
-        }
-#pragma unroll
-        for (int d = half * 4; d < half * 4 + 4; ++d) {
-          uint32_t y[4];
-          b.b_fragment_transposed(y, row_b + n * 8, d);
-#pragma unroll
-          for (int m = 0; m < kM; ++m) {
-            mma(acc[m][2 * d], x[m], y[0], y[1]);
-            mma(acc[m][2 * d + 1], x[m], y[2], y[3]);
-          }
-        }
-      }
-    }
+    add_weighted_rows<0, 4>(acc, p, b, row_b);
+    if (all) add_weighted_rows<4, kDim / 16>(acc, p, b, row_b);
   }
 };
 

@@ -18,6 +18,94 @@ struct Forward : Layout<kDim> {
                                 Base::kTile * static_cast<int>(sizeof(LogDecay));
 };
 
+// What the forward pass knows of a row of the lane, and its sums.
+struct Row {
+  LogDecay local;
+  int start;
+  float sum, largest;
+};
+
+// Scores become weights, or the logarithms of exponential ones. `locals` are those of the group's keys.
+template <bool kExponential, int kM, int kN>
+__device__ void weigh(float (&s)[kM][kN][4], const Call& m, const Row (&rows)[kM][2], const LogDecay* locals) {
+#pragma unroll
+  for (int n = 0; n < kN; ++n)
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const LogDecay local = locals[n * 8 + lane_index() % 4 * 2 + c];
+#pragma unroll
+      for (int mt = 0; mt < kM; ++mt)
+#pragma unroll
+        for (int u = 0; u < 2; ++u) {
+          float& x = s[mt][n][2 * u + c];
+          const float decay = rows[mt][u].local.minus(local);
+          x = kExponential ? m.f.exponent(x, decay) : m.f.polynomial(x) * m.f.decay_factor(decay);
+        }
+    }
+}
+
+// Pairs that are none; the warp's rows begin at w0, the group's keys at key0.
+template <bool kExponential, int kM, int kN>
+__device__ void mask(float (&s)[kM][kN][4], const Row (&rows)[kM][2], int w0, int key0) {
+  constexpr float kHidden = kExponential ? -INFINITY : 0.0f;
+#pragma unroll
+  for (int mt = 0; mt < kM; ++mt)
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int row = w0 + mt * 16 + e / 2 * 8 + lane_index() / 4, key = key0 + n * 8 + lane_index() % 4 * 2 + e % 2;
+        if (key > row || key < rows[mt][e / 2].start) s[mt][n][e] = kHidden;
+      }
+}
+
+// Exponentials of one row, under the sum norm relative to the largest exponent so far.
+template <int kN, int kBlocks>
+__device__ void exponentiate(float (&s)[kN][4], float (&acc)[kBlocks][4], Row& row, int u, bool sum_norm) {
+  float base = 0;
+  if (sum_norm) {
+    float top = row.largest;
+#pragma unroll
+    for (int n = 0; n < kN; ++n) top = fmaxf(top, fmaxf(s[n][2 * u], s[n][2 * u + 1]));
+    top = quad_max(top);
+    base = top == -INFINITY ? 0.0f : top;
+    const float shrink = fast_exp2((row.largest - base) * kLog2e);
+    row.largest = top;
+    row.sum *= shrink;
+#pragma unroll
+    for (int d = 0; d < kBlocks; ++d) {
+      acc[d][2 * u] *= shrink;
+      acc[d][2 * u + 1] *= shrink;
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < kN; ++n)
+#pragma unroll
+    for (int e = 2 * u; e < 2 * u + 2; ++e) s[n][e] = fast_exp2((s[n][e] - base) * kLog2e);
+}
+
+// Writes row u of the lane, with what a state adds. By the four lanes that hold it.
+template <class P, int kBlocks>
+__device__ void finish(const Call& m, float (&acc)[kBlocks][4], const Row& own, int u, int row) {
+  const int64_t b = blockIdx.z, h = blockIdx.y;
+  float n = quad_sum(own.sum);
+  if (row >= m.length) return;
+  if (m.past) {
+    const float* const past = m.past + ((b * m.heads + h) * m.length + row) * (m.v_dim + (m.sum_norm ? 1 : 0));
+    if (m.sum_norm) n += past[m.v_dim];
+#pragma unroll
+    for (int run = 0; run < 2 * kBlocks / P::kRun; ++run)
+#pragma unroll
+      for (int i = 0; i < P::kRun; ++i)
+        if (P::column(run) < m.v_dim) P::element(acc, run, i, u) += past[P::column(run) + i];
+  }
+  store_row<P>(HeadRows(m.out, b, h), row - m.first, m.v_dim, acc, u, m.inverse_normalizer(n));
+  if (lane_index() % 4 != 0) return;
+  const int64_t place = (b * m.heads + h) * (m.length - m.first) + row - m.first;
+  if (m.normalizer) m.normalizer[place] = n;
+  if (m.maximum) m.maximum[place] = own.largest;
+}
+
 template <MixerPrecision kPrecision, int kDim, bool kExponential>
 __global__ void __launch_bounds__(kThreads, 2) forward_kernel(const __grid_constant__ Call m) {
   using L = Forward<kPrecision, kDim>;
@@ -52,17 +140,13 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(const __grid_const
   const int w0 = row0 + warp * L::kWarpRows;
   const int w_last = w0 + L::kWarpRows - 1;
   float acc[kM][kDim / 8][4] = {};
-  float sum[kM][2] = {}, largest[kM][2];
-  LogDecay own[kM][2];
-  int start[kM][2];
+  Row rows[kM][2];
 #pragma unroll
   for (int mt = 0; mt < kM; ++mt)
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
       const int row = min(w0 + mt * 16 + u * 8 + lane / 4, m.length - 1);
-      own[mt][u] = log_decay(a ? a[row] - reference : 0.0);
-      start[mt][u] = starts ? starts[row] : 0;
-      largest[mt][u] = -INFINITY;
+      rows[mt][u] = {log_decay(a ? a[row] - reference : 0.0), starts ? starts[row] : 0, 0.0f, -INFINITY};
     }
   const int latest_start = starts ? starts[min(w_last, m.length - 1)] : 0;
 
@@ -82,94 +166,24 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(const __grid_const
       if (key0 > w_last) break;
       float s[kM][kN][4] = {};
       P::scores(s, queries, w0 - row0, keys, first, steps);
-      // Weights, or the logarithms of exponential ones.
-#pragma unroll
-      for (int n = 0; n < kN; ++n)
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const LogDecay local = locals[first + n * 8 + lane % 4 * 2 + c];
-#pragma unroll
-          for (int mt = 0; mt < kM; ++mt)
-#pragma unroll
-            for (int u = 0; u < 2; ++u) {
-              float& x = s[mt][n][2 * u + c];
-              const float decay = own[mt][u].minus(local);
-              x = kExponential ? m.f.exponent(x, decay) : m.f.polynomial(x) * m.f.decay_factor(decay);
-            }
-        }
-      if (key0 + L::kGroup - 1 > w0 || latest_start > key0) {
-        constexpr float kHidden = kExponential ? -INFINITY : 0.0f;
-#pragma unroll
-        for (int mt = 0; mt < kM; ++mt)
-#pragma unroll
-          for (int n = 0; n < kN; ++n)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-              const int row = w0 + mt * 16 + e / 2 * 8 + lane / 4, key = key0 + n * 8 + lane % 4 * 2 + e % 2;
-              if (key > row || key < start[mt][e / 2]) s[mt][n][e] = kHidden;
-            }
-      }
-      if constexpr (kExponential) {
-#pragma unroll
-        for (int mt = 0; mt < kM; ++mt)
-#pragma unroll
-          for (int u = 0; u < 2; ++u) {
-            float base = 0;
-            if (m.sum_norm) {
-              float top = largest[mt][u];
-#pragma unroll
-              for (int n = 0; n < kN; ++n) top = fmaxf(top, fmaxf(s[mt][n][2 * u], s[mt][n][2 * u + 1]));
-              top = quad_max(top);
-              base = top == -INFINITY ? 0.0f : top;
-              const float shrink = fast_exp2((largest[mt][u] - base) * kLog2e);
-              largest[mt][u] = top;
-              sum[mt][u] *= shrink;
-#pragma unroll
-              for (int d = 0; d < kDim / 8; ++d) {
-                acc[mt][d][2 * u] *= shrink;
-                acc[mt][d][2 * u + 1] *= shrink;
-              }
-            }
-#pragma unroll
-            for (int n = 0; n < kN; ++n)
-#pragma unroll
-              for (int e = 2 * u; e < 2 * u + 2; ++e) s[mt][n][e] = fast_exp2((s[mt][n][e] - base) * kLog2e);
-          }
-      }
+      weigh<kExponential>(s, m, rows, locals + first);
+      if (key0 + L::kGroup - 1 > w0 || latest_start > key0) mask<kExponential>(s, rows, w0, key0);
 #pragma unroll
       for (int mt = 0; mt < kM; ++mt)
 #pragma unroll
-        for (int n = 0; n < kN; ++n)
+        for (int u = 0; u < 2; ++u) {
+          if constexpr (kExponential) exponentiate(s[mt], acc[mt], rows[mt][u], u, m.sum_norm);
 #pragma unroll
-          for (int e = 0; e < 4; ++e) sum[mt][e / 2] += s[mt][n][e];
+          for (int n = 0; n < kN; ++n) rows[mt][u].sum += s[mt][n][2 * u] + s[mt][n][2 * u + 1];
+        }
       P::sums(acc, s, values, first, all);
     }
   }
 
-  const HeadRows out(m.out, b, h);
-  const int columns = m.v_dim + (m.sum_norm ? 1 : 0);
 #pragma unroll
   for (int mt = 0; mt < kM; ++mt)
 #pragma unroll
-    for (int u = 0; u < 2; ++u) {
-      const int row = w0 + mt * 16 + u * 8 + lane / 4;
-      float n = quad_sum(sum[mt][u]);
-      if (row >= m.length) continue;
-      if (m.past) {
-        const float* const past = m.past + (head_row + row) * columns;
-        if (m.sum_norm) n += past[m.v_dim];
-#pragma unroll
-        for (int run = 0; run < kDim / 4 / P::kRun; ++run)
-#pragma unroll
-          for (int i = 0; i < P::kRun; ++i)
-            if (P::column(run) < m.v_dim) P::element(acc[mt], run, i, u) += past[P::column(run) + i];
-      }
-      store_row<P>(out, row - m.first, m.v_dim, acc[mt], u, m.inverse_normalizer(n));
-      if (lane % 4 != 0) continue;
-      const int64_t place = (b * m.heads + h) * (m.length - m.first) + row - m.first;
-      if (m.normalizer) m.normalizer[place] = n;
-      if (m.maximum) m.maximum[place] = largest[mt][u];
-    }
+    for (int u = 0; u < 2; ++u) finish<P>(m, acc[mt], rows[mt][u], u, w0 + mt * 16 + u * 8 + lane / 4);
 }
 
 }  // namespace
@@ -201,7 +215,7 @@ Call call_of(const MixerCall& call, const TokenTables& tables) {
 
 MixerPrecision product_precision(const MixerCall& call) {
   if (call.precision != MixerPrecision::automatic) return call.precision;
-  return call.inputs.q.dtype() == DType::bf16 ? MixerPrecision::bf16 : MixerPrecision::f32;
+  return call.inputs.q.dtype() == DType::bf16 ? MixerPrecision::bf16 : MixerPrecision::tf32x3;
 }
 
 bool tiles_support(const MixerCall& call) {

@@ -590,8 +590,8 @@ bool walk_supports(const MixerCall& call) {
   const MixerShape& shape = call.shape;
   const std::string_view forced = forced_kernel();
   const auto fits = [](int64_t dim) { return dim % 8 == 0 && dim <= kLargestWalkDim; };
-  // Without being forced, only the dimensions that it was compared with other kernels in.
-  const bool chosen = shape.v_dim == 64 && (shape.qk_dim == 64 || shape.qk_dim == 128);
+  // With wider values the states of chunks are faster (chunk_states.h).
+  const bool chosen = shape.v_dim <= 64;
   return (forced == "walk" || (forced.empty() && chosen)) && call.inputs.q.dtype() == DType::bf16 &&
          call.precision == MixerPrecision::automatic && call.spec.score == Score::linear &&
          call.spec.norm == Norm::none && !call.spec.signed_decay && fits(shape.qk_dim) && fits(shape.v_dim) &&

@@ -1,0 +1,8 @@
+// The parallel form on tensor cores: the pass for the gradient of queries.
+#include "ops/mixer/gpu/parallel_passes.cuh"
+
+namespace furious::cuda {
+
+template void run_pass<Target::dq>(const MixerCall&, const Parallel&);
+
+}  // namespace furious::cuda
