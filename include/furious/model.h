@@ -37,6 +37,7 @@
 #include <string_view>
 #include <vector>
 
+#include "furious/array.h"
 #include "furious/error.h"
 #include "furious/export.h"
 
@@ -141,19 +142,13 @@ struct Text {
   std::vector<int32_t> ids = {};  // of every token, eos included
 };
 
-struct StateArray {
-  std::string name;
-  std::vector<int64_t> shape;
-  std::vector<float> values;  // row-major
-};
-
 // What a sequence remembers: everything that it needs to go on, to the bit. docs/formats.md describes the arrays.
 struct SequenceState {
   std::string model;                 // Model::fingerprint(); empty: not compared with the model that goes on
   int64_t tokens = 0;                // read and written
   int64_t pending = 0;               // of them not in the arrays "state" yet, but in the windows "k", "v", "log_decay"
   std::vector<int32_t> recent = {};  // the last tokens, at most 256
-  std::vector<StateArray> arrays = {};  // layers.N.state, .k, .v, .log_decay, .conv as far as they exist; logits
+  std::vector<NamedArray> arrays = {};  // layers.N.state, .k, .v, .log_decay, .conv as far as they exist; logits
 };
 
 // Called during prefill after each pass over the weights (up to 4,096 tokens), with the number of tokens read so far

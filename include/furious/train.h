@@ -1,8 +1,16 @@
-// Training of a language model of the 2Mamba family: the function behind `furious train`.
+// Training of a language model of the 2Mamba family.
+//
+// A run, as `furious train` does it:
 //
 //   furious::TrainOptions options;
 //   options.arch = "2mamba";  options.data = "shards/";  options.out = "run/";
 //   furious::train(options);
+//
+// A loop of your own, with batches of your own:
+//
+//   furious::Trainer trainer(options, {.vocabulary = 258});
+//   for (…) std::cout << trainer.step({rows, length, ids}).loss << '\n';
+//   trainer.save("checkpoint");
 //
 // A run is a folder:
 //
@@ -11,15 +19,18 @@
 //   RUN/step-00000500/     checkpoints: Hugging Face folders, with training.safetensors to resume from
 //   RUN/latest             a link to the newest of them
 //
-// Every failure is a furious::Error with a message for the user. Exceptions of callbacks are passed on.
+// Exceptions: every failure is a furious::Error with a message for the user. Exceptions of callbacks are passed on.
+// A callback must not call the object that calls it.
 #pragma once
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "furious/array.h"
 #include "furious/error.h"
 #include "furious/export.h"
 
@@ -93,6 +104,7 @@ struct RankTimes {
 struct TrainStep {
   int64_t step = 0;  // 1, 2, …
   double loss = 0, lr = 0, gradient_norm = 0;
+  int64_t tokens = 0;  // targets of the batch
   double tokens_per_second = 0;
   double mfu = 0;  // FLOP/s of the model divided by the rate of a large matrix product on this device
   std::optional<double> test_loss;
@@ -106,6 +118,15 @@ struct TrainObserver {
   std::function<void(const std::string&)> message;  // lines about the run
   std::function<void(const TrainStep&)> step;
   std::function<bool()> stop;  // called after each step; true: save and return
+  // Called in a single process while the model is made, before each parameter, and between micro-batches; true: end
+  // now. furious::Cancelled is thrown, and the steps since the newest checkpoint are lost.
+  std::function<bool()> cancel;
+};
+
+// Work that was ended by a callback.
+class FURIOUS_API Cancelled : public Error {
+ public:
+  using Error::Error;
 };
 
 struct TrainResult {
@@ -125,5 +146,80 @@ FURIOUS_API TrainResult train(const TrainOptions& options, const TrainObserver& 
 // selects, with `resume` set. None if it has no checkpoint. A damaged checkpoint is an Error that names an older good
 // one.
 FURIOUS_API std::optional<TrainOptions> options_of_run(const std::string& folder, bool previous = false);
+
+// Rows of token ids, and what is to be predicted.
+struct TokenBatch {
+  int64_t rows = 0, length = 0;
+  std::vector<int32_t> ids;  // [rows, length]
+  // [rows, length], −1: none. Empty: after each token the next one of its row and document; the last has none.
+  std::vector<int32_t> targets = {};
+  // [rows, length]: factors of the losses. The loss is the mean of weight · cross-entropy over the targets that are not
+  // −1. Empty: 1. They may be 0 or negative.
+  std::vector<float> weights = {};
+  // Positions in ids at which a document starts, in increasing order: nothing passes from one to the next. Rows always
+  // start one. Empty: each row is one document.
+  std::vector<int64_t> documents = {};
+};
+
+struct TrainerSetup {
+  int64_t vocabulary = 0;  // number of token ids; 0: that of the tokenizer, of TrainOptions::data or of ::init
+  // Saved with checkpoints, so that Model::load finds it: "byte", a SentencePiece model or a folder with one; empty:
+  // that of TrainOptions::data or ::init, if there is one.
+  std::string tokenizer = {};
+  std::function<bool()> cancel = {};  // as TrainObserver::cancel
+};
+
+// A model in training, step by step, on one device in one process. The options are those of a run; of them `batch` and
+// `length` are the largest batch that is expected (the estimate of memory uses them), `accumulate` divides the rows of
+// every batch into micro-batches, and `out` and what follows it are not used. Same options, same batches, same device:
+// same bits as in a run.
+//
+// Threads: a Trainer is used by one thread at a time; several may train a model each on the CPU. A Trainer that was
+// moved from answers every call with an Error.
+class FURIOUS_API Trainer {
+ public:
+  // New weights, or those of options.init.
+  explicit Trainer(const TrainOptions& options, const TrainerSetup& setup = {});
+  // Goes on from a checkpoint that save() or a run has written (of a run: the newest), with the same bits as if it had
+  // not been interrupted. Without options: those of the checkpoint.
+  static Trainer resume(const std::string& checkpoint, const std::optional<TrainOptions>& options = {},
+                        const TrainerSetup& setup = {});
+  ~Trainer();
+  Trainer(Trainer&&) noexcept;
+  Trainer& operator=(Trainer&&) noexcept;
+
+  // One step of AdamW. Batches may have different sizes; each new size allocates memory. A loss or gradient that is not
+  // finite is an Error, and so is a loss far above that of a uniform prediction if the batch has no weights; parameters
+  // are unchanged in the first case. After an Error for memory, or Cancelled, the step can be repeated.
+  TrainStep step(const TokenBatch& batch);
+  // The same without the update: the loss, its gradients and their norm.
+  TrainStep backward(const TokenBatch& batch);
+  double evaluate(const TokenBatch& batch) const;  // the loss alone
+
+  // The batch with which a run on options.data would do a step, 1, 2, …; an Error without data.
+  TokenBatch data_batch(int64_t step) const;
+  std::optional<double> test_loss() const;  // mean over the test split of the data; none without one
+
+  // Overrides the schedule of the options from the next step on; none: the schedule again. Not saved.
+  void set_learning_rate(std::optional<double> rate);
+
+  // Copies by name, as in the checkpoint. Gradients are those of the last step() or backward(), before clipping.
+  std::vector<std::string> parameter_names() const;
+  NamedArray parameter(const std::string& name) const;
+  void set_parameter(const std::string& name, const std::vector<float>& values);
+  NamedArray gradient(const std::string& name) const;
+
+  void save(const std::string& directory) const;  // replaced as a whole if it exists
+
+  int64_t steps_done() const;
+  int64_t vocabulary() const;
+  TrainOptions options() const;  // with device and dtype as chosen
+
+ private:
+  struct Memory;
+  explicit Trainer(std::unique_ptr<Memory> memory);
+  Memory& own() const;  // an Error where the trainer was moved from
+  std::unique_ptr<Memory> memory_;
+};
 
 }  // namespace furious

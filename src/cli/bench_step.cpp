@@ -21,7 +21,7 @@
 #include "model/plan.h"
 #include "ops/matmul.h"
 #include "tensor/arena.h"
-#include "train/trainer.h"
+#include "train/training.h"
 
 namespace furious::cli {
 namespace {
@@ -85,9 +85,9 @@ struct StepBench {
     TrainStep median;
     int64_t peak = 0;  // bytes, of the first step
   };
-  std::unique_ptr<Trainer> make_trainer(const TrainOptions& options, const DataParallel& parallel = {}) const;
-  Measured measure(Trainer& trainer) const;
-  StepProfile profiled(Trainer& trainer, const TrainOptions& options, double rate) const;
+  std::unique_ptr<Training> make_trainer(const TrainOptions& options, const DataParallel& parallel = {}) const;
+  Measured measure(Training& trainer) const;
+  StepProfile profiled(Training& trainer, const TrainOptions& options, double rate) const;
   void run() const;
   void run(const DataParallel& parallel) const;
 };
@@ -109,7 +109,7 @@ TrainOptions StepBench::resolve() const {
   return options;
 }
 
-StepBench::Measured StepBench::measure(Trainer& trainer) const {
+StepBench::Measured StepBench::measure(Training& trainer) const {
   if (no_graph) trainer.disable_graph();
   Arena& arena = Arena::of(trainer.model().device());
   arena.reset_peak();
@@ -124,7 +124,7 @@ StepBench::Measured StepBench::measure(Trainer& trainer) const {
 }
 
 // The step with the median time. On a GPU the first one allocates what the graph had.
-StepProfile StepBench::profiled(Trainer& trainer, const TrainOptions& options, double rate) const {
+StepProfile StepBench::profiled(Training& trainer, const TrainOptions& options, double rate) const {
   const Device device = trainer.model().device();
   const auto ranks = static_cast<int64_t>(Communicator::world().size());
   const std::vector<WorkCost> costs = training_costs(trainer.model().config(), options.batch / ranks, options.length,
@@ -148,17 +148,17 @@ TrainData random_data(const TrainOptions& options, int32_t vocabulary) {
 }
 
 // One row of a batch, at most this long: enough for the mean of the decays.
-Tensor some_tokens(const Trainer& trainer) {
+Tensor some_tokens(const Training& trainer) {
   constexpr int64_t kMost = 512;
   const Tensor row = trainer.data().batches->at(0, {0, 1}).inputs;
   return row.slice(1, 0, std::min(kMost, row.size(1)));
 }
 
-std::unique_ptr<Trainer> StepBench::make_trainer(const TrainOptions& options, const DataParallel& parallel) const {
+std::unique_ptr<Training> StepBench::make_trainer(const TrainOptions& options, const DataParallel& parallel) const {
   TrainData data = random_data(options, vocabulary);
-  if (!mean_decay) return std::make_unique<Trainer>(options, std::move(data), parallel);
+  if (!mean_decay) return std::make_unique<Training>(options, std::move(data), parallel);
   const ModelConfig config = with_settable_decay(model_config(options, vocabulary));
-  auto trainer = std::make_unique<Trainer>(options, config, std::move(data), parallel);
+  auto trainer = std::make_unique<Training>(options, config, std::move(data), parallel);
   set_mean_log_decay(trainer->model(), some_tokens(*trainer), *mean_decay);
   return trainer;
 }

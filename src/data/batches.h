@@ -31,9 +31,10 @@ class Permutation {
 };
 
 struct Batch {
-  Tensor inputs;      // [rows, length] i32
-  Tensor targets;     // [rows, length] i32; -1: no target
-  Tensor boundaries;  // see ops/boundaries.h; undefined where every row is one document
+  Tensor inputs;        // [rows, length] i32
+  Tensor targets;       // [rows, length] i32; -1: no target
+  Tensor boundaries;    // see ops/boundaries.h; undefined where every row is one document
+  Tensor weights = {};  // [rows, length] f32, of the losses; undefined: 1
 };
 
 // Rows [first, first + count) of a batch; count -1: all that follow.
@@ -49,6 +50,7 @@ class BatchSource {
   virtual int64_t length() const = 0;
   virtual int32_t vocabulary_size() const = 0;
   virtual Batch at(int64_t step, RowRange rows = {}) const = 0;
+  virtual bool known_ahead() const { return true; }  // at() can be called before the step is due
 };
 
 enum class Packing {

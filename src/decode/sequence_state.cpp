@@ -12,11 +12,11 @@ namespace {
 
 constexpr const char* kLogits = "logits";
 
-StateArray array_of(const std::string& name, const Tensor& tensor) {
+NamedArray array_of(const std::string& name, const Tensor& tensor) {
   return {name, {tensor.shape().begin(), tensor.shape().end()}, floats_of(tensor)};
 }
 
-Tensor tensor_of(const StateArray& array) {
+Tensor tensor_of(const NamedArray& array) {
   const std::string name = printable(array.name);
   require(array.shape.size() <= Shape::kMaxRank, "state: array \"{}\" has {} dimensions, more than {}", name,
           array.shape.size(), Shape::kMaxRank);
@@ -56,7 +56,7 @@ SlotContents slot_contents(const SequenceState& state, const Model::Parts& model
   contents.tokens = state.tokens;
   contents.pending = state.pending;
   contents.sampling = {static_cast<uint64_t>(state.tokens), state.recent};
-  for (const StateArray& array : state.arrays) {
+  for (const NamedArray& array : state.arrays) {
     const Tensor tensor = tensor_of(array);
     if (array.name == kLogits) {
       require(!contents.logits, "state: two arrays \"{}\"", kLogits);

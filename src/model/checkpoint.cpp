@@ -183,12 +183,14 @@ ModelConfig load_config(const fs::path& given, const std::string& arch, int64_t 
                                    : bare_config(SafetensorsReader(path), arch, heads);
 }
 
-LanguageModel load_model(const fs::path& given, const std::string& arch, Device device, int64_t heads) {
+LanguageModel load_model(const fs::path& given, const std::string& arch, Device device, int64_t heads,
+                         const std::function<void()>& before_each) {
   const fs::path path = checkpoint_of(given);
   const ModelConfig config = load_config(path, arch, heads);
   const SafetensorsReader reader(path);
   check_tensors(reader, config);
   const auto fill = [&](const std::string& name, const Tensor& out) {
+    if (before_each) before_each();
     const Tensor flat = out.view({out.elements()});
     int64_t done = 0;
     for (const StoredRange& piece : pieces_of(reader, config, name, out.shape())) {

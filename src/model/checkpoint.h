@@ -21,8 +21,9 @@ std::filesystem::path checkpoint_of(const std::filesystem::path& path);
 //
 // Every tensor is compared with the configuration before the model is made. One that is missing, of another shape or
 // left over is an Error; only buffers that hold no weights (masks, rotary frequencies) may be left over.
+// `before_each` is called before every parameter: what it throws ends the loading.
 LanguageModel load_model(const std::filesystem::path& path, const std::string& arch = "", Device device = {},
-                         int64_t heads = 0);
+                         int64_t heads = 0, const std::function<void()>& before_each = {});
 ModelConfig load_config(const std::filesystem::path& path, const std::string& arch = "", int64_t heads = 0);
 
 // What a user should know of the files there, for a program to print: pickles, which are never read, and files that

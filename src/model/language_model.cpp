@@ -35,8 +35,13 @@ double rms_of(const Tensor& x) {
 // move the others' numbers, or ones that `fill` gives. With a `visit`, it tells of them and makes none.
 class LanguageModel::Maker {
  public:
-  Maker(std::vector<Parameter>& parameters, Device device, uint64_t seed, Initialization initialization)
-      : parameters_(parameters), device_(device), seed_(seed), initialization_(initialization) {}
+  Maker(std::vector<Parameter>& parameters, Device device, uint64_t seed, Initialization initialization,
+        std::function<void()> before_each)
+      : parameters_(parameters),
+        device_(device),
+        seed_(seed),
+        initialization_(initialization),
+        before_each_(std::move(before_each)) {}
   Maker(std::vector<Parameter>& parameters, Device device, Fill fill)
       : parameters_(parameters), device_(device), fill_(std::move(fill)) {}
   Maker(std::vector<Parameter>& parameters, Visit visit) : parameters_(parameters), visit_(std::move(visit)) {}
@@ -112,6 +117,7 @@ class LanguageModel::Maker {
       visit_(name, shape);
       return {};
     }
+    if (before_each_) before_each_();
     const Tensor value = Tensor::empty(shape, DType::f32, device_);
     if (fill_)
       fill_(name, value);
@@ -126,6 +132,7 @@ class LanguageModel::Maker {
   Device device_;
   uint64_t seed_ = 0;
   Initialization initialization_ = Initialization::furious;
+  std::function<void()> before_each_;
   Fill fill_;
   Visit visit_;
 };
@@ -145,9 +152,10 @@ Initialization initialization_from_name(std::string_view name) {
 LanguageModel::LanguageModel(const ModelConfig& config, Device device)
     : config_(config), device_(device), plan_(plan_layer(config)) {}
 
-LanguageModel::LanguageModel(const ModelConfig& config, uint64_t seed, Device device, Initialization initialization)
+LanguageModel::LanguageModel(const ModelConfig& config, uint64_t seed, Device device, Initialization initialization,
+                             const std::function<void()>& before_each)
     : LanguageModel(config, device) {
-  Maker maker(parameters_, device, seed, initialization);
+  Maker maker(parameters_, device, seed, initialization, before_each);
   make(maker);
 }
 
@@ -251,11 +259,12 @@ Tensor LanguageModel::checked_ids(std::string_view argument, const Tensor& ids, 
 }
 
 Variable LanguageModel::loss(Tape& tape, const Tensor& tokens, const Tensor& targets, const Tensor& boundaries,
-                             const Tensor& row_losses) const {
+                             const Tensor& row_losses, const Tensor& weights) const {
   const Tensor targets_here = checked_ids("targets", targets, kIgnoredTarget);
   const Variable h = run(tape, tokens, boundaries);
   const Tape::Label label(tape, kLossWork);
-  return cross_entropy(tape, h, output_weight(), targets_here, row_losses, compute_.precision);
+  return cross_entropy(tape, h, output_weight(), targets_here, row_losses, compute_.precision,
+                       weights ? to_device(weights, device_) : weights);
 }
 
 Tensor LanguageModel::logits(const Tensor& tokens, const Tensor& boundaries) const {

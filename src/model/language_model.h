@@ -33,8 +33,9 @@ Initialization initialization_from_name(std::string_view name);  // unknown name
 class LanguageModel {
  public:
   // New weights, with the same bits on every device.
+  // `before_each` is called before every parameter: what it throws ends the making of a large model.
   LanguageModel(const ModelConfig& config, uint64_t seed, Device device = {},
-                Initialization initialization = Initialization::furious);
+                Initialization initialization = Initialization::furious, const std::function<void()>& before_each = {});
   // Weights from elsewhere: `fill` is called once for each parameter, with its name and the f32 tensor to write.
   using Fill = std::function<void(const std::string& name, const Tensor& out)>;
   LanguageModel(const ModelConfig& config, const Fill& fill, Device device = {});
@@ -56,10 +57,11 @@ class LanguageModel {
   // Tokens and targets may be on the CPU, whatever the model's device; what is not is not checked. Boundaries always
   // are.
 
-  // Mean cross-entropy of targets (i32 [batch, length], −1 ignored) after tokens of the same shape. Documents of a
-  // packed batch are kept apart by boundaries (ops/boundaries.h). Loss and row_losses are on the model's device.
+  // Mean cross-entropy of targets (i32 [batch, length], −1 ignored) after tokens of the same shape, each times its
+  // weight (f32 of that shape; undefined: 1). Documents of a packed batch are kept apart by boundaries
+  // (ops/boundaries.h). Loss and row_losses are on the model's device.
   Variable loss(Tape& tape, const Tensor& tokens, const Tensor& targets, const Tensor& boundaries = {},
-                const Tensor& row_losses = {}) const;
+                const Tensor& row_losses = {}, const Tensor& weights = {}) const;
 
   // Logits [batch, length, vocabulary] of a full pass, f32 on the CPU.
   Tensor logits(const Tensor& tokens, const Tensor& boundaries = {}) const;

@@ -86,7 +86,7 @@ void Demo::make_models() {
   options.eval_batches = 8;
   for (const std::string& arch : options_.archs) {
     options.arch = arch;
-    models_.push_back({arch, std::make_unique<Trainer>(options), {}, 0, 0});
+    models_.push_back({arch, std::make_unique<Training>(options), {}, 0, 0});
   }
 }
 
@@ -110,7 +110,7 @@ void Demo::save() {
 }
 
 std::vector<Text> Demo::samples(int count) const {
-  const Trainer& trainer = *models_.front().trainer;
+  const Training& trainer = *models_.front().trainer;
   const auto tokenizer = trainer.data().dataset->tokenizer();
   Session session(furious::Model(std::make_shared<furious::Model::Parts>(trainer.model(), tokenizer, false)), count);
   session.read("");

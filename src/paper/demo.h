@@ -11,7 +11,7 @@
 #include "furious/model.h"
 #include "report/chart.h"
 #include "report/table.h"
-#include "train/trainer.h"
+#include "train/training.h"
 
 namespace furious {
 
@@ -30,7 +30,7 @@ class Demo {
 
   struct Model {
     std::string arch;
-    std::unique_ptr<Trainer> trainer;
+    std::unique_ptr<Training> trainer;
     std::vector<double> losses;  // of the steps
     double seconds = 0;          // of all steps
     double test_loss = 0;

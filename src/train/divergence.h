@@ -27,7 +27,8 @@ class DivergenceCheck {
   // For a loss that is not finite.
   [[noreturn]] void loss_not_finite(int64_t step, const Batch& batch) const;
   // The norm and the loss of a step; `gradients` are this rank's. All ranks call it and throw the same.
-  void check_step(int64_t step, const TrainStep& done, std::span<const Tensor> gradients) const;
+  // `weighted`: the loss has weights, so that its size says nothing.
+  void check_step(int64_t step, const TrainStep& done, std::span<const Tensor> gradients, bool weighted = false) const;
   // A failure of one rank becomes one of all: throws if any rank gives a text.
   void agree(const std::string& failure) const;
 

@@ -1,5 +1,6 @@
 #include "train/optimizer.h"
 
+#include "base/error.h"
 #include "model/safetensors.h"
 #include "ops/optim/adamw.h"
 
@@ -86,16 +87,26 @@ void Optimizer::update(const Tensor& norm, const Tensor& constants, double clip)
     }
     return;
   }
-  std::vector<AdamWTensors> tensors;
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    const Variable& parameter = parameters[i].value;
-    gradients_.push_back(parameter.gradient());
-    if (parameter.gradient())
-      tensors.push_back({parameter.value(), parameter.gradient(), moments_[i].first, moments_[i].second});
-    parameter.clear_gradient();
-  }
+  collect_gradients();
   clip_gradients(norm, constants, gradients_, clip);
+  std::vector<AdamWTensors> tensors;
+  for (size_t i = 0; i < parameters.size(); ++i)
+    if (gradients_[i])
+      tensors.push_back({parameters[i].value.value(), gradients_[i], moments_[i].first, moments_[i].second});
   adamw_update(tensors, constants);
+}
+
+void Optimizer::finish_gradients(const Tensor& norm, const Tensor& constants) {
+  require(!shards_, "optimizer: gradients without an update are not sharded");
+  collect_gradients();
+  clip_gradients(norm, constants, gradients_, 0);
+}
+
+void Optimizer::collect_gradients() {
+  for (const Parameter& parameter : model_.parameters()) {
+    gradients_.push_back(parameter.value.gradient());
+    parameter.value.clear_gradient();
+  }
 }
 
 }  // namespace furious

@@ -28,6 +28,8 @@ class Optimizer {
   void fail();                 // sharded: this rank has no gradients, and all ranks get NaN
   // Clips by the norm of the whole gradient, which it writes to `norm`, and updates parameters and moments.
   void update(const Tensor& norm, const Tensor& constants, double clip);
+  // Without an update: only the norm. Not sharded.
+  void finish_gradients(const Tensor& norm, const Tensor& constants);
   void clear_gradients();
   StepTimes end_step() { return shards_->end_step(); }  // sharded
 
@@ -38,6 +40,8 @@ class Optimizer {
   void load(const SafetensorsReader& file);
 
  private:
+  void collect_gradients();
+
   struct Moments {
     Tensor first, second;
   };

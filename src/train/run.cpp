@@ -1,4 +1,4 @@
-// A training run: a Trainer with its folder, log and checkpoints.
+// A training run: a Training with its folder, log and checkpoints.
 #include "train/run.h"
 
 #include <unistd.h>
@@ -16,7 +16,7 @@
 #include "model/plan.h"
 #include "train/log.h"
 #include "train/options.h"
-#include "train/trainer.h"
+#include "train/training.h"
 #include "train/training_checkpoint.h"
 
 namespace furious {
@@ -55,6 +55,8 @@ template <class Read>
 auto reading(const fs::path& checkpoint, Read&& read) {
   try {
     return read();
+  } catch (const Cancelled&) {
+    throw;
   } catch (const Error&) {
     const std::vector<std::string> damage = checkpoint_damage(checkpoint);
     if (damage.empty()) throw;
@@ -102,7 +104,7 @@ class Run {
   DataParallel parallel_;
   fs::path folder_;
   std::optional<DirectoryLock> lock_;
-  std::unique_ptr<Trainer> trainer_;
+  std::unique_ptr<Training> trainer_;
   fs::path newest_;
   int64_t saved_step_ = -1;
 };
@@ -110,7 +112,8 @@ class Run {
 void Run::start() {
   require(newest_.empty(), "train: {} already holds a run; continue it with --resume, or choose another --out",
           folder_.string());
-  trainer_ = std::make_unique<Trainer>(options_, parallel_);
+  trainer_ = std::make_unique<Training>(options_, TrainData::open(options_, parallel_.ranks.size()), parallel_,
+                                        observer_.cancel);
   if (leads()) write_text(folder_ / kLogFile, "");
 }
 
@@ -141,7 +144,10 @@ void Run::resume() {
   check_unchanged(saved, newest_);
   const std::string unlike = run_toml_damage(folder_, saved);
   require(unlike.empty(), "train: {}", unlike);
-  trainer_ = reading(newest_, [this] { return std::make_unique<Trainer>(options_, newest_, parallel_); });
+  trainer_ = reading(newest_, [this] {
+    return std::make_unique<Training>(options_, newest_, TrainData::open(options_, parallel_.ranks.size()), parallel_,
+                                      observer_.cancel);
+  });
   saved_step_ = trainer_->steps_done();
   if (leads()) {
     set_newer_aside();

@@ -21,11 +21,11 @@ int64_t counted_targets(const Tensor& targets) {
 
 }  // namespace
 
-int64_t StepInputs::elements(const TrainOptions& options) {
-  return 2 * options.batch * options.length + options.accumulate + kAdamWConstants;
+int64_t StepInputs::elements(const TrainOptions& options, bool weighted) {
+  return (weighted ? 3 : 2) * options.batch * options.length + options.accumulate + kAdamWConstants;
 }
 
-StepInputs::StepInputs(const Tensor& memory, const TrainOptions& options) {
+StepInputs::StepInputs(const Tensor& memory, const TrainOptions& options, bool weighted) {
   int64_t used = 0;
   const auto take = [&](int64_t count) {
     used += count;
@@ -38,19 +38,21 @@ StepInputs::StepInputs(const Tensor& memory, const TrainOptions& options) {
   for (int64_t micro_batch = 0; micro_batch < options.accumulate; ++micro_batch) {
     inputs.push_back(take(rows * options.length).view({rows, options.length}));
     targets.push_back(take(rows * options.length).view({rows, options.length}));
+    token_weights.push_back(weighted ? floats(take(rows * options.length)).view({rows, options.length}) : Tensor());
   }
   weights = floats(take(options.accumulate));
   constants = floats(take(kAdamWConstants));
 }
 
 StepFeed::StepFeed(const TrainOptions& options, const DataParallel& parallel, const BatchSource& source,
-                   int64_t vocabulary, Device device)
+                   int64_t vocabulary, Device device, bool weighted)
     : options_(options),
       rank_options_(parallel.rank_options(options)),
       parallel_(parallel),
       source_(source),
       vocabulary_(vocabulary),
-      memory_(Tensor::zeros({StepInputs::elements(rank_options_)}, DType::i32, device)),
+      weighted_(weighted),
+      memory_(Tensor::zeros({StepInputs::elements(rank_options_, weighted)}, DType::i32, device)),
       feed_(std::make_unique<Feed>(memory_)) {}
 
 Batch StepFeed::batch(int64_t step, int64_t micro_batch) const {
@@ -60,8 +62,8 @@ Batch StepFeed::batch(int64_t step, int64_t micro_batch) const {
 
 void StepFeed::prefetch(int64_t step) {
   if (next_.step == step) return;
-  const StepInputs host(feed_->next(), rank_options_);
-  next_ = {step, {}, {}};
+  const StepInputs host(feed_->next(), rank_options_, weighted_);
+  next_ = {step, {}, {}, 0};
   int64_t all = 0;
   for (int64_t i = 0; i < options_.accumulate; ++i) {
     const Batch made = batch(step, i);
@@ -70,6 +72,7 @@ void StepFeed::prefetch(int64_t step) {
     check.token_ids("targets", made.targets, kIgnoredTarget, vocabulary_);
     copy(host.inputs[i], made.inputs);
     copy(host.targets[i], made.targets);
+    if (weighted_) copy(host.token_weights[i], made.weights);
     next_.boundaries.push_back(made.boundaries);
     all += counted_targets(made.targets);
   }
@@ -77,15 +80,19 @@ void StepFeed::prefetch(int64_t step) {
     const std::vector<int64_t> counts = parallel_.ranks.all_gather(all);
     all = std::accumulate(counts.begin(), counts.end(), int64_t{0});
   }
+  next_.targets = all;
   for (int64_t i = 0; i < options_.accumulate; ++i)
     next_.weights.push_back(static_cast<float>(counted_targets(host.targets[i])) /
                             static_cast<float>(std::max<int64_t>(1, all)));
   std::ranges::copy(next_.weights, host.weights.data<float>());
-  const AdamW adamw{learning_rate(options_, step + 1), options_.weight_decay, options_.beta1, options_.beta2,
-                    options_.eps};
+  const AdamW adamw{learning_rate(step + 1), options_.weight_decay, options_.beta1, options_.beta2, options_.eps};
   const AdamWConstants constants = adamw_constants(adamw, step + 1);
   std::memcpy(host.constants.raw(), &constants, sizeof(constants));
   feed_->send();
+}
+
+double StepFeed::learning_rate(int64_t step) const {
+  return rate_ ? *rate_ : furious::learning_rate(options_, step);
 }
 
 void StepFeed::advance(int64_t step) {

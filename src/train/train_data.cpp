@@ -21,6 +21,7 @@ std::string fingerprint_of(const Dataset& dataset) {
 TrainData open_dataset(const TrainOptions& options, int ranks) {
   TrainData data;
   data.dataset = std::make_unique<Dataset>(options.data);
+  data.tokenizer = data.dataset->tokenizer();
   BatchOptions batches{options.batch,   options.length, packing_from_name(options.packing),
                        Order::shuffled, options.seed,   {},
                        options.bos};

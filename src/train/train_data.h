@@ -11,7 +11,8 @@
 namespace furious {
 
 struct TrainData {
-  std::unique_ptr<Dataset> dataset;  // null for a synthetic task
+  std::unique_ptr<Dataset> dataset;            // null for a synthetic task
+  std::shared_ptr<const Tokenizer> tokenizer;  // null where there is none
   std::unique_ptr<BatchSource> batches;
   std::unique_ptr<BatchSource> test;  // null without a test split; a batch has the rows of one rank's micro-batch
   int64_t test_batches = 0;           // in the test split; 0: endless

@@ -1,313 +1,313 @@
-#include "train/trainer.h"
-
+// furious::Trainer: a Training whose batches the caller gives.
 #include <algorithm>
-#include <chrono>
 #include <cmath>
-#include <map>
-#include <mutex>
-#include <numeric>
-#include <utility>
+#include <limits>
 
+#include "base/boundary.h"
 #include "base/error.h"
-#include "decode/model_parts.h"
-#include "eval/test_loss.h"
+#include "base/file.h"
+#include "base/names.h"
+#include "base/parallel.h"
 #include "model/checkpoint.h"
-#include "model/cost.h"
-#include "ops/elementwise.h"
-#include "tensor/arena.h"
+#include "ops/nn/cross_entropy.h"
+#include "train/given_batches.h"
 #include "train/options.h"
+#include "train/training.h"
 #include "train/training_checkpoint.h"
 
 namespace furious {
 namespace {
 
-namespace fs = std::filesystem;
-
-// Measured once per process, so that the MFU of all trainings of an ablation has one reference.
-double measured_matmul_rate(MatmulPrecision precision, Device device) {
-  static std::mutex mutex;
-  static std::map<std::pair<MatmulPrecision, std::string>, double> known;
-  const std::lock_guard lock(mutex);
-  double& rate = known[{precision, name_of(device)}];
-  if (rate == 0) rate = matmul_rate(precision, device);
-  return rate;
+// The token after each one in its row and document; the last has none.
+void shift_targets(const TokenBatch& batch, int32_t* targets) {
+  const auto elements = static_cast<int64_t>(batch.ids.size());
+  for (int64_t i = 0; i < elements; ++i)
+    targets[i] = (i + 1) % batch.length == 0 ? kIgnoredTarget : batch.ids[static_cast<size_t>(i + 1)];
+  for (const int64_t start : batch.documents)
+    if (start > 0) targets[start - 1] = kIgnoredTarget;
 }
 
-DType reduce_dtype(const TrainOptions& options) {
-  return options.reduce == "bf16" ? DType::bf16 : DType::f32;
+void check_documents(const TokenBatch& batch) {
+  int64_t last = -1;
+  for (const int64_t start : batch.documents) {
+    require(start > last && start < static_cast<int64_t>(batch.ids.size()),
+            "trainer: a document starts at {}, expected increasing positions from 0 to {}", start,
+            batch.ids.size() - 1);
+    last = start;
+  }
 }
 
-ModelConfig config_of(const TrainOptions& options, const TrainData& data) {
-  const int64_t vocabulary = data.batches->vocabulary_size();
-  if (options.init.empty()) return model_config(options, vocabulary);
-  if (data.dataset) data.dataset->check_tokenizer_of(checkpoint_of(options.init));
-  ModelConfig config = load_config(options.init);
-  require(config.vocabulary >= vocabulary, "train: {} has a vocabulary of {} tokens, but the data has {}", options.init,
-          config.vocabulary, vocabulary);
-  return config;
+// Checked; the tensors are copies.
+Batch batch_of(const TokenBatch& given, int64_t vocabulary) {
+  const auto [rows, length] = std::pair(given.rows, given.length);
+  require(rows >= 1 && length >= 1 && rows <= std::numeric_limits<int32_t>::max() / length,
+          "trainer: a batch of {} rows of {} tokens, expected at least 1 and fewer than 2³¹ tokens", rows, length);
+  const auto elements = static_cast<size_t>(rows * length);
+  const auto check = [&](const char* what, size_t count) {
+    require(count == elements, "trainer: {} {} for {} rows of {} tokens, expected {}", count, what, rows, length,
+            elements);
+  };
+  const auto check_ids = [&](const char* what, const std::vector<int32_t>& ids, int32_t smallest) {
+    check(what, ids.size());
+    for (const int32_t id : ids)
+      require(id >= smallest && id < vocabulary, "trainer: {} among {}, expected {} to {}", id, what, smallest,
+              vocabulary - 1);
+  };
+  check_ids("ids", given.ids, 0);
+  check_documents(given);
+  Batch batch{Tensor::empty({rows, length}, DType::i32), Tensor::empty({rows, length}, DType::i32), {}, {}};
+  std::ranges::copy(given.ids, batch.inputs.data<int32_t>());
+  if (given.targets.empty()) {
+    shift_targets(given, batch.targets.data<int32_t>());
+  } else {
+    check_ids("targets", given.targets, kIgnoredTarget);
+    std::ranges::copy(given.targets, batch.targets.data<int32_t>());
+  }
+  if (!given.weights.empty()) {
+    check("weights", given.weights.size());
+    for (const float weight : given.weights)
+      require(std::isfinite(weight), "trainer: {} among the weights, expected finite numbers", weight);
+    batch.weights = Tensor::empty({rows, length}, DType::f32);
+    std::ranges::copy(given.weights, batch.weights.data<float>());
+  }
+  if (!given.documents.empty()) {
+    batch.boundaries = Tensor::empty({static_cast<int64_t>(given.documents.size())}, DType::i32);
+    std::ranges::transform(given.documents, batch.boundaries.data<int32_t>(),
+                           [](int64_t start) { return static_cast<int32_t>(start); });
+  }
+  return batch;
+}
+
+template <class To, class From>
+std::vector<To> numbers_of(const Tensor& tensor) {
+  return tensor ? std::vector<To>(tensor.data<From>(), tensor.data<From>() + tensor.elements()) : std::vector<To>();
+}
+
+TokenBatch token_batch(const Batch& batch) {
+  return {batch.inputs.size(0),
+          batch.inputs.size(1),
+          numbers_of<int32_t, int32_t>(batch.inputs),
+          numbers_of<int32_t, int32_t>(batch.targets),
+          numbers_of<float, float>(batch.weights),
+          numbers_of<int64_t, int32_t>(batch.boundaries)};
+}
+
+std::shared_ptr<const Tokenizer> tokenizer_of(const TrainerSetup& setup, const std::filesystem::path& model) {
+  if (!setup.tokenizer.empty()) return load_tokenizer(setup.tokenizer);
+  if (model.empty()) return nullptr;
+  const std::filesystem::path folder = checkpoint_of(model);
+  return has_tokenizer(folder) ? load_tokenizer(folder.string()) : nullptr;
 }
 
 }  // namespace
 
-Trainer::Trainer(const TrainOptions& options, TrainData data, const DataParallel& parallel)
-    : Trainer(options, config_of(options, data), std::move(data), parallel) {}
+struct Trainer::Memory {
+  int threads;
+  std::unique_ptr<BatchSource> source;  // of options.data; null without
+  GivenBatches* given = nullptr;        // of the training
+  std::unique_ptr<Training> training;
 
-Trainer::Trainer(const TrainOptions& options, const ModelConfig& config, TrainData&& data, const DataParallel& parallel)
-    : parallel_(parallel),
-      options_(resolved(options, parallel.ranks)),
-      rank_options_(parallel.rank_options(options_)),
-      device_(device_from_name(options_.device)),
-      data_(std::move(data)) {
-  check_division(options, parallel.ranks.size());
-  check_memory(rank_options_, config, parallel_);
-  model_ = std::make_unique<LanguageModel>(
-      options.init.empty()
-          ? LanguageModel(config, options.seed, device_, initialization_from_name(options.initialization))
-          : load_model(options.init, "", device_));
-  if (data_.dataset) model_->set_bos(options.bos || data_.begins_with_bos());
-  optimizer_ = std::make_unique<Optimizer>(*model_, parallel_, reduce_dtype(options_));
-  prepare();
-}
-
-Trainer::Trainer(const TrainOptions& options, const fs::path& checkpoint, const DataParallel& parallel)
-    : parallel_(parallel),
-      options_(resolved(options, parallel.ranks)),
-      rank_options_(parallel.rank_options(options_)),
-      device_(device_from_name(options_.device)),
-      data_(TrainData::open(options, parallel.ranks.size())) {
-  const SafetensorsReader file = open_training_file(checkpoint);
-  const TrainingState saved = training_state(file);
-  if (const std::vector<std::string> lines = checkpoint_mismatches(checkpoint); !lines.empty())
-    fail("train: {}", lines.front());
-  require(saved.data == data_.fingerprint,
-          "train: {} was trained on other data than {}; start a new run with --init to train on new data",
-          checkpoint.string(), options.data);
-  check_memory(rank_options_, load_config(checkpoint), parallel_);
-  model_ = std::make_unique<LanguageModel>(load_model(checkpoint, "", device_));
-  optimizer_ = std::make_unique<Optimizer>(*model_, parallel_, reduce_dtype(options_));
-  optimizer_->load(file);
-  step_ = saved.step;
-  prepare();
-}
-
-Trainer::~Trainer() {
-  drop_graph();
-}
-
-void Trainer::prepare() {
-  const Compute compute = compute_options(options_, device_);
-  require(matmul_supports(compute.precision, device_), "train: {} has no bf16 products on this CPU; use --dtype f32",
-          matmul_library(device_));
-  require(options_.dtype != "tf32" || !device_.is_cpu(), "train: TF32 is not supported on a CPU; use --dtype f32");
-  model_->set_compute(compute);
-  flops_ = training_flops(model_->config(), rank_options_.batch, rank_options_.length);
-  flops_rate_ = measured_matmul_rate(compute.precision, device_);
-  feed_ = std::make_unique<StepFeed>(options_, parallel_, *data_.batches, model_->config().vocabulary, device_);
-  divergence_ = std::make_unique<DivergenceCheck>(*model_, parallel_.ranks);
-  results_ = Tensor::zeros({1 + options_.accumulate}, DType::f64, device_);
-}
-
-TrainingMemory Trainer::memory() const {
-  return needed_memory(rank_options_, model_->config(), parallel_);
-}
-
-Variable Trainer::micro_batch_loss(Tape& tape, const StepInputs& inputs, int64_t micro_batch) const {
-  const auto i = static_cast<size_t>(micro_batch);
-  const auto compute_loss = [&] {
-    return model_->loss(tape, inputs.inputs[i], inputs.targets[i], feed_->boundaries()[i]);
-  };
-  if (!device_.is_cpu()) return compute_loss();  // its value is read after the step
-  try {
-    const Variable loss = compute_loss();
-    if (std::isfinite(*loss.value().data<float>())) return loss;
-  } catch (const OutOfMemory&) {
-    throw;
-  } catch (const Error&) {  // a CPU mixer refuses decays that are not finite
-    divergence_->check_activations(step_ + 1, feed_->batch(step_, micro_batch));
-    throw;
+  // A new one, or one that goes on from a checkpoint.
+  Memory(const TrainOptions& options, const TrainerSetup& setup, const std::filesystem::path& checkpoint) {
+    check_train_options(options);
+    threads = threads_for(options);
+    const ThreadLimit limit(threads);
+    TrainData data = data_of(options, setup, checkpoint);
+    given = static_cast<GivenBatches*>(data.batches.get());
+    training = checkpoint.empty()
+                   ? std::make_unique<Training>(options, std::move(data), DataParallel{}, setup.cancel)
+                   : std::make_unique<Training>(options, checkpoint, std::move(data), DataParallel{}, setup.cancel);
   }
-  divergence_->loss_not_finite(step_ + 1, feed_->batch(step_, micro_batch));
-}
 
-// One step: forward, backward, clipping, AdamW. On a GPU nothing in it waits for the device, and without boundaries
-// nothing in it comes from the host, so that a graph can capture it.
-void Trainer::compute(Profiler* profiler) {
-  const StepInputs inputs = feed_->inputs();
-  optimizer_->begin_step();
-  compute_gradients(inputs, profiler);
-  const Profiler::Scope scope(profiler, kOptimizerWork, StepPass::update);
-  optimizer_->update(results_.slice(0, 0, 1), inputs.constants, options_.clip);
-}
-
-// Forward and backward of all micro-batches. A rank that diverges still takes part in the collectives of the step, so
-// that all ranks learn of it.
-void Trainer::compute_gradients(const StepInputs& inputs, Profiler* profiler) {
-  for (int64_t i = 0; i < options_.accumulate; ++i) {
-    if (i + 1 == options_.accumulate) optimizer_->begin_last_backward();
-    Tape tape(profiler);
-    Variable loss;
-    try {
-      loss = micro_batch_loss(tape, inputs, i);
-    } catch (const Diverged& error) {
-      if (!optimizer_->sharded()) throw;
-      failure_ = error.what();
-      return optimizer_->fail();
+  TrainData data_of(const TrainOptions& options, const TrainerSetup& setup, const std::filesystem::path& checkpoint) {
+    require(setup.vocabulary >= 0 && setup.vocabulary <= std::numeric_limits<int32_t>::max(),
+            "trainer: a vocabulary of {}, expected 1 to 2³¹ − 1; 0 is that of the tokenizer or the data",
+            setup.vocabulary);
+    const std::filesystem::path model = checkpoint.empty() ? std::filesystem::path(options.init) : checkpoint;
+    TrainData data;
+    int64_t known = 0;  // ids that the tokenizer or the data has
+    if (!options.data.empty()) {
+      data = TrainData::open(options);
+      source = std::move(data.batches);
+      known = source->vocabulary_size();
     }
-    copy(results_.slice(0, 1 + i, 1), loss.value());
-    tape.backward(loss, inputs.weights.slice(0, i, 1));
+    if (!data.tokenizer) data.tokenizer = tokenizer_of(setup, model);
+    if (data.tokenizer) known = std::max<int64_t>(known, data.tokenizer->vocabulary_size());
+    require(setup.vocabulary == 0 || setup.vocabulary >= known,
+            "trainer: a vocabulary of {}, but the tokenizer or the data has {} token ids; give at least as many",
+            setup.vocabulary, known);
+    const int64_t vocabulary = std::max(setup.vocabulary, known);
+    require(
+        vocabulary > 0 || !model.empty(),
+        "trainer: the number of token ids is not known; set vocabulary or tokenizer in the setup, or data or init in "
+        "the options");
+    data.batches = std::make_unique<GivenBatches>(static_cast<int32_t>(vocabulary));
+    return data;
   }
-}
 
-// The boundaries of packed documents are tables that the host makes for every batch, which a graph cannot hold: with
-// them kernels are launched one by one, as in the first step, in which libraries allocate what they keep.
-void Trainer::run_step(Profiler* profiler) {
-  graph_disabled_ |= std::ranges::any_of(feed_->boundaries(), [](const Tensor& each) { return each.defined(); });
-  if (device_.is_cpu() || graph_disabled_ || !warmed_up_ || profiler != nullptr) {
-    drop_graph();
-    Arena& arena = Arena::of(device_);
-    arena.reset_peak();
-    const size_t before = arena.usage().live;
-    compute(profiler);
-    step_bytes_ = arena.usage().peak - before;
-    warmed_up_ = true;
-    return;
+  int64_t vocabulary() const { return training->model().config().vocabulary; }
+
+  void give(const TokenBatch& batch) {
+    Batch checked = batch_of(batch, vocabulary());
+    training->set_sizes(batch.rows, batch.length, checked.weights.defined());
+    given->give(std::move(checked));
   }
-  if (!graph_) {
-    optimizer_->clear_gradients();
-    Arena::of(device_).trim();  // the graph has memory of its own: what the first step used becomes free for it
-    const auto work = [this] {
-      try {
-        compute(nullptr);
-      } catch (...) {
-        optimizer_->clear_gradients();  // before the memory of the failed capture is freed
-        throw;
-      }
-    };
-    graph_.emplace(device_, work, step_bytes_);
+
+  size_t index_of(const std::string& name) const {
+    const std::vector<Parameter>& parameters = training->model().parameters();
+    const auto found = std::ranges::find(parameters, name, &Parameter::name);
+    if (found != parameters.end()) return static_cast<size_t>(found - parameters.begin());
+    std::vector<std::string> known;
+    for (const Parameter& parameter : parameters) known.push_back(parameter.name);
+    unknown_name("parameter", name, known);
   }
-  graph_->run();
+  const Tensor& parameter(size_t index) const { return training->model().parameters()[index].value.value(); }
+};
+
+namespace {
+
+NamedArray array_of(const std::string& name, const Tensor& tensor, const Shape& shape) {
+  NamedArray array{name, {shape.begin(), shape.end()}, std::vector<float>(static_cast<size_t>(shape.elements()))};
+  if (!tensor) return array;
+  const Tensor here = to_device(tensor, {});
+  std::copy_n(here.data<float>(), here.elements(), array.values.begin());
+  return array;
 }
 
-void Trainer::drop_graph() {
-  optimizer_->clear_gradients();  // they are in its memory
-  graph_.reset();
+}  // namespace
+
+Trainer::Trainer(std::unique_ptr<Memory> memory) : memory_(std::move(memory)) {}
+Trainer::~Trainer() = default;
+Trainer::Trainer(Trainer&&) noexcept = default;
+Trainer& Trainer::operator=(Trainer&&) noexcept = default;
+
+Trainer::Trainer(const TrainOptions& options, const TrainerSetup& setup) try {
+  memory_ = std::make_unique<Memory>(options, setup, std::filesystem::path());
+} catch (...) {
+  rethrow_as_error();
 }
 
-TrainStep Trainer::step(Profiler* profiler) {
-  const auto start = std::chrono::steady_clock::now();
-  feed_->advance(step_);
-  try {
-    run_step(profiler);
-  } catch (const OutOfMemory& error) {  // the update comes last: the weights are unchanged
-    drop_graph();
-    const int64_t estimate = memory().total();
-    throw OutOfMemory(fmt::format("train: step {}: {}; the estimate was {}; {}", step_ + 1, error.what(), gib(estimate),
-                                  memory_advice(rank_options_, model_->config(), estimate - 1, parallel_)));
-  }
-  if (!device_.is_cpu()) feed_->prefetch(step_ + 1);
-  Tensor results;
-  {
-    const Communicator::Watch watch(parallel_.ranks);
-    results = to_device(results_, {});  // waits for the device
-  }
-  TrainStep done;
-  done.gradient_norm = results.data<double>()[0];
-  done.loss = batch_loss(results);
-  if (optimizer_->sharded()) add_times(done);
-  divergence_->check_step(step_ + 1, done, optimizer_->gradients());
-  ++step_;
-  done.step = step_;
-  done.lr = learning_rate(options_, step_);
-  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  done.tokens_per_second = static_cast<double>(options_.batch * options_.length) / seconds;
-  done.mfu = flops_ / seconds / flops_rate_;
-  return done;
+Trainer Trainer::resume(const std::string& checkpoint, const std::optional<TrainOptions>& options,
+                        const TrainerSetup& setup) try {
+  const std::filesystem::path path = checkpoint_of(checkpoint);
+  return Trainer(std::make_unique<Memory>(options ? *options : saved_options(path), setup, path));
+} catch (...) {
+  rethrow_as_error();
 }
 
-// The mean loss of the batch over micro-batches and ranks.
-double Trainer::batch_loss(const Tensor& results) {
-  double sum = 0;
-  try {
-    for (int64_t i = 0; i < options_.accumulate && failure_.empty(); ++i) {
-      const double loss = results.data<double>()[1 + i];
-      if (!std::isfinite(loss)) divergence_->loss_not_finite(step_ + 1, feed_->batch(step_, i));
-      sum += loss * static_cast<double>(feed_->weights()[static_cast<size_t>(i)]);
-    }
-  } catch (const Diverged& error) {
-    failure_ = error.what();
-  }
-  divergence_->agree(std::exchange(failure_, {}));
-  if (!optimizer_->sharded()) return sum;
-  const std::vector<double> sums = parallel_.ranks.all_gather(sum);
-  return std::accumulate(sums.begin(), sums.end(), 0.0);
+Trainer::Memory& Trainer::own() const {
+  require(memory_ != nullptr, "trainer: it was moved to another; use that one");
+  return *memory_;
 }
 
-void Trainer::add_times(TrainStep& done) {
-  const std::vector<StepTimes> times = parallel_.ranks.all_gather(optimizer_->end_step());
-  const auto [fastest, slowest] = std::ranges::minmax_element(times, {}, &StepTimes::work);
-  done.ranks = {static_cast<int64_t>(times.size()),
-                slowest - times.begin(),
-                fastest - times.begin(),
-                slowest->work,
-                fastest->work,
-                times.front().waiting};
+TrainStep Trainer::step(const TokenBatch& batch) try {
+  Memory& memory = own();
+  const ThreadLimit limit(memory.threads);
+  memory.give(batch);
+  return memory.training->step();
+} catch (...) {
+  rethrow_as_error();
 }
 
-std::optional<double> Trainer::test_loss() const {
-  if (!data_.test) return {};
-  constexpr int64_t kEndless = 8;  // batches of a task without an end
-  // Test batches have the rows of one rank's micro-batch: any division of a batch tests the same tokens.
-  const int64_t rank = parallel_.ranks.rank(), ranks = parallel_.ranks.size(), parts = options_.accumulate * ranks;
-  int64_t batches = data_.test_batches > 0 ? data_.test_batches : kEndless * parts;
-  if (options_.eval_batches > 0) batches = std::min(batches, options_.eval_batches * parts);
-  const StridedBatches own(*data_.test, rank, ranks);
-  const Batch first = own.at(0);
-  TestLoss loss;
-  std::string failure;
-  try {
-    loss = furious::test_loss(*model_, own, (batches - rank + ranks - 1) / ranks);
-    if (!std::isfinite(loss.sum)) divergence_->loss_not_finite(step_ + 1, first);
-  } catch (const OutOfMemory&) {
-    throw;
-  } catch (const Diverged& error) {
-    failure = error.what();
-  } catch (const Error&) {
-    if (!device_.is_cpu()) throw;
-    try {
-      divergence_->check_activations(step_ + 1, first);
-    } catch (const Diverged& error) {
-      failure = error.what();
-    }
-    if (failure.empty()) throw;
-  }
-  divergence_->agree(failure);
-  TestLoss all;
-  for (const TestLoss& each : parallel_.ranks.all_gather(loss)) {
-    all.sum += each.sum;
-    all.tokens += each.tokens;
-  }
-  return all.mean();
+TrainStep Trainer::backward(const TokenBatch& batch) try {
+  Memory& memory = own();
+  const ThreadLimit limit(memory.threads);
+  memory.give(batch);
+  return memory.training->backward();
+} catch (...) {
+  rethrow_as_error();
 }
 
-std::vector<double> Trainer::value_rms() const {
-  const Batch batch = feed_->batch(std::max<int64_t>(0, step_ - 1), 0);
-  return model_->value_rms(batch.inputs, batch.boundaries);
+double Trainer::evaluate(const TokenBatch& batch) const try {
+  const Memory& memory = own();
+  const ThreadLimit limit(memory.threads);
+  return memory.training->loss(batch_of(batch, memory.vocabulary()));
+} catch (...) {
+  rethrow_as_error();
 }
 
-std::string Trainer::sample(int64_t tokens) const {
-  if (!data_.dataset) return {};
-  const Model model(std::make_shared<Model::Parts>(*model_, data_.dataset->tokenizer(), false));
-  Session session(model);
-  session.read("");
-  WriteOptions options;
-  options.tokens = tokens;
-  options.sampling.seed = options_.seed;
-  return session.write(options).front().text;
+TokenBatch Trainer::data_batch(int64_t step) const try {
+  const Memory& memory = own();
+  const ThreadLimit limit(memory.threads);
+  require(memory.source != nullptr, "trainer: there is no data; set data in the options, or make batches of your own");
+  require(step >= 1, "trainer: step {}, expected 1 or more", step);
+  return token_batch(memory.source->at(step - 1));
+} catch (...) {
+  rethrow_as_error();
 }
 
-void Trainer::save(const fs::path& directory) const {
-  const std::map<std::string, Tensor> moments = optimizer_->state();
-  if (parallel_.ranks.leads()) write_checkpoint(directory, *model_, moments, step_, data_, options_);
+std::optional<double> Trainer::test_loss() const try {
+  const Memory& memory = own();
+  const ThreadLimit limit(memory.threads);
+  return memory.training->test_loss();
+} catch (...) {
+  rethrow_as_error();
+}
+
+void Trainer::set_learning_rate(std::optional<double> rate) {
+  Memory& memory = own();
+  require(!rate || (std::isfinite(*rate) && *rate >= 0), "trainer: a learning rate of {}, expected 0 or more",
+          rate.value_or(0));
+  memory.training->set_learning_rate(rate);
+}
+
+std::vector<std::string> Trainer::parameter_names() const try {
+  std::vector<std::string> names;
+  for (const Parameter& parameter : own().training->model().parameters()) names.push_back(parameter.name);
+  return names;
+} catch (...) {
+  rethrow_as_error();
+}
+
+NamedArray Trainer::parameter(const std::string& name) const try {
+  const Memory& memory = own();
+  const Tensor& value = memory.parameter(memory.index_of(name));
+  return array_of(name, value, value.shape());
+} catch (...) {
+  rethrow_as_error();
+}
+
+void Trainer::set_parameter(const std::string& name, const std::vector<float>& values) try {
+  const Memory& memory = own();
+  const Tensor& value = memory.parameter(memory.index_of(name));
+  require(static_cast<int64_t>(values.size()) == value.elements(), "trainer: {} values for {}, expected {}",
+          values.size(), name, value.elements());
+  const Tensor here = Tensor::empty(value.shape(), DType::f32);
+  std::ranges::copy(values, here.data<float>());
+  copy_between(value, here);
+} catch (...) {
+  rethrow_as_error();
+}
+
+NamedArray Trainer::gradient(const std::string& name) const try {
+  const Memory& memory = own();
+  const size_t index = memory.index_of(name);
+  const std::vector<Tensor>& gradients = memory.training->gradients();
+  require(!gradients.empty(), "trainer: there are no gradients; call step() or backward() first");
+  return array_of(name, gradients[index], memory.parameter(index).shape());
+} catch (...) {
+  rethrow_as_error();
+}
+
+void Trainer::save(const std::string& directory) const try {
+  const Memory& memory = own();
+  const ThreadLimit limit(memory.threads);
+  require(!directory.empty(), "trainer.save: the name of the directory is empty");
+  replace_directory(directory, [&](const std::filesystem::path& temporary) { memory.training->save(temporary); });
+} catch (...) {
+  rethrow_as_error();
+}
+
+int64_t Trainer::steps_done() const {
+  return own().training->steps_done();
+}
+
+int64_t Trainer::vocabulary() const {
+  return own().vocabulary();
+}
+
+TrainOptions Trainer::options() const {
+  return own().training->options();
 }
 
 }  // namespace furious

@@ -48,7 +48,7 @@ TrainOptions saved_options(const fs::path& checkpoint) {
 void write_checkpoint(const fs::path& directory, const LanguageModel& model,
                       const std::map<std::string, Tensor>& moments, int64_t step, const TrainData& data,
                       const TrainOptions& options) {
-  if (data.dataset) save_tokenizer(directory, *data.dataset->tokenizer(), model.config().bos);
+  if (data.tokenizer) save_tokenizer(directory, *data.tokenizer, model.config().bos);
   save_model(directory, model);
   const nlohmann::json saved{{"step", step},
                              {"data", data.fingerprint},

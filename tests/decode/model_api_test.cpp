@@ -198,8 +198,8 @@ TEST(ModelApi, RefusesStatesThatAreNotItsOwn) {
     expect_error([&] { batch.add(states[0]); }, parts);
     EXPECT_TRUE(batch.sequences().empty());
   };
-  const auto array = [](SequenceState& state, const std::string& name) -> StateArray& {
-    return *std::ranges::find(state.arrays, name, &StateArray::name);
+  const auto array = [](SequenceState& state, const std::string& name) -> NamedArray& {
+    return *std::ranges::find(state.arrays, name, &NamedArray::name);
   };
   refused([](SequenceState& s) { s.model = "another"; }, {"another model"});
   refused([](SequenceState& s) { s.tokens = -1; }, {"-1 tokens"});

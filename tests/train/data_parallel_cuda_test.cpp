@@ -2,14 +2,14 @@
 #include "cuda.h"
 #include "dist/collectives.h"
 #include "train/small_run.h"
-#include "train/trainer.h"
+#include "train/training.h"
 
 namespace furious {
 namespace {
 
 using namespace furious::testing;
 
-std::vector<double> weights_of(const Trainer& trainer) {
+std::vector<double> weights_of(const Training& trainer) {
   std::vector<double> all;
   for (const Parameter& parameter : trainer.model().parameters())
     for (double x : to_doubles(to_cpu(parameter.value.value()))) all.push_back(x);
@@ -26,7 +26,7 @@ TEST(DataParallelCuda, OneRankEqualsASingleProcess) {
     for (const bool graph : {true, false}) {
       options.reduce = reduce;
       options.accumulate = graph ? 2 : 1;
-      Trainer plain(options), sharded(options, {Communicator::alone(), true, 512});
+      Training plain(options), sharded(options, {Communicator::alone(), true, 512});
       if (!graph) sharded.disable_graph();
       TrainStep expected, actual;
       for (int i = 0; i < 8; ++i) {
@@ -50,13 +50,13 @@ TEST(DataParallelCuda, SavesTheSameCheckpointAsASingleProcess) {
   TrainOptions options = small_options(small_data(folder), folder.path("run"));
   options.device = "cuda";
   const DataParallel parallel{Communicator::alone(), true, 512};
-  Trainer plain(options), sharded(options, parallel);
+  Training plain(options), sharded(options, parallel);
   for (int i = 0; i < 4; ++i) EXPECT_EQ(sharded.step().loss, plain.step().loss);
   for (const char* name : {"plain", "sharded"}) std::filesystem::create_directory(folder.path(name));
   plain.save(folder.path("plain"));
   sharded.save(folder.path("sharded"));
   EXPECT_TRUE(read_folder(folder.path("plain")) == read_folder(folder.path("sharded")));
-  Trainer on(options, folder.path("sharded"), parallel);
+  Training on(options, folder.path("sharded"), parallel);
   for (int i = 0; i < 4; ++i) EXPECT_EQ(on.step().loss, plain.step().loss);
 }
 

@@ -3,14 +3,14 @@
 #include "ops/elementwise.h"
 #include "train/options.h"
 #include "train/small_run.h"
-#include "train/trainer.h"
+#include "train/training.h"
 
 namespace furious {
 namespace {
 
 using namespace furious::testing;
 
-std::vector<double> weights_of(const Trainer& trainer) {
+std::vector<double> weights_of(const Training& trainer) {
   std::vector<double> all;
   for (const Parameter& parameter : trainer.model().parameters())
     for (double x : to_doubles(parameter.value.value())) all.push_back(x);
@@ -26,7 +26,7 @@ class WorldTrainer : public ::testing::Test {
 
   // The same batches by this process alone and by all together.
   void expect_same(const DataParallel& parallel, double tolerance, const std::string& what) {
-    Trainer alone(options), all(options, parallel);
+    Training alone(options), all(options, parallel);
     EXPECT_NEAR(*all.test_loss(), *alone.test_loss(), 1e-5) << what;
     for (int i = 0; i < 6; ++i) {
       const TrainStep expected = alone.step(), actual = all.step();
@@ -76,7 +76,7 @@ TEST_F(WorldTrainer, SendsInBf16) {
 TEST_F(WorldTrainer, DivergenceOfOneRankIsReportedOnAll) {
   const int last = ranks.size() - 1;
   for (const char* name : {"model.layers.1.self_attn.A_mask_proj.weight", "lm_head.weight"}) {
-    Trainer trainer(options, {ranks, true, 512});
+    Training trainer(options, {ranks, true, 512});
     trainer.step();
     for (const Parameter& parameter : trainer.model().parameters())
       if (parameter.name == name && ranks.rank() == last) fill(parameter.value.value(), std::nanf(""));
@@ -86,7 +86,7 @@ TEST_F(WorldTrainer, DivergenceOfOneRankIsReportedOnAll) {
   // All ranks diverged: no single rank is named.
   options.lr = 10;
   options.warmup = 0;
-  Trainer trainer(options, {ranks, true, 512});
+  Training trainer(options, {ranks, true, 512});
   expect_error(
       [&] {
         for (int i = 0; i < 12; ++i) trainer.step();
@@ -100,14 +100,14 @@ TEST(DataParallel, OneRankEqualsASingleProcess) {
   TrainOptions options = small_options(small_data(folder), folder.path("run"));
   options.accumulate = 2;
   const DataParallel parallel{Communicator::alone(), true, 512};
-  Trainer plain(options), sharded(options, parallel);
+  Training plain(options), sharded(options, parallel);
   for (int i = 0; i < 5; ++i) EXPECT_EQ(sharded.step().loss, plain.step().loss);
   EXPECT_EQ(weights_of(sharded), weights_of(plain));
   for (const char* name : {"plain", "sharded"}) std::filesystem::create_directory(folder.path(name));
   plain.save(folder.path("plain"));
   sharded.save(folder.path("sharded"));
   EXPECT_TRUE(read_folder(folder.path("plain")) == read_folder(folder.path("sharded")));
-  Trainer plain_on(options, folder.path("sharded")), sharded_on(options, folder.path("plain"), parallel);
+  Training plain_on(options, folder.path("sharded")), sharded_on(options, folder.path("plain"), parallel);
   for (int i = 0; i < 5; ++i) EXPECT_EQ(sharded_on.step().loss, plain_on.step().loss);
   EXPECT_EQ(weights_of(sharded_on), weights_of(plain_on));
 }

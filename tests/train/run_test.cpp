@@ -7,7 +7,7 @@
 #include "model/safetensors.h"
 #include "ops/elementwise.h"
 #include "train/small_run.h"
-#include "train/trainer.h"
+#include "train/training.h"
 #include "train/training_checkpoint.h"
 
 namespace furious {
@@ -330,7 +330,7 @@ TEST_F(RunTest, DetectsEveryFlippedBit) {
     const std::string out = folder.path("loaded");
     fs::remove_all(out);
     fs::create_directory(out);
-    Trainer(options, checkpoint).save(out);
+    Training(options, checkpoint).save(out);
     return read_folder(out);
   };
   const auto expected = loaded();

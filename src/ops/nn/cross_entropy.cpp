@@ -44,11 +44,13 @@ void check_arguments(const Tensor& hidden, const Tensor& weight, const Tensor& t
   check.device("hidden", hidden, device);
   check.contiguous("hidden", hidden);
   if (options.row_losses) check.dense("row_losses", options.row_losses, DType::f32, rows, device);
+  if (options.weights) check.dense("weights", options.weights, DType::f32, rows, device);
 }
 
-// Goes through the rows chunk by chunk; losses is f64 [rows], the gradients are there if they are wanted.
-void run_chunks(const Tensor& hidden, const Tensor& weight, const Tensor& targets, MatmulPrecision precision,
-                const CrossEntropyResult& result, const Tensor& losses) {
+// Goes through the rows chunk by chunk; losses is f64 [rows], weights f32 [rows] or undefined, the gradients are there
+// if they are wanted.
+void run_chunks(const Tensor& hidden, const Tensor& weight, const Tensor& targets, const Tensor& weights,
+                MatmulPrecision precision, const CrossEntropyResult& result, const Tensor& losses) {
   const Device device = hidden.device();
   const int64_t rows = hidden.size(0);
   const int64_t vocabulary = weight.size(0);
@@ -60,7 +62,8 @@ void run_chunks(const Tensor& hidden, const Tensor& weight, const Tensor& target
     const auto part = [&](const Tensor& of) { return of.slice(0, begin, count); };
     const Tensor logits = buffer.slice(0, 0, count);
     matmul(logits, part(hidden), weight, {.transpose_b = true, .precision = precision});
-    FURIOUS_DISPATCH(device, cross_entropy_rows(logits, part(targets), result.counted, with_gradient, part(losses)));
+    FURIOUS_DISPATCH(device, cross_entropy_rows(logits, part(targets), weights ? part(weights) : weights,
+                                                result.counted, with_gradient, part(losses)));
     if (result.hidden_gradient)
       matmul(part(result.hidden_gradient.as_matrix()), logits, weight, {.precision = precision});
     if (result.weight_gradient)
@@ -134,14 +137,15 @@ CrossEntropyResult cross_entropy_forward(const Tensor& hidden, const Tensor& wei
   if (rows == 0) return result;
   FURIOUS_DISPATCH(device, count_targets(result.counted, targets));
   const Tensor losses = Tensor::empty({rows}, DType::f64, device);
-  run_chunks(hidden.as_matrix(), converted_once(weight, precision), targets.view({rows}), precision, result, losses);
+  run_chunks(hidden.as_matrix(), converted_once(weight, precision), targets.view({rows}),
+             options.weights ? options.weights.view({rows}) : Tensor(), precision, result, losses);
   FURIOUS_DISPATCH(device, mean_loss(result.loss, losses, result.counted));
   if (options.row_losses) copy(options.row_losses.view({rows}), losses);
   return result;
 }
 
 Variable cross_entropy(Tape& tape, const Variable& hidden, const Variable& weight, const Tensor& targets,
-                       const Tensor& row_losses, MatmulPrecision precision) {
+                       const Tensor& row_losses, MatmulPrecision precision, const Tensor& weights) {
   const bool weight_gradient = tape.recording() && weight.needs_gradient();
   const CrossEntropyResult result =
       cross_entropy_forward(hidden.value(), weight.value(), targets,
@@ -149,6 +153,7 @@ Variable cross_entropy(Tape& tape, const Variable& hidden, const Variable& weigh
                              .weight_gradient = weight_gradient,
                              .place = weight_gradient && targets.elements() > 0 ? weight.new_gradient() : Tensor(),
                              .row_losses = row_losses,
+                             .weights = weights,
                              .precision = precision});
   return tape.record(
       result.loss, {hidden, weight},

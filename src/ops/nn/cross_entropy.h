@@ -1,10 +1,10 @@
 // Mean cross-entropy of predicted tokens, fused with the output projection that makes the logits:
 //
 //   l_r    = W h_r                                   h [..., dim], W [vocabulary, dim], targets i32 [...]
-//   loss_r = log Σ_v exp(l_rv) − l_r,target(r)       0 where target(r) = kIgnoredTarget
+//   loss_r = w_r (log Σ_v exp(l_rv) − l_r,target(r)) 0 where target(r) = kIgnoredTarget; w_r is 1 unless given
 //   loss   = (1/n) Σ_r loss_r                        over the n rows that are not ignored; 0 if there are none
 //
-//   dl_r   = (softmax(l_r) − onehot(target(r))) / n          dh_r = dl_r W          dW = Σ_r dl_r h_rᵀ
+//   dl_r   = w_r (softmax(l_r) − onehot(target(r))) / n      dh_r = dl_r W          dW = Σ_r dl_r h_rᵀ
 //
 // Logits exist for a few hundred rows at a time: what is wanted of their gradients is computed, for an upstream
 // gradient of 1, while they are there. Everything is f32 and contiguous; W may be bf16 or f16 when its gradient is not
@@ -24,6 +24,7 @@ struct CrossEntropyOptions {
   bool weight_gradient = false;
   Tensor place = {};       // memory for the gradient of the weight; undefined: it is made
   Tensor row_losses = {};  // where to write loss_r, f32 in the shape of targets; undefined: not wanted
+  Tensor weights = {};     // w_r, f32 in the shape of targets; undefined: all 1
   MatmulPrecision precision = MatmulPrecision::f32;
 };
 
@@ -38,7 +39,8 @@ CrossEntropyResult cross_entropy_forward(const Tensor& hidden, const Tensor& wei
                                          const CrossEntropyOptions& options = {});
 
 Variable cross_entropy(Tape& tape, const Variable& hidden, const Variable& weight, const Tensor& targets,
-                       const Tensor& row_losses = {}, MatmulPrecision precision = MatmulPrecision::f32);
+                       const Tensor& row_losses = {}, MatmulPrecision precision = MatmulPrecision::f32,
+                       const Tensor& weights = {});
 
 // Bytes of logits that exist at a time, at most.
 int64_t most_logit_bytes(Device device);

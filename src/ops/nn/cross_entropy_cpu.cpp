@@ -99,23 +99,26 @@ HWY_EXPORT(row_loss_with_gradient);
 
 namespace cpu {
 
-void cross_entropy_rows(const Tensor& logits, const Tensor& targets, const Tensor& counted, bool with_gradient,
-                        const Tensor& losses) {
+void cross_entropy_rows(const Tensor& logits, const Tensor& targets, const Tensor& weights, const Tensor& counted,
+                        bool with_gradient, const Tensor& losses) {
   const int64_t vocabulary = logits.size(1);
   float* const data = logits.data<float>();
   const int32_t* const ids = targets.data<int32_t>();
   double* const row_losses = losses.data<double>();
-  const auto coefficient = static_cast<float>(1.0 / static_cast<double>(*counted.data<int32_t>()));
+  const float* const factors = weights ? weights.data<float>() : nullptr;
+  const double share = 1.0 / static_cast<double>(*counted.data<int32_t>());
   parallel_ranges(logits.size(0), kElementsPerThread / 2 / vocabulary, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       float* const row_logits = data + row * vocabulary;
+      const double factor = factors ? static_cast<double>(factors[row]) : 1.0;
       if (ids[row] == kIgnoredTarget) {
         if (with_gradient) std::fill_n(row_logits, vocabulary, 0.0f);
         row_losses[row] = 0;
       } else if (with_gradient) {
-        row_losses[row] = HWY_DYNAMIC_DISPATCH(row_loss_with_gradient)(row_logits, vocabulary, ids[row], coefficient);
+        row_losses[row] = factor * HWY_DYNAMIC_DISPATCH(row_loss_with_gradient)(row_logits, vocabulary, ids[row],
+                                                                                static_cast<float>(factor * share));
       } else {
-        row_losses[row] = HWY_DYNAMIC_DISPATCH(row_loss)(row_logits, vocabulary, ids[row]);
+        row_losses[row] = factor * HWY_DYNAMIC_DISPATCH(row_loss)(row_logits, vocabulary, ids[row]);
       }
     }
   });

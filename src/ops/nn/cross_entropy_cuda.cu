@@ -19,8 +19,8 @@ struct alignas(sizeof(T) * kWidth) Pack {
 // One block per row. A first pass finds the largest logit and Σ exp(l − largest) together, rescaling the sum whenever a
 // larger one comes up; a second, with a gradient wanted, replaces the logits. A NaN among them makes the sum NaN.
 template <class T, int kWidth, bool kGradient>
-__global__ void __launch_bounds__(kThreads)
-    rows_kernel(T* logits, int64_t vocabulary, const int32_t* targets, const int32_t* counted, double* losses) {
+__global__ void __launch_bounds__(kThreads) rows_kernel(T* logits, int64_t vocabulary, const int32_t* targets,
+                                                        const float* weights, const int32_t* counted, double* losses) {
   __shared__ float largest_parts[32], sum_parts[32];
   using Packed = Pack<T, kWidth>;
   const int64_t row = blockIdx.x;
@@ -38,6 +38,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     return;
   }
+  const float weight = weights != nullptr ? weights[row] : 1.0f;
   const bool valid = target >= 0 && target < vocabulary;
   const float target_logit = valid ? to_float(own[target]) : __int_as_float(0x7FC00000);
 
@@ -58,9 +59,10 @@ __global__ void __launch_bounds__(kThreads)
   const float row_largest = block_max(largest, largest_parts);
   const float row_sum = block_sum(sum * __expf(largest - row_largest), sum_parts);
   if (threadIdx.x == 0)
-    losses[row] = log(static_cast<double>(row_sum)) + static_cast<double>(row_largest - target_logit);
+    losses[row] = static_cast<double>(weight) *
+                  (log(static_cast<double>(row_sum)) + static_cast<double>(row_largest - target_logit));
   if constexpr (kGradient) {
-    const float coefficient = 1.0f / static_cast<float>(*counted);
+    const float coefficient = weight / static_cast<float>(*counted);
     const float factor = coefficient / row_sum;
     for (int p = threadIdx.x; p < count; p += kThreads) {
       Packed pack = packs[p];
@@ -75,12 +77,12 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <class T, int kWidth>
-void launch_rows(const Tensor& logits, const Tensor& targets, const Tensor& counted, bool with_gradient,
-                 const Tensor& losses) {
+void launch_rows(const Tensor& logits, const Tensor& targets, const Tensor& weights, const Tensor& counted,
+                 bool with_gradient, const Tensor& losses) {
   const auto kernel = with_gradient ? rows_kernel<T, kWidth, true> : rows_kernel<T, kWidth, false>;
   kernel<<<static_cast<unsigned>(logits.size(0)), kThreads, 0, stream(logits.device())>>>(
-      static_cast<T*>(logits.raw()), logits.size(1), targets.data<int32_t>(), counted.data<int32_t>(),
-      losses.data<double>());
+      static_cast<T*>(logits.raw()), logits.size(1), targets.data<int32_t>(), weights ? weights.data<float>() : nullptr,
+      counted.data<int32_t>(), losses.data<double>());
   check_launch("cross_entropy");
 }
 
@@ -127,17 +129,17 @@ void count_targets(const Tensor& counted, const Tensor& targets) {
   check_launch("cross_entropy");
 }
 
-void cross_entropy_rows(const Tensor& logits, const Tensor& targets, const Tensor& counted, bool with_gradient,
-                        const Tensor& losses) {
+void cross_entropy_rows(const Tensor& logits, const Tensor& targets, const Tensor& weights, const Tensor& counted,
+                        bool with_gradient, const Tensor& losses) {
   require(logits.size(1) <= 1 << 30, "cross_entropy: a vocabulary of {} is too large for a GPU", logits.size(1));
   with_activation_type(logits.dtype(), [&](auto zero) {
     using T = typename OnDevice<decltype(zero)>::Type;
     constexpr int kWidth = 16 / sizeof(T);
     // Rows that begin at multiples of 16 bytes; the logits' memory itself does.
     if (logits.size(1) % kWidth == 0)
-      launch_rows<T, kWidth>(logits, targets, counted, with_gradient, losses);
+      launch_rows<T, kWidth>(logits, targets, weights, counted, with_gradient, losses);
     else
-      launch_rows<T, 1>(logits, targets, counted, with_gradient, losses);
+      launch_rows<T, 1>(logits, targets, weights, counted, with_gradient, losses);
   });
 }
 

@@ -59,6 +59,27 @@ TEST(CrossEntropyCuda, SeveralChunksOfLogits) {
   for (const DType dtype : {DType::f32, DType::bf16}) compare(random, 4600, 32000, 16, dtype);
 }
 
+TEST(CrossEntropyCuda, WeightsOfRows) {
+  SKIP_WITHOUT_GPU();
+  Random random(6);
+  for (const int64_t vocabulary : {9, 256}) {
+    const Tensor hidden = random.normal_tensor({40, 8}), weight = random.normal_tensor({vocabulary, 8});
+    const Tensor weights = random.normal_tensor({40});
+    std::vector<int32_t> ids(40);
+    for (int32_t& id : ids) id = static_cast<int32_t>(random.integer(-1, vocabulary - 1));
+    const Tensor targets = int_tensor_of(ids, {40});
+    const auto result = [&](auto&& there) {
+      return cross_entropy_forward(there(hidden), there(weight), there(targets),
+                                   {.hidden_gradient = true, .weight_gradient = true, .weights = there(weights)});
+    };
+    const CrossEntropyResult expected = result([](const Tensor& x) { return x; });
+    const CrossEntropyResult actual = result([](const Tensor& x) { return to_gpu(x); });
+    EXPECT_LT(relative_error(to_cpu(actual.loss), expected.loss), 1e-5);
+    EXPECT_LT(relative_error(to_cpu(actual.hidden_gradient), expected.hidden_gradient), 1e-4);
+    EXPECT_LT(relative_error(to_cpu(actual.weight_gradient), expected.weight_gradient), 1e-4);
+  }
+}
+
 TEST(CrossEntropyCuda, AllTargetsIgnoredAndNoRows) {
   SKIP_WITHOUT_GPU();
   for (const int64_t rows : {0, 5}) {

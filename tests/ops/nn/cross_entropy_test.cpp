@@ -94,6 +94,46 @@ TEST(CrossEntropy, GradientsAgreeWithFiniteDifferences) {
   }
 }
 
+TEST(CrossEntropy, WeightsOfRows) {
+  testing::Random random(46);
+  for (int i = 0; i < 10; ++i) {
+    const int64_t vocabulary = random.integer(2, 37), dim = random.integer(1, 6), length = random.integer(1, 5);
+    const Tensor targets = random_targets(random, {2, length}, vocabulary, random.coin());
+    const Tensor hidden = random.normal_tensor({2, length, dim});
+    const Tensor weight = random.normal_tensor({vocabulary, dim});
+    const Tensor weights = random.normal_tensor({2, length});  // negative ones, too
+    if (random.coin()) weights.data<float>()[0] = 0;
+    const Tensor row_losses = Tensor::empty({2, length}, DType::f32);
+    const CrossEntropyOptions options{
+        .hidden_gradient = true, .weight_gradient = true, .row_losses = row_losses, .weights = weights};
+    const CrossEntropyResult result = cross_entropy_forward(hidden, weight, targets, options);
+    const Vector hs = to_doubles(hidden), ws = to_doubles(weight), factors = to_doubles(weights);
+    const auto rows = [&](const Vector& h, const Vector& w) {
+      Vector losses = row_losses_oracle(h, w, dim, targets);
+      for (size_t r = 0; r < losses.size(); ++r) losses[r] *= factors[r];
+      return losses;
+    };
+    const int32_t* const ids = targets.data<int32_t>();
+    const auto counted = std::max<int64_t>(1, 2 * length - std::count(ids, ids + 2 * length, kIgnoredTarget));
+    const auto loss = [&](const Vector& h, const Vector& w) {
+      double sum = 0;
+      for (const double row : rows(h, w)) sum += row;
+      return Vector{sum / static_cast<double>(counted)};
+    };
+    EXPECT_NEAR(value_of(result.loss), loss(hs, ws)[0], 5e-6);
+    EXPECT_LT(relative_error(row_losses, rows(hs, ws), 1e-2), 5e-6);
+    const auto at_hidden = [&](const Vector& v) { return loss(v, ws); };
+    const auto at_weight = [&](const Vector& v) { return loss(hs, v); };
+    EXPECT_LT(relative_error(result.hidden_gradient, numeric_gradient(at_hidden, hs, {1}), 1e-2), 5e-6);
+    EXPECT_LT(relative_error(result.weight_gradient, numeric_gradient(at_weight, ws, {1}), 1e-2), 5e-6);
+  }
+  const Tensor hidden = random.normal_tensor({3, 4}), weight = random.normal_tensor({5, 4});
+  const Tensor targets = int_tensor_of({0, 4, 2}, {3}), ones = tensor_of({1, 1, 1}, {3});
+  EXPECT_TRUE(same_bits(cross_entropy_forward(hidden, weight, targets, {.weights = ones}).loss,
+                        cross_entropy_forward(hidden, weight, targets).loss));
+  expect_error([&] { cross_entropy_forward(hidden, weight, targets, {.weights = weight}); }, {"weights"});
+}
+
 // Softmax minus one-hot by hand, for shapes that finite differences are too slow for.
 struct ExactGradients {
   Vector hidden;

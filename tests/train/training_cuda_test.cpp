@@ -5,14 +5,14 @@
 #include "model/safetensors.h"
 #include "tensor/arena.h"
 #include "train/small_run.h"
-#include "train/trainer.h"
+#include "train/training.h"
 
 namespace furious {
 namespace {
 
 using namespace furious::testing;
 
-class TrainerCuda : public ::testing::Test {
+class TrainingCuda : public ::testing::Test {
  protected:
   TemporaryFolder folder;
   std::string data = small_data(folder);
@@ -27,7 +27,7 @@ class TrainerCuda : public ::testing::Test {
 
 // The mean loss of the last steps, in which single batches do not matter much.
 double learned(const TrainOptions& options) {
-  Trainer trainer(options);
+  Training trainer(options);
   double sum = 0;
   for (int64_t i = 0; i < options.steps; ++i) {
     const double loss = trainer.step().loss;
@@ -36,7 +36,7 @@ double learned(const TrainOptions& options) {
   return sum;
 }
 
-TEST_F(TrainerCuda, EveryPresetLearnsWhatTheCpuLearns) {
+TEST_F(TrainingCuda, EveryPresetLearnsWhatTheCpuLearns) {
   SKIP_WITHOUT_GPU();
   for (const Preset& preset : presets()) {
     TrainOptions options = options_for("run");
@@ -61,7 +61,7 @@ TEST_F(TrainerCuda, EveryPresetLearnsWhatTheCpuLearns) {
   }
 }
 
-std::string bits_of(const Trainer& trainer) {
+std::string bits_of(const Training& trainer) {
   std::string bits;
   for (const Parameter& parameter : trainer.model().parameters()) {
     const Tensor here = to_cpu(parameter.value.value());
@@ -71,7 +71,7 @@ std::string bits_of(const Trainer& trainer) {
 }
 
 // Two trainers alternate, so that each sometimes finds its memory in use by the other.
-TEST_F(TrainerCuda, ACapturedStepHasTheBitsOfOneLaunchedKernelByKernel) {
+TEST_F(TrainingCuda, ACapturedStepHasTheBitsOfOneLaunchedKernelByKernel) {
   SKIP_WITHOUT_GPU();
   for (const char* arch : {"2mamba", "mamba2", "softmax"})
     for (const int64_t accumulate : {1, 2}) {
@@ -81,7 +81,7 @@ TEST_F(TrainerCuda, ACapturedStepHasTheBitsOfOneLaunchedKernelByKernel) {
       options.recompute = accumulate > 1;
       options.packing = accumulate > 1 ? "rows" : "packed";
       options.clip = 0.5;
-      Trainer captured(options), plain(options);
+      Training captured(options), plain(options);
       plain.disable_graph();
       for (int i = 0; i < 6; ++i) {
         const TrainStep a = captured.step(), b = plain.step();
@@ -94,9 +94,9 @@ TEST_F(TrainerCuda, ACapturedStepHasTheBitsOfOneLaunchedKernelByKernel) {
 }
 
 // A profiled step leaves the graph, and the next one captures it again.
-TEST_F(TrainerCuda, AProfiledStepGivesTheBitsOfTheGraph) {
+TEST_F(TrainingCuda, AProfiledStepGivesTheBitsOfTheGraph) {
   SKIP_WITHOUT_GPU();
-  Trainer captured(options_for("a")), profiled(options_for("b"));
+  Training captured(options_for("a")), profiled(options_for("b"));
   for (int i = 0; i < 6; ++i) {
     Profiler profiler(kGpu);
     const TrainStep a = captured.step(), b = profiled.step(i == 3 ? &profiler : nullptr);
@@ -110,12 +110,12 @@ TEST_F(TrainerCuda, AProfiledStepGivesTheBitsOfTheGraph) {
   EXPECT_TRUE(bits_of(captured) == bits_of(profiled));
 }
 
-TEST_F(TrainerCuda, OutOfMemoryInAStepSaysWhatWouldFit) {
+TEST_F(TrainingCuda, OutOfMemoryInAStepSaysWhatWouldFit) {
   SKIP_WITHOUT_GPU();
   TrainOptions options = options_for("run");
   options.length = 512;
   options.batch = 1024;
-  Trainer trainer(options);
+  Training trainer(options);
   Arena& arena = Arena::of(kGpu);
   arena.trim();
   arena.set_limit(arena.usage().reserved + (size_t{8} << 20));
@@ -125,17 +125,17 @@ TEST_F(TrainerCuda, OutOfMemoryInAStepSaysWhatWouldFit) {
   EXPECT_EQ(trainer.step().step, 1);  // and continues with more memory
 }
 
-TEST_F(TrainerCuda, MicroBatchesAddUp) {
+TEST_F(TrainingCuda, MicroBatchesAddUp) {
   SKIP_WITHOUT_GPU();
   TrainOptions options = options_for("run");
   options.dtype = "f32";
   for (const char* packing : {"packed", "isolated", "rows"}) {
     options.packing = packing;
     options.accumulate = 1;
-    Trainer whole(options);
+    Training whole(options);
     options.accumulate = 4;
     options.recompute = true;
-    Trainer parts(options);
+    Training parts(options);
     for (int i = 0; i < 3; ++i) {
       const TrainStep a = whole.step(), b = parts.step();
       EXPECT_NEAR(a.loss, b.loss, 1e-4) << packing;
@@ -154,7 +154,7 @@ std::map<std::string, std::string> contents(const std::string& run) {
   return all;
 }
 
-TEST_F(TrainerCuda, ResumesAnywhereBitForBit) {
+TEST_F(TrainingCuda, ResumesAnywhereBitForBit) {
   SKIP_WITHOUT_GPU();
   for (const char* arch : {"2mamba", "mamba2", "softmax"}) {
     TrainOptions options = options_for(std::string("whole-") + arch);
@@ -175,7 +175,7 @@ TEST_F(TrainerCuda, ResumesAnywhereBitForBit) {
   }
 }
 
-TEST_F(TrainerCuda, CpuResumesFromAGpuCheckpoint) {
+TEST_F(TrainingCuda, CpuResumesFromAGpuCheckpoint) {
   SKIP_WITHOUT_GPU();
   TrainOptions options = options_for("run");
   const TrainResult first = train(options);
@@ -194,7 +194,7 @@ TEST_F(TrainerCuda, CpuResumesFromAGpuCheckpoint) {
   EXPECT_EQ(train(options).steps, 16);
 }
 
-TEST_F(TrainerCuda, MemoryEstimateAndNoNewMemory) {
+TEST_F(TrainingCuda, MemoryEstimateAndNoNewMemory) {
   SKIP_WITHOUT_GPU();
   TrainOptions options = options_for("run");
   options.layers = 4;
@@ -203,7 +203,7 @@ TEST_F(TrainerCuda, MemoryEstimateAndNoNewMemory) {
   for (const char* dtype : {"f32", "bf16"}) {
     options.dtype = dtype;
     Arena& arena = Arena::of(kGpu);
-    Trainer trainer(options);
+    Training trainer(options);
     const TrainingMemory memory = trainer.memory();
     const size_t held = arena.usage().live;  // weights and moments: three of the four numbers of a parameter
     arena.reset_peak();
@@ -220,14 +220,14 @@ TEST_F(TrainerCuda, MemoryEstimateAndNoNewMemory) {
   }
   options.batch = 1 << 22;
   options.length = 600;
-  expect_error([&] { Trainer{options}; }, {"GiB", "cuda:0", "are free", "--accumulate"});
+  expect_error([&] { Training{options}; }, {"GiB", "cuda:0", "are free", "--accumulate"});
 }
 
-TEST_F(TrainerCuda, SaysWhereItDiverged) {
+TEST_F(TrainingCuda, SaysWhereItDiverged) {
   SKIP_WITHOUT_GPU();
   for (const auto& [name, place] : {std::pair{"model.layers.0.mlp.down_proj.weight", "model.layers.0.mlp"},
                                     {"lm_head.weight", "output projection"}}) {
-    Trainer trainer(options_for("run"));
+    Training trainer(options_for("run"));
     trainer.step();
     for (const Parameter& parameter : trainer.model().parameters())
       if (parameter.name == name) fill(parameter.value.value(), std::nanf(""));

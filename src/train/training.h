@@ -1,8 +1,9 @@
 // One model in training: weights, optimizer and position in the data, advanced step by step. run.cpp adds the folder,
-// the log and the checkpoints around it.
+// the log and the checkpoints of a run around it; trainer.cpp is furious::Trainer, with batches of the caller.
 //
 //   train_data.h           training and test batches
 //   memory_plan.h          the estimate of memory that is checked before anything is allocated
+//   given_batches.h        batches of a caller
 //   step_feed.h            inputs of a step, copied to the device one step ahead
 //   optimizer.h            AdamW and its moments, whole or sharded over ranks
 //   divergence.h           losses and gradients that are not finite
@@ -10,6 +11,7 @@
 #pragma once
 
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <optional>
 
@@ -25,22 +27,36 @@
 
 namespace furious {
 
-class Trainer {
+class Training {
  public:
   // Starts from new weights or options.init, on the data that the options name or on other data. Does not communicate.
-  explicit Trainer(const TrainOptions& options, const DataParallel& parallel = {})
-      : Trainer(options, TrainData::open(options, parallel.ranks.size()), parallel) {}
-  Trainer(const TrainOptions& options, TrainData data, const DataParallel& parallel = {});
+  explicit Training(const TrainOptions& options, const DataParallel& parallel = {})
+      : Training(options, TrainData::open(options, parallel.ranks.size()), parallel) {}
+  // `cancel`: as TrainObserver::cancel.
+  using Cancel = std::function<bool()>;
+  Training(const TrainOptions& options, TrainData data, const DataParallel& parallel = {}, const Cancel& cancel = {});
   // A model of another configuration than the one that the options describe.
-  Trainer(const TrainOptions& options, const ModelConfig& config, TrainData&& data, const DataParallel& parallel = {});
+  Training(const TrainOptions& options, const ModelConfig& config, TrainData&& data, const DataParallel& parallel = {},
+           const Cancel& cancel = {});
   // Resumes from a checkpoint that save() wrote, with any number of ranks.
-  Trainer(const TrainOptions& options, const std::filesystem::path& checkpoint, const DataParallel& parallel = {});
-  ~Trainer();
+  Training(const TrainOptions& options, const std::filesystem::path& checkpoint, const DataParallel& parallel = {})
+      : Training(options, checkpoint, TrainData::open(options, parallel.ranks.size()), parallel) {}
+  Training(const TrainOptions& options, const std::filesystem::path& checkpoint, TrainData data,
+           const DataParallel& parallel = {}, const Cancel& cancel = {});
+  ~Training();
 
   // All ranks call step, test_loss and save together. Divergence on one rank throws on all.
   // One step of the optimizer; without test loss and sample. With a profiler its operations are timed, and on a GPU
   // launched one by one.
   TrainStep step(Profiler* profiler = nullptr);
+  // The same without the update, in one process: loss, gradients and their norm.
+  TrainStep backward();
+  double loss(const Batch& batch) const;  // of one pass, without gradients
+
+  // The sizes of the batches from here on, where they are given one by one (train/given_batches.h).
+  void set_sizes(int64_t rows, int64_t length, bool weighted);
+  void set_learning_rate(std::optional<double> rate);  // overrides the schedule; none: the schedule again
+
   // Mean loss per token on the test split; none without one.
   std::optional<double> test_loss() const;
   std::vector<double> value_rms() const;     // of the first micro-batch of the last step
@@ -50,6 +66,8 @@ class Trainer {
 
   int64_t steps_done() const { return step_; }
   const LanguageModel& model() const { return *model_; }
+  const TrainOptions& options() const { return options_; }
+  const std::vector<Tensor>& gradients() const { return optimizer_->gradients(); }  // of the last step, not clipped
   const TrainData& data() const { return data_; }
   TrainingMemory memory() const;  // the estimate for one rank
   // On a GPU a step is captured in a graph. After this call kernels are launched one by one, with the same bits.
@@ -57,6 +75,9 @@ class Trainer {
 
  private:
   void prepare();
+  void make_feed(const TrainOptions& sizes, bool weighted);
+  void check_cancel() const;
+  TrainStep outcome();
   void run_step(Profiler* profiler);
   void drop_graph();
   void compute(Profiler* profiler);
@@ -67,13 +88,16 @@ class Trainer {
 
   DataParallel parallel_;
   TrainOptions options_;       // resolved
-  TrainOptions rank_options_;  // with the rows of this rank as batch
+  TrainOptions step_options_;  // with the sizes of the current batches
+  TrainOptions rank_options_;  // of these the rows of this rank as batch
   Device device_;
   TrainData data_;
+  Cancel cancel_;
   std::unique_ptr<LanguageModel> model_;
   std::unique_ptr<Optimizer> optimizer_;
   std::unique_ptr<StepFeed> feed_;
   std::unique_ptr<DivergenceCheck> divergence_;
+  std::optional<double> rate_;
   std::string failure_;  // of this rank in this step
   int64_t step_ = 0;
 

@@ -1,0 +1,303 @@
+#include "train/training.h"
+
+#include <filesystem>
+
+#include "model/checkpoint.h"
+#include "model/cost.h"
+#include "ops/elementwise.h"
+#include "ops/matmul.h"
+#include "tensor/arena.h"
+#include "train/small_run.h"
+
+namespace furious {
+namespace {
+
+using namespace furious::testing;
+
+class TrainingTest : public ::testing::Test {
+ protected:
+  TemporaryFolder folder;
+  std::string data = small_data(folder);
+  TrainOptions options = small_options(data, folder.path("run"));
+};
+
+std::vector<double> weights_of(const Training& trainer) {
+  std::vector<double> all;
+  for (const Parameter& parameter : trainer.model().parameters())
+    for (double x : to_doubles(parameter.value.value())) all.push_back(x);
+  return all;
+}
+
+TEST_F(TrainingTest, LearnsAndReports) {
+  options.steps = 80;
+  Training trainer(options);
+  const double untrained = *trainer.test_loss();
+  EXPECT_NEAR(untrained, std::log(258.0), 0.1);
+  TrainStep last;
+  for (int i = 1; i <= 80; ++i) {
+    last = trainer.step();
+    ASSERT_EQ(last.step, i);
+    ASSERT_GT(last.gradient_norm, 0);
+    ASSERT_GT(last.tokens_per_second, 0);
+    ASSERT_GT(last.mfu, 0);
+  }
+  EXPECT_LT(last.loss, 3);
+  EXPECT_LT(*trainer.test_loss(), 3);
+  EXPECT_FALSE(trainer.sample(20).empty());
+}
+
+TEST_F(TrainingTest, OutOfMemoryInAStepSaysWhatWouldFit) {
+  options.length = 512;
+  options.batch = 32;
+  Training whole(options), trainer(options);
+  Arena& arena = Arena::of({});
+  arena.trim();
+  arena.set_limit(arena.usage().reserved + (size_t{8} << 20));
+  expect_error([&] { trainer.step(); },
+               {"step 1", "out of memory on cpu", "MiB requested", "are free", "--recompute would need"});
+  arena.set_limit(0);
+  for (int i = 0; i < 2; ++i) EXPECT_EQ(trainer.step().loss, whole.step().loss);  // nothing was lost
+  EXPECT_EQ(weights_of(trainer), weights_of(whole));
+}
+
+TEST_F(TrainingTest, AProfiledStepComputesTheSame) {
+  for (const bool recompute : {false, true}) {
+    options.recompute = recompute;
+    Training plain(options), profiled(options);
+    for (int i = 0; i < 2; ++i) {
+      Profiler profiler({});
+      EXPECT_EQ(profiled.step(&profiler).loss, plain.step().loss);
+      int64_t mixers = 0, again = 0;
+      for (const Profiler::Row& row : profiler.rows())
+        if (row.label.role == "mixer") (row.pass == StepPass::forward ? mixers : again) += row.calls;
+      EXPECT_EQ(mixers, plain.model().config().layers);
+      EXPECT_EQ(again, (recompute ? 2 : 1) * mixers);  // the forward pass that runs again counts as backward
+    }
+    EXPECT_EQ(weights_of(profiled), weights_of(plain));
+  }
+}
+
+TEST_F(TrainingTest, MicroBatchesAddUp) {
+  for (const char* packing : {"packed", "isolated", "rows"}) {
+    options.packing = packing;
+    options.accumulate = 1;
+    Training whole(options);
+    options.accumulate = 4;
+    Training parts(options);
+    for (int i = 0; i < 3; ++i) {
+      const TrainStep a = whole.step(), b = parts.step();
+      EXPECT_NEAR(a.loss, b.loss, 1e-5) << packing;
+      EXPECT_NEAR(a.gradient_norm, b.gradient_norm, 1e-4 * a.gradient_norm) << packing;
+    }
+  }
+}
+
+// The first step changes a parameter by lr·g / (|g| + eps).
+TEST_F(TrainingTest, EpsReachesTheOptimizer) {
+  options.weight_decay = 0;
+  options.warmup = 0;
+  options.lr = 0.5;
+  for (const bool sharded : {false, true}) {
+    DataParallel parallel;
+    parallel.sharded = sharded;
+    const auto change = [&](double eps) {
+      options.eps = eps;
+      Training trainer(options, parallel);
+      std::vector<double> weights = weights_of(trainer);
+      trainer.step();
+      const std::vector<double> after = weights_of(trainer);
+      for (size_t i = 0; i < weights.size(); ++i) weights[i] = after[i] - weights[i];
+      return weights;
+    };
+    const std::vector<double> of_a_small = change(1e-3), of_a_large = change(1e-2);
+    std::vector<double> expected;
+    for (const double moved : of_a_small) {
+      const double part = std::abs(moved) / options.lr, gradient = 1e-3 * part / (1 - part);
+      expected.push_back(std::copysign(options.lr * gradient / (gradient + 1e-2), moved));
+    }
+    EXPECT_LT(relative_error(of_a_large, expected), 1e-3) << sharded;
+    EXPECT_GT(relative_error(of_a_large, of_a_small), 0.1) << sharded;
+  }
+}
+
+// Training and its test loss see rows that begin with bos.
+TEST_F(TrainingTest, RowsWithBos) {
+  options.packing = "rows";
+  const double without = *Training(options).test_loss();
+  options.bos = true;
+  Training trainer(options);
+  EXPECT_NE(*trainer.test_loss(), without);
+  for (const BatchSource* source : {trainer.data().batches.get(), trainer.data().test.get()}) {
+    const Batch batch = source->at(0);
+    for (int64_t row = 0; row < batch.inputs.size(0); ++row)
+      EXPECT_EQ(batch.inputs.data<int32_t>()[row * batch.inputs.size(1)], 256);
+  }
+  EXPECT_GT(trainer.step().loss, 0);
+}
+
+// The checkpoint records how texts begin in training, also if the initial weights came from another model.
+TEST_F(TrainingTest, ModelRecordsWhetherTextsBeginWithBos) {
+  options.packing = "rows";
+  const std::string path = folder.path("model");
+  for (const bool first : {false, true}) {
+    options.bos = first;
+    options.init.clear();
+    std::filesystem::create_directories(path);
+    Training(options).save(path);
+    EXPECT_EQ(load_config(path).bos, first);
+    options.init = path;
+    for (const bool then : {false, true}) {
+      options.bos = then;
+      EXPECT_EQ(Training(options).model().config().bos, then);
+    }
+  }
+}
+
+TEST_F(TrainingTest, ClippingBoundsTheGradientNotItsReport) {
+  Training free(options);
+  options.clip = 1e-3;
+  Training clipped(options);
+  EXPECT_EQ(free.step().gradient_norm, clipped.step().gradient_norm);
+  // The first step of Adam is independent of the gradient's scale, the second is not.
+  free.step();
+  clipped.step();
+  EXPECT_GT(relative_error(weights_of(clipped), weights_of(free)), 1e-6);
+}
+
+TEST_F(TrainingTest, SyntheticTasksNeedNoFiles) {
+  for (const char* task : {"synthetic:recall", "synthetic:passkey", "synthetic:lookup"}) {
+    options.data = task;
+    options.length = 64;
+    Training trainer(options);
+    EXPECT_GT(trainer.step().loss, 0);
+    EXPECT_TRUE(trainer.test_loss().has_value());
+    EXPECT_TRUE(trainer.sample(5).empty());
+  }
+  options.data = "synthetic:recal";
+  expect_error([&] { Training{options}; }, {"synthetic:recal", "synthetic:recall"});
+}
+
+TEST_F(TrainingTest, Bf16ProductsLearnTheSame) {
+  options.dtype = "tf32";
+  expect_error([&] { Training{options}; }, {"TF32", "--dtype f32"});
+  options.dtype = "bf16";
+  if (!matmul_supports(MatmulPrecision::bf16)) {
+    expect_error([&] { Training{options}; }, {"bf16", "--dtype f32"});
+    GTEST_SKIP() << "no bf16 products here";
+  }
+  Training rounded(options);
+  options.dtype = "f32";
+  Training exact(options);
+  double difference = 0;
+  for (int i = 0; i < 10; ++i) difference = rounded.step().loss - exact.step().loss;
+  EXPECT_NEAR(difference, 0, 0.05);
+  EXPECT_NE(difference, 0);
+}
+
+// An estimate too small would run out of memory later; one too large would refuse models that fit.
+TEST_F(TrainingTest, MemoryEstimateIsCloseToThePeak) {
+  for (const char* arch : {"2mamba", "mamba2", "softmax", "linear", "mamba2-paper", "2mamba-outnorm-dt", "fox"}) {
+    for (const bool recompute : {false, true}) {
+      options.arch = arch;
+      options.recompute = recompute;
+      options.layers = 4;
+      options.length = 96;
+      options.batch = 6;
+      Arena& arena = Arena::of({});
+      const auto before = static_cast<double>(arena.usage().live);
+      Training trainer(options);
+      arena.reset_peak();
+      trainer.step();
+      trainer.step();
+      const double peak = static_cast<double>(arena.usage().peak) - before;
+      const auto estimate = static_cast<double>(
+          training_memory(trainer.model().config(), options.batch, options.length, recompute).total());
+      EXPECT_GT(estimate, 0.97 * peak) << arch << " " << recompute;
+      EXPECT_LT(estimate, 1.5 * peak) << arch << " " << recompute;
+    }
+  }
+}
+
+TEST_F(TrainingTest, AppliesTheInitialization) {
+  for (const std::string& name : initialization_names()) {
+    options.initialization = name;
+    const Training trainer(options);
+    const LanguageModel expected(trainer.model().config(), options.seed, {}, initialization_from_name(name));
+    for (size_t i = 0; i < expected.parameters().size(); ++i)
+      EXPECT_TRUE(same_bits(trainer.model().parameters()[i].value.value(), expected.parameters()[i].value.value()));
+  }
+}
+
+TEST_F(TrainingTest, TrainsWithADimensionOfQueriesAndKeys) {
+  options.qk_dim = 24;
+  Training trainer(options);
+  EXPECT_EQ(trainer.model().config().qk_dim, 24);
+  EXPECT_NE(trainer.model().config().head_dim, 24);
+  double first = 0, last = 0;
+  for (int i = 0; i < 12; ++i) (i == 0 ? first : last) = trainer.step().loss;
+  EXPECT_LT(last, first);
+}
+
+TEST_F(TrainingTest, StepsAllocateNothingFromTheSystem) {
+  Training trainer(options);
+  for (int i = 0; i < 3; ++i) trainer.step();
+  const size_t made = Arena::of({}).usage().segments_made;
+  for (int i = 0; i < 5; ++i) trainer.step();
+  EXPECT_EQ(Arena::of({}).usage().segments_made, made);
+}
+
+TEST_F(TrainingTest, TestLossDoesNotDependOnMicroBatches) {
+  Training whole(options);
+  options.accumulate = 4;
+  Training parts(options);
+  EXPECT_NEAR(*whole.test_loss(), *parts.test_loss(), 1e-6);
+}
+
+TEST_F(TrainingTest, RefusesModelsThatDoNotFit) {
+  options.data = "synthetic:recall";
+  options.batch = 1 << 24;
+  options.length = 1 << 26;
+  expect_error([&] { Training{options}; }, {"train: needs about 2", "smaller --size"});
+  options.data = data;
+  options.batch = 1 << 20;
+  options.length = 600;
+  expect_error([&] { Training{options}; }, {"GiB", "activations", "are free", "--accumulate"});
+  options.hidden = options.intermediate = 1 << 18;
+  options.heads = 1 << 12;
+  expect_error([&] { Training{options}; }, {"GiB", "parameters", "smaller --size"});
+}
+
+TEST_F(TrainingTest, SaysWhereItDiverged) {
+  for (const auto& [name, place] :
+       {std::pair{"model.layers.1.self_attn.A_mask_proj.weight", "model.layers.1.self_attn"},
+        {"model.layers.0.mlp.down_proj.weight", "model.layers.0.mlp"},
+        {"lm_head.weight", "output projection"}}) {
+    Training trainer(options);
+    trainer.step();
+    for (const Parameter& parameter : trainer.model().parameters())
+      if (parameter.name == name) fill(parameter.value.value(), std::nanf(""));
+    expect_error([&] { trainer.step(); }, {"step 2", place});
+    expect_error([&] { trainer.test_loss(); }, {"step 2", place});
+  }
+  options.lr = 50;
+  options.warmup = 0;
+  Training trainer(options);
+  expect_error(
+      [&] {
+        for (int i = 0; i < 50; ++i) trainer.step();
+      },
+      {"step ", "exploded", "--lr", "largest gradient"});
+}
+
+TEST(TrainingFlops, CountsProductsAndMixers) {
+  ModelConfig config = model_config("2mamba", "tiny", 1000);
+  const double one = training_flops(config, 1, 512);
+  EXPECT_DOUBLE_EQ(training_flops(config, 3, 512), 3 * one);
+  const double products = 6 * 512.0 * static_cast<double>(parameter_count(config) - 1000 * config.hidden);
+  const double pairs = 512.0 * 513 / 2;
+  const double mixers = 5 * 4 * pairs * (14 * 32);
+  EXPECT_NEAR(one, products + mixers, 0.02 * one);
+}
+
+}  // namespace
+}  // namespace furious
