@@ -19,14 +19,14 @@ from ._furious import version as _version
 from ._mixer import mixer, mixer_step, state_shape
 from ._model import Model, SequenceState, Session
 from ._presets import config_of_preset, normal_config, presets
-from ._train import options_of_run, read_log, train
+from ._train import Trainer, options_of_run, read_log, train
 
 if TYPE_CHECKING:
     from . import hf, nn
 
 __version__ = _version()
 __all__ = [
-    "Error", "Model", "SequenceState", "Session", "Text", "TrainOptions", "TrainResult", "TrainStep",
+    "Error", "Model", "SequenceState", "Session", "Text", "TrainOptions", "TrainResult", "TrainStep", "Trainer",
     "config_of_preset", "cuda_devices", "hf", "mixer", "mixer_names", "mixer_step", "nn", "normal_config",
     "options_of_run", "presets", "read_log", "state_shape", "synchronize", "train",
 ]

@@ -8,11 +8,10 @@
 
 #include <filesystem>
 #include <memory>
-#include <mutex>
-#include <optional>
 #include <span>
 #include <utility>
 
+#include "guarded.h"
 #include "tensors.h"
 
 namespace furious_python {
@@ -22,13 +21,6 @@ using Ids = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cp
 
 std::vector<int32_t> vector_of(const Ids& ids) {
   return {ids.data(), ids.data() + ids.size()};
-}
-
-template <class T>
-nb::object array_of(std::vector<T> values, const std::vector<size_t>& shape) {
-  auto* const kept = new std::vector<T>(std::move(values));
-  const nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
-  return nb::cast(nb::ndarray<nb::numpy, T>(kept->data(), shape.size(), shape.data(), owner));
 }
 
 // What a model writes may be bytes that are no text.
@@ -54,39 +46,7 @@ nb::object logits_of(const furious::Model& model, const Ids& ids) {
   return array_of(std::move(values), {ids.size(), vocabulary});
 }
 
-// A session is used by one thread at a time, and not by a callback of its own.
-class GuardedSession {
- public:
-  explicit GuardedSession(furious::Session session) : session_(std::move(session)) {}
-  GuardedSession(const furious::Model& model, int sequences) : session_(std::in_place, model, sequences) {}
-
-  template <class Work>
-  auto with(const Work& work) {
-    const std::unique_lock<std::mutex> lock = own();
-    const nb::gil_scoped_release release;
-    return work(*session_);
-  }
-  void close() {
-    if (!session_) return;
-    const std::unique_lock<std::mutex> lock = own();
-    const nb::gil_scoped_release release;
-    session_.reset();
-  }
-
- private:
-  std::unique_lock<std::mutex> own() {
-    std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
-    if (!lock.owns_lock())
-      throw furious::Error(
-          "session: it is at work in another thread or calls this callback; wait for it, or use one session for each "
-          "thread");
-    if (!session_) throw furious::Error("session: it is closed; make a new one");
-    return lock;
-  }
-
-  std::mutex mutex_;
-  std::optional<furious::Session> session_;  // none: closed
-};
+using GuardedSession = Guarded<furious::Session>;
 
 // Called without the GIL. Control-C ends the work with a KeyboardInterrupt.
 furious::ReadProgress progress_of(const nb::object& progress) {
@@ -134,7 +94,7 @@ std::vector<furious::Text> write(GuardedSession& session, const furious::Samplin
 
 nb::dict dict_of(furious::SequenceState state) {
   nb::dict arrays;
-  for (furious::StateArray& array : state.arrays) {
+  for (furious::NamedArray& array : state.arrays) {
     const std::vector<size_t> shape(array.shape.begin(), array.shape.end());
     arrays[array.name.c_str()] = array_of(std::move(array.values), shape);
   }
@@ -156,7 +116,7 @@ furious::SequenceState state_of(const nb::dict& dict) {
   state.recent = vector_of(nb::cast<Ids>(dict["recent"]));
   for (const auto& [name, values] : nb::cast<nb::dict>(dict["arrays"])) {
     const auto array = nb::cast<nb::ndarray<const float, nb::c_contig, nb::device::cpu>>(values);
-    furious::StateArray& own = state.arrays.emplace_back();
+    furious::NamedArray& own = state.arrays.emplace_back();
     own.name = nb::cast<std::string>(name);
     for (size_t i = 0; i < array.ndim(); ++i) own.shape.push_back(static_cast<int64_t>(array.shape(i)));
     own.values.assign(array.data(), array.data() + array.size());
@@ -227,7 +187,12 @@ furious::Sampling sampling(double temperature, int64_t top_k, double top_p, doub
 
 void bind_session(nb::module_& module) {
   nb::class_<GuardedSession>(module, "Session")
-      .def(nb::init<const furious::Model&, int>(), nb::arg("model"), nb::arg("sequences"))
+      .def(
+          "__init__",
+          [](GuardedSession* self, const furious::Model& model, int sequences) {
+            new (self) GuardedSession("session", model, sequences);
+          },
+          nb::arg("model"), nb::arg("sequences"))
       .def("read_texts", &read_texts, nb::arg("texts"), nb::arg("each"), nb::arg("progress").none())
       .def("read_ids", &read_ids, nb::arg("ids"), nb::arg("each"), nb::arg("progress").none())
       .def("step", [](GuardedSession& session,
@@ -236,7 +201,7 @@ void bind_session(nb::module_& module) {
       .def("write", &write, nb::arg("sampling"), nb::arg("tokens"), nb::arg("stop"), nb::arg("show").none())
       .def("fork",
            [](GuardedSession& session) {
-             return new GuardedSession(session.with([](furious::Session& own) { return own.fork(); }));
+             return new GuardedSession("session", session.with([](furious::Session& own) { return own.fork(); }));
            })
       .def("save", [](GuardedSession& session,
                       const std::string& file) { session.with([&](furious::Session& own) { own.save(file); }); })

@@ -1,10 +1,12 @@
 // furious/train.h: training as the command line does it.
 #include "furious/train.h"
 
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "guarded.h"
 #include "tensors.h"
 
 namespace furious_python {
@@ -29,6 +31,103 @@ furious::TrainResult train(const furious::TrainOptions& options, const nb::objec
   observer.stop = [&] { return stopped; };
   const nb::gil_scoped_release release;
   return furious::train(options, observer);
+}
+
+using GuardedTrainer = Guarded<furious::Trainer>;
+using Ids = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Weights = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+furious::TokenBatch batch_of(const Ids& ids, const std::optional<Ids>& targets, const std::optional<Weights>& weights,
+                             const std::vector<int64_t>& documents) {
+  furious::TokenBatch batch;
+  batch.rows = static_cast<int64_t>(ids.shape(0));
+  batch.length = static_cast<int64_t>(ids.shape(1));
+  batch.ids.assign(ids.data(), ids.data() + ids.size());
+  if (targets) batch.targets.assign(targets->data(), targets->data() + targets->size());
+  if (weights) batch.weights.assign(weights->data(), weights->data() + weights->size());
+  batch.documents = documents;
+  return batch;
+}
+
+nb::dict dict_of(furious::TokenBatch batch) {
+  const std::vector<size_t> shape{static_cast<size_t>(batch.rows), static_cast<size_t>(batch.length)};
+  nb::dict dict;
+  dict["ids"] = array_of(std::move(batch.ids), shape);
+  dict["targets"] = batch.targets.empty() ? nb::none() : array_of(std::move(batch.targets), shape);
+  dict["weights"] = batch.weights.empty() ? nb::none() : array_of(std::move(batch.weights), shape);
+  dict["documents"] = batch.documents;
+  return dict;
+}
+
+nb::object copy_of(furious::NamedArray array) {
+  const std::vector<size_t> shape(array.shape.begin(), array.shape.end());
+  return array_of(std::move(array.values), shape);
+}
+
+void bind_trainer(nb::module_& module) {
+  const auto batch_call = [](auto method) {
+    return [method](GuardedTrainer& trainer, const Ids& ids, const std::optional<Ids>& targets,
+                    const std::optional<Weights>& weights, const std::vector<int64_t>& documents) {
+      const furious::TokenBatch batch = batch_of(ids, targets, weights, documents);
+      return trainer.with([&](furious::Trainer& own) { return (own.*method)(batch); });
+    };
+  };
+  nb::class_<GuardedTrainer>(module, "Trainer")
+      .def("__init__",
+           [](GuardedTrainer* self, const furious::TrainOptions& options, int64_t vocabulary,
+              const std::string& tokenizer) {
+             new (self) GuardedTrainer("trainer", options, furious::TrainerSetup{vocabulary, tokenizer, {}});
+           })
+      .def_static(
+          "resume",
+          [](const std::string& checkpoint, const std::optional<furious::TrainOptions>& options) {
+            return new GuardedTrainer("trainer", furious::Trainer::resume(checkpoint, options));
+          },
+          nb::arg("checkpoint"), nb::arg("options").none())
+      .def("step", batch_call(&furious::Trainer::step), nb::arg("ids"), nb::arg("targets").none(),
+           nb::arg("weights").none(), nb::arg("documents"))
+      .def("backward", batch_call(&furious::Trainer::backward), nb::arg("ids"), nb::arg("targets").none(),
+           nb::arg("weights").none(), nb::arg("documents"))
+      .def("evaluate", batch_call(&furious::Trainer::evaluate), nb::arg("ids"), nb::arg("targets").none(),
+           nb::arg("weights").none(), nb::arg("documents"))
+      .def("data_batch",
+           [](GuardedTrainer& trainer, int64_t step) {
+             return dict_of(trainer.with([&](furious::Trainer& own) { return own.data_batch(step); }));
+           })
+      .def("test_loss",
+           [](GuardedTrainer& trainer) { return trainer.with([](furious::Trainer& own) { return own.test_loss(); }); })
+      .def(
+          "set_learning_rate",
+          [](GuardedTrainer& trainer, std::optional<double> rate) {
+            trainer.with([&](furious::Trainer& own) { own.set_learning_rate(rate); });
+          },
+          nb::arg("rate").none())
+      .def("parameter_names",
+           [](GuardedTrainer& trainer) {
+             return trainer.with([](furious::Trainer& own) { return own.parameter_names(); });
+           })
+      .def("parameter",
+           [](GuardedTrainer& trainer, const std::string& name) {
+             return copy_of(trainer.with([&](furious::Trainer& own) { return own.parameter(name); }));
+           })
+      .def("gradient",
+           [](GuardedTrainer& trainer, const std::string& name) {
+             return copy_of(trainer.with([&](furious::Trainer& own) { return own.gradient(name); }));
+           })
+      .def("set_parameter",
+           [](GuardedTrainer& trainer, const std::string& name,
+              const nb::ndarray<const float, nb::c_contig, nb::device::cpu>& values) {
+             const std::vector<float> own_values(values.data(), values.data() + values.size());
+             trainer.with([&](furious::Trainer& own) { own.set_parameter(name, own_values); });
+           })
+      .def("save", [](GuardedTrainer& trainer,
+                      const std::string& folder) { trainer.with([&](furious::Trainer& own) { own.save(folder); }); })
+      .def("steps_done",
+           [](GuardedTrainer& t) { return t.with([](furious::Trainer& own) { return own.steps_done(); }); })
+      .def("vocabulary",
+           [](GuardedTrainer& t) { return t.with([](furious::Trainer& own) { return own.vocabulary(); }); })
+      .def("options", [](GuardedTrainer& t) { return t.with([](furious::Trainer& own) { return own.options(); }); })
+      .def("close", &GuardedTrainer::close);
 }
 
 void bind_options(nb::module_& module) {
@@ -91,6 +190,7 @@ void bind_train(nb::module_& module) {
       .def_ro("loss", &furious::TrainStep::loss)
       .def_ro("lr", &furious::TrainStep::lr)
       .def_ro("gradient_norm", &furious::TrainStep::gradient_norm)
+      .def_ro("tokens", &furious::TrainStep::tokens, "Targets of the batch.")
       .def_ro("tokens_per_second", &furious::TrainStep::tokens_per_second)
       .def_ro("mfu", &furious::TrainStep::mfu)
       .def_ro("test_loss", &furious::TrainStep::test_loss, "None where it was not computed.")
@@ -101,6 +201,7 @@ void bind_train(nb::module_& module) {
       .def_ro("stopped", &furious::TrainResult::stopped)
       .def_ro("last", &furious::TrainResult::last)
       .def_ro("checkpoint", &furious::TrainResult::checkpoint, "The newest.");
+  bind_trainer(module);
   module.def("train", &train, nb::arg("options"), nb::arg("step").none(), nb::arg("message").none());
   module.def("options_of_run", &furious::options_of_run, nb::arg("run"), nb::arg("previous") = false,
              "The options to resume a run; None if it has no checkpoint.");

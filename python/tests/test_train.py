@@ -61,3 +61,60 @@ def test_a_run_loads_as_a_module(tmp_path):
     furious.train(**SMALL, out=tmp_path / "run", steps=2)
     module = furious.nn.LanguageModel.load(tmp_path / "run")
     assert module.config["hidden_size"] == 32 and torch.isfinite(module(torch.arange(8)[None])).all()
+
+
+@pytest.mark.parametrize("arch", ["2mamba", "mamba2", "softmax", "2mamba-dt", "linear"])
+def test_gradients_of_the_module_are_the_trainers(arch, tmp_path):
+    """The same weights and batch: loss and gradient of every parameter, in torch and in the engine."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    trainer = furious.Trainer(arch=arch, hidden=32, heads=2, layers=2, intermediate=32, device="cpu", vocabulary=40,
+                              initialization="pytorch", warmup=0, lr=1e-2, steps=10)
+    rng = np.random.default_rng(1)
+    ids = rng.integers(0, 40, (2, 24))
+    for _ in range(3):
+        trainer.step(ids)
+    trainer.save(tmp_path / "model")
+    module = furious.nn.LanguageModel.load(tmp_path / "model")
+    step = trainer.backward(ids)
+    batch = torch.from_numpy(ids)
+    loss = torch.nn.functional.cross_entropy(module(batch)[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+    loss.backward()
+    assert abs(loss.item() - step.loss) < 1e-5 and step.tokens == 46
+    names = dict(module.named_parameters())
+    assert set(names) == set(trainer.parameter_names())
+    for name, weight in names.items():
+        wanted = trainer.gradient(name).reshape(weight.shape)
+        size = np.abs(wanted).max()
+        assert np.abs(weight.grad.numpy() - wanted).max() <= 2e-3 * size + 1e-7, name
+
+
+def test_trainer_is_the_run(tmp_path):
+    options = dict(SMALL, steps=5, lr=1e-3, warmup=2)
+    losses = []
+    furious.train(**options, out=tmp_path / "run", callback=lambda step: losses.append(step.loss))
+    trainer = furious.Trainer(**options)
+    own = [trainer.step(**trainer.data_batch(step)).loss for step in range(1, 4)]
+    trainer.save(tmp_path / "half")
+    trainer.close()
+    with pytest.raises(furious.Error, match="closed"):
+        trainer.steps_done
+    resumed = furious.Trainer.resume(tmp_path / "half")
+    own += [resumed.step(**resumed.data_batch(step)).loss for step in range(4, 6)]
+    assert own == losses and resumed.steps_done == 5
+
+
+def test_trainer_bad_input():
+    trainer = furious.Trainer(arch="2mamba", hidden=32, heads=2, layers=1, intermediate=32, device="cpu", vocabulary=40)
+    for bad in ([1, 2, 3], [[1, 41]], [[-1, 2]], [[0.5, 1.0]], [[2**40, 1]], []):
+        with pytest.raises(furious.Error):
+            trainer.step(bad)
+    with pytest.raises(furious.Error):
+        trainer.step([[1, 2, 3]], targets=[[1, 2]])
+    with pytest.raises(furious.Error, match="nowhere"):
+        trainer.gradient("nowhere")
+    with pytest.raises(furious.Error, match="shape"):
+        trainer.set_parameter("model.norm.weight", np.zeros(3))
+    trainer.set_parameter("model.norm.weight", np.full(32, 0.5))
+    assert (trainer.parameter("model.norm.weight") == 0.5).all()
+    with pytest.raises(furious.Error):
+        furious.Trainer(hidden=32, heads=2)  # no vocabulary and no data
