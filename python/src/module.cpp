@@ -20,6 +20,7 @@ nb::list preset_list() {
 }  // namespace
 
 NB_MODULE(_furious, module) {
+  nb::set_leak_warnings(false);  // caches of the Python side live until the end of the process
   module.doc() = "libfurious for the Python package; its functions are for the modules of the package.";
   nb::exception<furious::Error>(module, "Error", PyExc_RuntimeError);
   furious_python::bind_tensor(module);
