@@ -73,7 +73,7 @@ def main():
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if step % 20 == 0 or step == options.steps:
+        if step % 20 == 1 or step == options.steps:
             rate = step * options.batch * options.length / (time.time() - start)
             print(f"step {step}  loss {loss.item():.3f}  {rate:,.0f} tokens/s", flush=True)
 

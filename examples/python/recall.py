@@ -1,6 +1,7 @@
-"""Associative recall, the task that separates token mixers: pairs of a key and a value, then keys whose value is wanted.
+"""Associative recall, the task that separates token mixers: pairs of a key and a value; when a key comes
+again, its value is wanted.
 
-    python recall.py --mixers 2mamba,linear,softmax --steps 400
+    python recall.py --mixers 2mamba,softmax,linear --steps 300
 """
 
 import argparse
@@ -12,34 +13,37 @@ from torch import nn
 import furious
 
 
-def batch(rows, pairs, symbols, generator):
-    """ids [rows, 4 · pairs]: k v k v …, then the keys in another order, each followed by its value; targets are the
-    values of the second half."""
-    keys = torch.stack([torch.randperm(symbols, generator=generator)[:pairs] for _ in range(rows)])
+def batch(rows, slots, pairs, symbols, generator):
+    """ids [rows, 2 · slots]: each row has a table of 2 to `pairs` keys with values, and shows pairs of it at random. Where a
+    key comes again, its value is the target."""
+    keys = torch.rand(rows, symbols, generator=generator).argsort(1)[:, :pairs]
     values = torch.randint(symbols, 2 * symbols, (rows, pairs), generator=generator)
-    order = torch.stack([torch.randperm(pairs, generator=generator) for _ in range(rows)])
-    shown = torch.stack([keys, values], 2).flatten(1)
-    asked = torch.stack([keys.gather(1, order), values.gather(1, order)], 2).flatten(1)
-    ids = torch.cat([shown, asked], 1)
+    sizes = torch.randint(2, pairs + 1, (rows, 1), generator=generator)
+    drawn = (torch.rand(rows, slots, generator=generator) * sizes).long()
+    ids = torch.stack([keys.gather(1, drawn), values.gather(1, drawn)], 2).flatten(1)
+    seen = (drawn[:, :, None] == drawn[:, None, :]).tril(-1).any(2)
     targets = torch.full_like(ids, -100)
-    targets[:, 2 * pairs :: 2] = values.gather(1, order)
+    targets[:, 0::2] = torch.where(seen, values.gather(1, drawn), torch.tensor(-100))
     return ids, targets
 
 
 def train(mixer, options):
     torch.manual_seed(1)
     generator = torch.Generator().manual_seed(2)
-    model = nn.Sequential(nn.Embedding(2 * options.symbols, 64),
-                          *(furious.nn.TwoMambaBlock(64, heads=2, arch=mixer) for _ in range(2)),
-                          nn.LayerNorm(64), nn.Linear(64, 2 * options.symbols))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    config = furious.config_of_preset(mixer, "tiny", 2 * options.symbols, hidden_size=64, heads=1, intermediate_size=128,
+                                      num_hidden_layers=2)
+    model = furious.nn.LanguageModel(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
+    rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 50, 1 - step / options.steps))
     for step in range(1, options.steps + 1):
-        ids, targets = batch(32, options.pairs, options.symbols, generator)
+        ids, targets = batch(options.batch, 64, options.pairs, options.symbols, generator)
         logits = model(ids)
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
         optimizer.zero_grad()
         loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        rates.step()
         if step % max(1, options.steps // 5) == 0:
             right = (logits.argmax(2) == targets)[targets >= 0].float().mean()
             print(f"{mixer}: step {step}  loss {loss.item():.3f}  recalled {100 * right:.0f} %", flush=True)
@@ -47,10 +51,11 @@ def train(mixer, options):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mixers", default="2mamba,linear,softmax")
-    parser.add_argument("--pairs", type=int, default=8)
+    parser.add_argument("--mixers", default="2mamba,softmax,linear")
+    parser.add_argument("--pairs", type=int, default=16)
     parser.add_argument("--symbols", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=300)
     options = parser.parse_args()
     for mixer in options.mixers.split(","):
         train(mixer, options)

@@ -200,7 +200,8 @@ class FURIOUS_API Trainer {
   TokenBatch data_batch(int64_t step) const;
   std::optional<double> test_loss() const;  // mean over the test split of the data; none without one
 
-  // Overrides the schedule of the options from the next step on; none: the schedule again. Not saved.
+  // Overrides the schedule of the options, which ends with a rate of 0 after `steps`, from the next step on; none: the
+  // schedule again. Not saved.
   void set_learning_rate(std::optional<double> rate);
 
   // Copies by name, as in the checkpoint. Gradients are those of the last step() or backward(), before clipping.

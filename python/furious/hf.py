@@ -60,7 +60,8 @@ def register() -> tuple[type, type]:
         def get_output_embeddings(self) -> torch.nn.Module:
             return self.lm_head
 
-        def prepare_inputs_for_generation(self, input_ids: Any, attention_mask: Any = None, **_: Any) -> dict[str, Any]:
+        def prepare_inputs_for_generation(self, input_ids: Any, *_: Any, attention_mask: Any = None,
+                                          **__: Any) -> dict[str, Any]:
             return {"input_ids": input_ids, "attention_mask": attention_mask}
 
         def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None, **_: Any) -> Any:

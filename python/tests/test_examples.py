@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not EXAMPLES.is_dir(), reason="the examples are 
 
 def run(script, *arguments):
     done = subprocess.run([sys.executable, str(EXAMPLES / script), *map(str, arguments)], capture_output=True,
-                          env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+                          env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "passive"})
     assert done.returncode == 0, done.stderr.decode()
     return done.stdout.decode()
 
@@ -30,13 +30,13 @@ def test_gpt(tmp_path):
     pytest.importorskip("torch", reason="torch is not installed")
     text = tmp_path / "text"
     text.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 200)
-    found = losses(run("gpt.py", "--text", text, "--steps", 40, "--length", 64, "--width", 64))
-    assert found[-1] < found[0] < 5.6
+    found = losses(run("gpt.py", "--text", text, "--steps", 21, "--length", 64, "--width", 64))
+    assert found[-1] < found[0] - 1
 
 
 def test_recall():
     pytest.importorskip("torch", reason="torch is not installed")
-    found = losses(run("recall.py", "--mixers", "2mamba", "--steps", 40, "--pairs", 3, "--symbols", 8))
+    found = losses(run("recall.py", "--mixers", "2mamba", "--steps", 20, "--pairs", 3, "--symbols", 8, "--batch", 4))
     assert found[-1] < found[0]
 
 

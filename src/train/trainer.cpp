@@ -117,6 +117,10 @@ struct Trainer::Memory {
     training = checkpoint.empty()
                    ? std::make_unique<Training>(options, std::move(data), DataParallel{}, setup.cancel)
                    : std::make_unique<Training>(options, checkpoint, std::move(data), DataParallel{}, setup.cancel);
+    require(
+        given->vocabulary_size() <= vocabulary(),
+        "trainer: the model has {} token ids, but the tokenizer, the data or the setup has {}; use those of the model",
+        vocabulary(), given->vocabulary_size());
   }
 
   TrainData data_of(const TrainOptions& options, const TrainerSetup& setup, const std::filesystem::path& checkpoint) {

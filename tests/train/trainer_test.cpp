@@ -383,6 +383,7 @@ TEST(Trainer, RefusesInvalidArguments) {
   Trainer trainer(own_options(), {.vocabulary = kVocabulary});
   const TokenBatch good = random_batch(random);
   trainer.save(folder.path("before"));
+  expect_error([&] { Trainer::resume(folder.path("before"), {}, {.tokenizer = "byte"}); }, {"40 token ids", "258"});
   const auto batch_refused = [&](const auto& change, const std::vector<std::string>& parts) {
     TokenBatch batch = good;
     change(batch);
