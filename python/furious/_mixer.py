@@ -146,6 +146,7 @@ def _numpy_mixer(call: _furious.MixerCall, q: Any, k: Any, v: Any, log_decay: An
 
 @functools.lru_cache(maxsize=None)
 def _import_function(framework: str) -> Any:
+    framework = {"jaxlib": "jax"}.get(framework, framework)
     for name in (framework, framework + ".dlpack", framework + ".numpy"):
         try:
             found = getattr(importlib.import_module(name), "from_dlpack", None)
