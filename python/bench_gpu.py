@@ -132,19 +132,26 @@ def bench_overhead():
 
 
 class SdpaAttention(nn.Module):
-    """Llama's attention with rotary positions."""
+    """Llama's attention with rotary positions, whose angles are computed once."""
 
-    def __init__(self, width, heads):
+    def __init__(self, width, heads, longest=8192):
         super().__init__()
         self.heads = heads
         self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        dim = width // heads
+        angle = torch.arange(longest)[:, None] * 10000.0 ** (-torch.arange(0, dim, 2) / dim)
+        self.register_buffer("cos", angle.cos()[None, :, None])
+        self.register_buffer("sin", angle.sin()[None, :, None])
+
+    def turn(self, x):
+        cos, sin = (y[:, : x.shape[1]].to(x.dtype) for y in (self.cos, self.sin))
+        first, second = x.chunk(2, 3)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], 3)
 
     def forward(self, x):
         q, k, v = (y.unflatten(2, (self.heads, -1)) for y in self.qkv(x).chunk(3, 2))
-        positions = torch.arange(x.shape[1], device=x.device)
-        q, k = (furious.nn._rope(y, positions, 10000.0, False) for y in (q, k))
-        o = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True)
-        return self.out(o.transpose(1, 2).flatten(2))
+        q, k, v = (y.transpose(1, 2) for y in (self.turn(q), self.turn(k), v))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 
 class LlamaShaped(nn.Module):

@@ -15,7 +15,7 @@ namespace ops = furious::ops;
 constexpr const char* kFresh = "dltensor";
 constexpr const char* kUsed = "used_dltensor";
 
-ops::Tensor from_capsule(nb::handle capsule, const char* argument) {
+ops::Tensor from_capsule(const nb::object& capsule, const char* argument) {
   void* const managed = PyCapsule_GetPointer(capsule.ptr(), kFresh);
   if (managed == nullptr) {
     PyErr_Clear();
@@ -68,6 +68,8 @@ ops::Tensor from_buffer(nb::handle object, const char* argument, bool written) {
   const auto owner = std::make_shared<Owner>();
   if (PyObject_GetBuffer(object.ptr(), &owner->buffer, PyBUF_FORMAT | PyBUF_STRIDES | (written ? PyBUF_WRITABLE : 0))) {
     PyErr_Clear();
+    // Arrays of jax have buffers of some dtypes and devices only.
+    if (!written && nb::hasattr(object, "__dlpack__")) return from_capsule(object.attr("__dlpack__")(), argument);
     throw furious::Error(std::string("argument \"") + argument + "\" is an array that cannot be " +
                          (written ? "written" : "read") + "; give a copy of it");
   }
@@ -98,13 +100,10 @@ void delete_capsule(PyObject* capsule) {
 
 ops::Tensor tensor_of(nb::handle object, const char* argument, bool written) {
   if (object.is_none()) return {};
-  if (PyCapsule_CheckExact(object.ptr())) return from_capsule(object, argument);
+  if (PyCapsule_CheckExact(object.ptr())) return from_capsule(nb::borrow(object), argument);
   if (nb::isinstance<ops::Tensor>(object)) return nb::cast<ops::Tensor>(object);
   if (PyObject_CheckBuffer(object.ptr())) return from_buffer(object, argument, written);
-  if (nb::hasattr(object, "__dlpack__")) {
-    const nb::object capsule = object.attr("__dlpack__")();
-    return from_capsule(capsule, argument);
-  }
+  if (nb::hasattr(object, "__dlpack__")) return from_capsule(object.attr("__dlpack__")(), argument);
   throw nb::type_error((std::string("argument \"") + argument + "\" is a " +
                         nb::cast<std::string>(nb::str(object.type().attr("__name__"))) +
                         ", expected a tensor of torch, an array of numpy, or an object with __dlpack__")
