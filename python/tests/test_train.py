@@ -118,3 +118,27 @@ def test_trainer_bad_input():
     assert (trainer.parameter("model.norm.weight") == 0.5).all()
     with pytest.raises(furious.Error):
         furious.Trainer(hidden=32, heads=2)  # no vocabulary and no data
+
+
+def test_torch_trains_like_the_trainer(tmp_path):
+    """Module, operator and torch's AdamW against the engine: the same weights and batches give the same losses."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    trainer = furious.Trainer(arch="2mamba", hidden=32, heads=2, layers=2, intermediate=32, device="cpu", vocabulary=40,
+                              warmup=3, lr=3e-3, steps=20)
+    trainer.save(tmp_path / "start")
+    module = furious.nn.LanguageModel.load(tmp_path / "start")
+    optimizer = torch.optim.AdamW(module.parameters(), betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
+    rng = np.random.default_rng(1)
+    ids = rng.integers(0, 40, (4, 32))
+    losses = []
+    for _ in range(15):
+        step = trainer.step(ids)
+        optimizer.param_groups[0]["lr"] = step.lr
+        batch = torch.from_numpy(ids)
+        loss = torch.nn.functional.cross_entropy(module(batch)[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append((step.loss, loss.item()))
+    assert losses[-1][0] < losses[0][0] - 0.1
+    assert max(abs(a - b) for a, b in losses) < 2e-3, losses

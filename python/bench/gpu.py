@@ -1,8 +1,8 @@
 """The operator beside a PyTorch user's alternatives, in one run on a GPU.
 
-    python python/bench_gpu.py                                all parts
-    python python/bench_gpu.py mixer overhead model           some of them
-    python python/bench_gpu.py curve --data shards/           loss curves of torch and of `furious train`
+    python python/bench/gpu.py                                all parts
+    python python/bench/gpu.py mixer overhead model           some of them
+    python python/bench/gpu.py curve --data shards/           loss curves of torch and of `furious train`
 
 mixer     forward and backward of our operator, torch.compile of the naive form, and SDPA (softmax attention)
 overhead  what a call costs beside the work: the host's time of a call, and GPU time against a bare call of the library
@@ -254,7 +254,7 @@ def main():
     parser.add_argument("--compile", action="store_true")
     options = parser.parse_args()
     if not torch.cuda.is_available() or furious.cuda_devices() == 0:
-        raise SystemExit("bench_gpu: no GPU that torch and furious can use")
+        raise SystemExit("bench: no GPU that torch and furious can use")
     for part in options.parts:
         {"mixer": bench_mixer, "overhead": bench_overhead, "model": bench_model,
          "curve": lambda: bench_curve(options)}[part]()
