@@ -1,8 +1,9 @@
 # Shortcuts for CMake presets. `make test` on a fresh Debian machine installs missing packages, builds and tests.
-.PHONY: help setup build demo test install asan tsan fuzz cuda test-cuda bench findings format tidy clean
+.PHONY: help setup build demo test install asan tsan fuzz python cuda test-cuda bench findings format tidy clean
 JOBS ?= $(shell nproc)
 PREFIX ?= /usr/local
 FUZZ_SECONDS ?= 20
+PYTHON ?= /usr/bin/python3
 
 help:
 	@echo "make setup   install the packages that the build needs (Debian, Ubuntu)"
@@ -13,6 +14,7 @@ help:
 	@echo "make asan    run the fast tests under the address and undefined-behaviour sanitizers"
 	@echo "make tsan    run the tests with threads under the thread sanitizer"
 	@echo "make fuzz    run the fuzzers of tests/fuzz, FUZZ_SECONDS=20 each (needs clang)"
+	@echo "make python  build the wheel of the Python package with the library of the release build, and run its tests"
 	@echo "make cuda    build the CUDA preset (needs nvcc)"
 	@echo "make test-cuda   build the CUDA preset and run all GPU tests (needs nvcc and a GPU)"
 	@echo "make bench   measure mixer speed beside the floor of this machine"
@@ -55,6 +57,17 @@ fuzz:
 	cmake --preset fuzz
 	cmake --build --preset fuzz -j $(JOBS)
 	ls tests/fuzz/corpus | xargs -P $(JOBS) -I NAME scripts/fuzz.sh NAME $(FUZZ_SECONDS)
+
+# The tests see Debian's torch through the virtual environment.
+python: build
+	@scripts/setup.sh python3-dev python3-venv python3-numpy python3-torch
+	$(PYTHON) -m venv --system-site-packages build/python-venv
+	build/python-venv/bin/pip install -q scikit-build-core nanobind pytest
+	rm -rf build/python-wheel
+	build/python-venv/bin/pip wheel -q . --no-build-isolation --no-deps -w build/python-wheel \
+	  --config-settings=cmake.define.FURIOUS_LIBRARY=build/release/libfurious.so
+	build/python-venv/bin/pip install -q --force-reinstall --no-deps build/python-wheel/furious-*.whl
+	build/python-venv/bin/python -m pytest -q python/tests
 
 cuda: setup
 	cmake --preset cuda
