@@ -53,7 +53,7 @@ class Gpt(nn.Module):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", required=True)
-    parser.add_argument("--mixer", default="2mamba", help="sdpa, or a preset of furious: " + ", ".join(furious.presets()))
+    parser.add_argument("--mixer", default="2mamba", help="sdpa, or a preset: " + ", ".join(furious.presets()))
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--width", type=int, default=128)

@@ -14,8 +14,8 @@ import furious
 
 
 def batch(rows, slots, pairs, symbols, generator):
-    """ids [rows, 2 · slots]: each row has a table of 2 to `pairs` keys with values, and shows pairs of it at random. Where a
-    key comes again, its value is the target."""
+    """ids [rows, 2 · slots]: each row has a table of 2 to `pairs` keys with values, and shows pairs of it at random.
+    Where a key comes again, its value is the target."""
     keys = torch.rand(rows, symbols, generator=generator).argsort(1)[:, :pairs]
     values = torch.randint(symbols, 2 * symbols, (rows, pairs), generator=generator)
     sizes = torch.randint(2, pairs + 1, (rows, 1), generator=generator)
@@ -30,8 +30,8 @@ def batch(rows, slots, pairs, symbols, generator):
 def train(mixer, options):
     torch.manual_seed(1)
     generator = torch.Generator().manual_seed(2)
-    config = furious.config_of_preset(mixer, "tiny", 2 * options.symbols, hidden_size=64, heads=1, intermediate_size=128,
-                                      num_hidden_layers=2)
+    config = furious.config_of_preset(mixer, "tiny", 2 * options.symbols, hidden_size=64, heads=1,
+                                      intermediate_size=128, num_hidden_layers=2)
     model = furious.nn.LanguageModel(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
     rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 50, 1 - step / options.steps))

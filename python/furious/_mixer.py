@@ -55,7 +55,7 @@ def mixer(q: Array, k: Array, v: Array, log_decay: Array | None = None, score: s
         score: f: "linear" x, "squared" x², "exponential" eˣ, "power" x^degree, "series" of the exponential to degree.
         norm: "sum" or "none".
         scale: of q·k; ``None``: 1/√K.
-        initial_state: ``[N, H, D, V + 1]`` float32 (V columns with norm "none"), N sequences; D is ``state_shape()[0]``.
+        initial_state: ``[N, H, D, V + 1]`` float32 (V columns with norm "none"), N sequences; see ``state_shape``.
         output_final_state: whether the state after the last token is returned.
         cu_seqlens: packed sequences (B is 1): sequence n has tokens cu_seqlens[n] to cu_seqlens[n + 1]. On the CPU.
         form: "auto", "parallel" (quadratic time), "chunked" (linear time), "reference" (double precision, slow; CPU,
@@ -85,8 +85,8 @@ def mixer(q: Array, k: Array, v: Array, log_decay: Array | None = None, score: s
         out, state = _furious.mixer_forward_new(call, q, k, v, log_decay, initial_state, starts)
         import_array = _import_function(type(q).__module__.split(".")[0])
         return import_array(out), None if state is None else import_array(state)
-    raise TypeError(f'mixer: argument "q" is a {type(q).__name__}, expected a tensor of torch, an array of numpy, or an '
-                    "object with __dlpack__")
+    raise TypeError(f'mixer: argument "q" is a {type(q).__name__}, expected a tensor of torch, an array of numpy, or '
+                    "an object with __dlpack__")
 
 
 def mixer_step(q: Array, k: Array, v: Array, log_decay: Array | None, state: Array, score: str = "squared",

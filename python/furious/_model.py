@@ -279,7 +279,7 @@ class Session:
 
     @property
     def nbytes(self) -> int:
-        """That remembering them takes now."""
+        """Memory of the state now."""
         return self._session.bytes()
 
     def close(self) -> None:

@@ -92,7 +92,8 @@ def _forward(call: _furious.MixerCall, q: Tensor, k: Tensor, v: Tensor, log_deca
     results = _empty_results(call, q, k, v, len(starts) - 1 if starts else None)
     out, normalizer, maximum, final_state = results
     ran = _furious.mixer_forward(call, to_dlpack(q), to_dlpack(k), to_dlpack(v), _pack(log_decay), _pack(initial_state),
-                                 starts, _pack(out), _pack(normalizer), _pack(maximum), _pack(final_state), stream_of(q))
+                                 starts, _pack(out), _pack(normalizer), _pack(maximum), _pack(final_state),
+                                 stream_of(q))
     return (ran, *results)
 
 
@@ -127,7 +128,8 @@ class _Mixer(torch.autograd.Function):
         saved = ctx.saved_tensors
         if d_out is None and d_state is None:
             return (None,) * 7
-        gradients = _backward(ctx.call, ctx.form, ctx.chunk, saved[9], saved[:5], ctx.starts, saved[5:9], d_out, d_state)
+        gradients = _backward(ctx.call, ctx.form, ctx.chunk, saved[9], saved[:5], ctx.starts, saved[5:9], d_out,
+                              d_state)
         return (None, None, *gradients)
 
 
@@ -136,7 +138,8 @@ def mixer(options: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, log_decay: 
     if HAS_OPERATOR and (_is_tracing() or type(q) not in _PLAIN):
         if cu_seqlens is not None and not isinstance(cu_seqlens, torch.Tensor):
             cu_seqlens = torch.tensor(cu_seqlens, dtype=torch.int64)
-        out, _, _, final_state, _ = torch.ops.furious.mixer(q, k, v, log_decay, initial_state, cu_seqlens, repr(options))
+        out, _, _, final_state, _ = torch.ops.furious.mixer(q, k, v, log_decay, initial_state, cu_seqlens,
+                                                            repr(options))
         return out, final_state if options[8] else None
     call = call_of(*options)
     _check_all(q, k, v, log_decay, initial_state)

@@ -24,7 +24,8 @@ def _options(options: TrainOptions | None, changes: dict[str, Any]) -> TrainOpti
         try:
             setattr(own, name, os.fspath(value) if isinstance(value, os.PathLike) else value)
         except TypeError:
-            raise Error(f'train: option "{name}" is {value!r}, expected a {type(getattr(own, name)).__name__}') from None
+            kind = type(getattr(own, name)).__name__
+            raise Error(f'train: option "{name}" is {value!r}, expected a {kind}') from None
     return own
 
 

@@ -3,8 +3,8 @@
     furious.hf.register()
     model = transformers.AutoModelForCausalLM.from_pretrained("run/latest")     a module on furious.mixer
 
-A training run is a folder of checkpoints, and ``latest`` in it is the newest. ``generate()`` of transformers computes the
-whole sequence for every token; furious.Model decodes with a state.
+A training run is a folder of checkpoints, and ``latest`` in it is the newest. ``generate()`` of transformers computes
+the whole sequence for every token; furious.Model decodes with a state.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["register"]
 
 @functools.lru_cache(maxsize=None)
 def register() -> tuple[type, type]:
-    """Makes AutoConfig and AutoModelForCausalLM know the model type "furious"; the classes of configuration and model."""
+    """Makes AutoConfig and AutoModelForCausalLM know the model type "furious"; returns its two classes."""
     try:
         import transformers
         from transformers.modeling_outputs import CausalLMOutput

@@ -89,7 +89,8 @@ class _Conv(nn.Module):
         padded = torch.cat([before, x], 1)
         y = None if self.bias is None else self.bias.to(x.dtype)
         for back in range(window):
-            tap = padded[:, window - 1 - back : window - 1 - back + length] * self.weight[:, 0, window - 1 - back].to(x.dtype)
+            at = window - 1 - back
+            tap = padded[:, at : at + length] * self.weight[:, 0, at].to(x.dtype)
             if positions is not None and back > 0:
                 tap = tap * (positions >= back).to(x.dtype)[None, :, None]
             y = tap if y is None else y + tap
@@ -231,8 +232,10 @@ class Mixer(nn.Module):
         qkv = self.qkv_proj(x)
         if self.conv1d is not None:
             window = c["conv_window"]
-            before = qkv.new_zeros(qkv.shape[0], window - 1, qkv.shape[2]) if state is None else state.conv.to(qkv.dtype)
-            if state is not None:
+            if state is None:
+                before = qkv.new_zeros(qkv.shape[0], window - 1, qkv.shape[2])
+            else:
+                before = state.conv.to(qkv.dtype)
                 state.conv = torch.cat([before, qkv], 1)[:, qkv.shape[1] :]
             qkv = self.conv1d(qkv, before, positions)
             qkv = F.silu(qkv) if c["conv_silu"] else qkv
@@ -427,8 +430,8 @@ class LanguageModel(nn.Module):
         with open(os.path.join(folder, "config.json"), encoding="utf-8") as stream:
             config = json.load(stream)
         if config.get("model_type") != "furious":
-            raise Error(f"{folder}: a model of type {config.get('model_type')!r}; load it with furious.Model, which reads "
-                        "other formats")
+            raise Error(f"{folder}: a model of type {config.get('model_type')!r}; load it with furious.Model, which "
+                        "reads other formats")
         module = LanguageModel(config)
         weights = {name: torch.from_numpy(np.array(array)) for name, array in _safetensors.read_folder(folder).items()}
         if module.config["tie_word_embeddings"]:

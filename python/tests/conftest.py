@@ -2,7 +2,7 @@
 
 import os
 
-# oneDNN 2, which Debian's torch uses for bf16, ends in an illegal instruction on processors with AMX.
+# The AMX kernels of torch (oneDNN) end in an illegal instruction on systems that do not allow AMX; bf16 uses them.
 os.environ.setdefault("DNNL_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import furious  # noqa: E402

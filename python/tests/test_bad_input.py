@@ -71,7 +71,8 @@ def test_options():
 
 def test_cu_seqlens():
     q, k, v, a = inputs()
-    for bad in ([0, 5], [1, 6], [0, 4, 3, 6], [0, 3, 3, 6], [0], torch.tensor([0.0, 6.0]), [], torch.zeros(2, 2).long()):
+    for bad in ([0, 5], [1, 6], [0, 4, 3, 6], [0, 3, 3, 6], [0], [], torch.tensor([0.0, 6.0]),
+                torch.zeros(2, 2).long()):
         refused("cu_seqlens", q, k, v, a, cu_seqlens=bad)
     refused("cu_seqlens", *(torch.cat([x, x]) for x in (q, k, v, a)), cu_seqlens=[0, 6])
 
@@ -134,6 +135,7 @@ def test_devices():
         refused("cuda:1", q, k.to("cuda:1"), v, a)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available() or furious.cuda_devices() > 0, reason="a GPU that the library can use")
+@pytest.mark.skipif(not torch.cuda.is_available() or furious.cuda_devices() > 0,
+                    reason="no GPU, or one that the library can use")
 def test_build_without_cuda():
     refused("cuda", *inputs("cuda"))

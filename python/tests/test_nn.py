@@ -10,7 +10,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 SWITCHES = [
     dict(decay="softplus2"), dict(decay="silu"), dict(decay="softplus_dt"), dict(decay="log_sigmoid", decay_bias=True),
     dict(discretize="sigmoid", dt_bias=True), dict(discretize="silu"), dict(discretize="softplus"),
-    dict(discretize="softplus2"), dict(discretize="dt", dt_limit=0.7, dt_bias=True), dict(conv_window=3, conv_bias=False),
+    dict(discretize="softplus2"), dict(discretize="dt", dt_limit=0.7, dt_bias=True),
+    dict(conv_window=3, conv_bias=False),
     dict(conv_window=4, conv_silu=True), dict(rope=True), dict(rope=True, rope_pairing="halves", rope_theta=500.0),
     dict(q_heads=2, k_heads=2), dict(k_heads=2, v_heads=2), dict(qk_dim=8), dict(tie_word_embeddings=True),
     dict(qk_norm=True), dict(scale=0.7), dict(z_gate=True, z_gate_bias=False), dict(square_mask=True),
@@ -102,7 +103,8 @@ def test_gradients_of_a_model_match_finite_differences():
     ids = torch.randint(0, 256, (1, 12), generator=torch.Generator().manual_seed(2))
     loss = lambda: torch.nn.functional.cross_entropy(module(ids)[0, :-1], ids[0, 1:])
     loss().backward()
-    for weight in (module.model.layers[0].self_attn.qkv_proj.weight, module.model.layers[1].self_attn.A_mask_proj.weight,
+    for weight in (module.model.layers[0].self_attn.qkv_proj.weight,
+                   module.model.layers[1].self_attn.A_mask_proj.weight,
                    module.model.layers[0].self_attn.conv1d.weight):
         direction = weight.grad / weight.grad.norm()
         with torch.no_grad():
