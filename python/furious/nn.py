@@ -129,7 +129,21 @@ _SCORES = {
 }
 
 
-class Mixer(nn.Module):
+class _OfConfig(nn.Module):
+    """A module that is also made from a model's configuration, with every key (``furious.normal_config``)."""
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        module = cls.__new__(cls)
+        nn.Module.__init__(module)
+        module._make(config)
+        return module
+
+    def _make(self, config: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class Mixer(_OfConfig):
     """The token-mixing block of the paper, a drop-in for attention.
 
     Args:
@@ -144,14 +158,6 @@ class Mixer(nn.Module):
     def __init__(self, hidden: int, heads: int, arch: str = "2mamba", **switches: Any):
         super().__init__()
         self._make(config_of_preset(arch, "tiny", 256, hidden_size=hidden, heads=heads, **switches))
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Mixer:
-        """Of a model's configuration, with every key (``furious.normal_config``)."""
-        module = cls.__new__(cls)
-        nn.Module.__init__(module)
-        module._make(config)
-        return module
 
     def _make(self, config: dict[str, Any]) -> None:
         self.config = c = config
@@ -340,7 +346,7 @@ class _Mlp(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class TwoMambaBlock(nn.Module):
+class TwoMambaBlock(_OfConfig):
     """A decoder layer: x + Mixer(RMSNorm(x)), then x + MLP(RMSNorm(x)). Shapes and arguments as Mixer.
 
     ``intermediate``: of the MLP; 0: twice ``hidden``.
@@ -350,13 +356,6 @@ class TwoMambaBlock(nn.Module):
         super().__init__()
         self._make(config_of_preset(arch, "tiny", 256, hidden_size=hidden, heads=heads,
                                     intermediate_size=intermediate or 2 * hidden, **switches))
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> TwoMambaBlock:
-        module = cls.__new__(cls)
-        nn.Module.__init__(module)
-        module._make(config)
-        return module
 
     def _make(self, config: dict[str, Any]) -> None:
         self.input_layernorm = RMSNorm(config["hidden_size"], config["rms_norm_eps"])

@@ -1,4 +1,4 @@
-// Specs of the public mixer (furious/mixer.h) as those of the engine.
+// Specs of the public mixer (furious/mixer.h) as those of the engine, and back.
 #pragma once
 
 #include "base/error.h"
@@ -24,6 +24,14 @@ inline furious::MixerSpec internal(std::string_view operation, const MixerSpec& 
   return {static_cast<furious::Score>(spec.score),
           spec.decay,
           static_cast<furious::Norm>(spec.norm),
+          spec.scale,
+          spec.degree,
+          spec.signed_decay};
+}
+inline MixerSpec external(const furious::MixerSpec& spec) {
+  return {static_cast<Score>(spec.score),
+          spec.decay,
+          static_cast<Norm>(spec.norm),
           spec.scale,
           spec.degree,
           spec.signed_decay};

@@ -32,10 +32,6 @@ struct furious_session {
   bool has_sampling = false;
   // A pass over the weights failed: what the slot holds is undefined (decoder.h).
   bool broken = false;
-
-  std::string own_fingerprint() const {
-    return fingerprint(model.parts().language_model, model.parts().tokenizer->fingerprint());
-  }
 };
 
 namespace {
@@ -363,7 +359,7 @@ furious_status furious_session_save(const furious_session* session, const char* 
     require(own.decoder->tokens(own.slot) > 0, "{}: nothing has been read yet; read a token first", kFunction);
     const ThreadLimit limit(own.model.parts().threads);
     save_state(path, {own.decoder->contents(own.slot)}, own.model.parts().language_model.config(),
-               own.own_fingerprint());
+               own.model.parts().fingerprint());
   });
 }
 
@@ -374,7 +370,7 @@ furious_status furious_session_load(furious_session* session, const char* path) 
     given(kFunction, "path", path);
     const ThreadLimit limit(session->model.parts().threads);
     const std::vector<SlotContents> saved =
-        load_state(path, session->model.parts().language_model.config(), session->own_fingerprint());
+        load_state(path, session->model.parts().language_model.config(), session->model.parts().fingerprint());
     require(saved.size() == 1, "{}: the state of {} sequences, expected one; load it with furious::Session", path,
             saved.size());
     furious_session loaded(session->model);

@@ -20,15 +20,6 @@
 namespace furious::ops {
 namespace {
 
-MixerSpec external(const furious::MixerSpec& spec) {
-  return {static_cast<Score>(spec.score),
-          spec.decay,
-          static_cast<Norm>(spec.norm),
-          spec.scale,
-          spec.degree,
-          spec.signed_decay};
-}
-
 template <class Enum, size_t N>
 Enum from_name(std::string_view kind, std::string_view name, const std::array<std::string, N>& names) {
   const auto found = std::ranges::find(names, name);

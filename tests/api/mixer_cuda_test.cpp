@@ -1,5 +1,6 @@
 // The public mixer on a GPU: memory and streams of the caller.
 #include "api/convert.h"
+#include "api/convert_mixer.h"
 #include "cuda.h"
 #include "furious/mixer.h"
 #include "ops/mixer/mixer_case.h"
@@ -19,15 +20,6 @@ using ops::external;
 using ops::internal;
 
 constexpr ops::Device kCuda{ops::DeviceKind::cuda, 0};
-
-ops::MixerSpec public_spec(const MixerSpec& spec) {
-  return {static_cast<ops::Score>(spec.score),
-          spec.decay,
-          static_cast<ops::Norm>(spec.norm),
-          spec.scale,
-          spec.degree,
-          spec.signed_decay};
-}
 
 // Memory of the caller on the GPU whose rows lie `gap` elements further apart than they are long.
 ops::Tensor with_gap(const Shape& shape, DType dtype, int64_t gap) {
@@ -62,10 +54,10 @@ TEST(PublicMixerCuda, WritesMemoryOfTheCallerWhateverItsAlignment) {
                                       gpu(there.inputs.log_decay), gpu(there.inputs.initial_state)};
         const ops::MixerOptions options{.final_state = state};
         const ops::MixerResult into{.out = with_gap(c.out_gradient.shape(), dtype, gap)};
-        const ops::MixerResult result = ops::mixer_forward(public_spec(spec), inputs, options, into);
+        const ops::MixerResult result = ops::mixer_forward(external(spec), inputs, options, into);
         EXPECT_EQ(result.out.raw(), into.out.raw());
         const ops::MixerGradients gradients = ops::mixer_backward(
-            public_spec(spec), inputs, result, gpu(there.out_gradient), gpu(there.final_state_gradient), options,
+            external(spec), inputs, result, gpu(there.out_gradient), gpu(there.final_state_gradient), options,
             {.q = with_gap(c.inputs.q.shape(), dtype, gap), .v = with_gap(c.inputs.v.shape(), dtype, gap)});
         MixerRun actual;
         const auto cpu = [](const ops::Tensor& x) { return x ? to_cpu(internal(x)) : Tensor(); };
@@ -106,9 +98,9 @@ TEST(PublicMixerCuda, PackedSequencesWithStatesAgreeWithTheCpu) {
                                       there(c.inputs.initial_state),
                                       starts};
         const ops::MixerOptions options{.final_state = true};
-        const ops::MixerResult result = ops::mixer_forward(public_spec(spec), inputs, options);
-        const ops::MixerGradients gradients = ops::mixer_backward(
-            public_spec(spec), inputs, result, there(c.out_gradient), there(c.final_state_gradient), options);
+        const ops::MixerResult result = ops::mixer_forward(external(spec), inputs, options);
+        const ops::MixerGradients gradients = ops::mixer_backward(external(spec), inputs, result, there(c.out_gradient),
+                                                                  there(c.final_state_gradient), options);
         const auto here = [](const ops::Tensor& x) { return x ? internal(x.to({})) : Tensor(); };
         MixerRun all;
         all.result.out = here(result.out);
@@ -134,8 +126,7 @@ TEST(PublicMixerCuda, CacheAgreesWithTheForwardPass) {
     const int64_t heads = inputs.v.size(2), batch = inputs.v.size(0);
     if (inputs.log_decay) inputs.log_decay = inputs.log_decay.slice(2, 0, heads);
     const Tensor expected = mixer_forward(spec, inputs, {Form::parallel}).out;
-    ops::MixerCache cache(public_spec(spec),
-                          {.batch = batch, .heads = heads, .qk_dim = 16, .v_dim = 16, .device = kCuda});
+    ops::MixerCache cache(external(spec), {.batch = batch, .heads = heads, .qk_dim = 16, .v_dim = 16, .device = kCuda});
     const auto tokens = [&](const Tensor& x, int64_t first, int64_t count) {
       return x ? external(to_gpu(x.slice(1, first, count))) : ops::Tensor();
     };
@@ -199,7 +190,7 @@ TEST(PublicMixerCuda, WorksInTheOrderOfTheCallersStream) {
         ops::Tensor::zeros({c.out_gradient.shape().begin(), c.out_gradient.shape().end()}, ops::DType::f32, kCuda);
     {
       const ops::StreamScope scope(kCuda, stream);
-      ops::mixer_forward(public_spec(spec), {q, k, v, a}, {}, {.out = out});
+      ops::mixer_forward(external(spec), {q, k, v, a}, {}, {.out = out});
     }
     const Tensor here = Tensor::zeros(c.out_gradient.shape(), DType::f32);
     ASSERT_EQ(cudaMemcpyAsync(here.raw(), out.raw(), here.bytes(), cudaMemcpyDeviceToHost, stream), cudaSuccess);

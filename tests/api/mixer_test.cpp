@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "api/convert.h"
+#include "api/convert_mixer.h"
 #include "base/parallel.h"
 #include "ops/mixer/cost.h"
 #include "ops/mixer/mixer_case.h"
@@ -18,15 +19,6 @@ namespace {
 using namespace furious::testing;
 using ops::external;
 using ops::internal;
-
-ops::MixerSpec public_spec(const MixerSpec& spec) {
-  return {static_cast<ops::Score>(spec.score),
-          spec.decay,
-          static_cast<ops::Norm>(spec.norm),
-          spec.scale,
-          spec.degree,
-          spec.signed_decay};
-}
 
 // A tensor of the caller: every dimension with gaps, the last one too where `inner` is not 1.
 ops::Tensor with_gaps(const Shape& shape, DType dtype = DType::f32, int64_t inner = 1) {
@@ -57,7 +49,7 @@ MixerRun run_public(const MixerCase& c, const std::vector<int64_t>& cu_seqlens, 
                     const ops::MixerResult& into = {}, const ops::MixerGradients& gradients_into = {}) {
   ops::MixerInputs inputs = public_inputs(c.inputs);
   inputs.cu_seqlens = cu_seqlens;
-  const ops::MixerSpec spec = public_spec(c.spec);
+  const ops::MixerSpec spec = external(c.spec);
   const ops::MixerResult result = ops::mixer_forward(spec, inputs, options, into);
   const ops::MixerGradients gradients = ops::mixer_backward(spec, inputs, result, external(c.out_gradient),
                                                             external(c.final_state_gradient), options, gradients_into);
@@ -179,8 +171,8 @@ TEST(PublicMixer, StepByStepIsTheForwardPass) {
                     {.longest = 20, .largest_dim = 12, .states = false, .final_gradient = false, .boundaries = false});
     if (!has_state(c)) continue;
     SCOPED_TRACE(describe(c));
-    const ops::MixerResult whole = ops::mixer_forward(public_spec(spec), public_inputs(c.inputs),
-                                                      {.form = ops::Form::chunked, .final_state = true});
+    const ops::MixerResult whole =
+        ops::mixer_forward(external(spec), public_inputs(c.inputs), {.form = ops::Form::chunked, .final_state = true});
     const int64_t batch = c.inputs.q.size(0), length = c.inputs.q.size(1);
     const ops::Tensor state = random.coin() ? with_gaps(internal(whole.final_state).shape())
                                             : ops::Tensor::zeros(whole.final_state.shape(), ops::DType::f32);
@@ -188,9 +180,8 @@ TEST(PublicMixer, StepByStepIsTheForwardPass) {
     for (int64_t t = 0; t < length; ++t) {
       const auto token = [&](const Tensor& x) { return external(x ? x.select(1, t) : x); };
       const bool given = random.coin();
-      const ops::Tensor step =
-          ops::mixer_step(public_spec(spec), token(c.inputs.q), token(c.inputs.k), token(c.inputs.v),
-                          token(c.inputs.log_decay), state, given ? token(out) : ops::Tensor());
+      const ops::Tensor step = ops::mixer_step(external(spec), token(c.inputs.q), token(c.inputs.k), token(c.inputs.v),
+                                               token(c.inputs.log_decay), state, given ? token(out) : ops::Tensor());
       if (!given) copy(out.select(1, t), internal(step));
     }
     EXPECT_LE(relative_error(out, internal(whole.out), 0.1), 1e-4);
@@ -214,9 +205,9 @@ TEST(PublicMixer, CacheContinuesLikeTheForwardPass) {
     const int64_t heads = std::max(inputs.v.size(2), inputs.k.size(2));
     if (inputs.log_decay) inputs.log_decay = inputs.log_decay.slice(2, 0, heads);
     ops::MixerCache cache(
-        public_spec(spec),
+        external(spec),
         {.batch = batch, .heads = inputs.v.size(2), .qk_heads = inputs.k.size(2), .qk_dim = 8, .v_dim = 8});
-    const ops::MixerResult whole = ops::mixer_forward(public_spec(spec), public_inputs(inputs));
+    const ops::MixerResult whole = ops::mixer_forward(external(spec), public_inputs(inputs));
     const Tensor out = Tensor::empty({batch, length, heads, 8}, DType::f32);
     const auto first = [&](const Tensor& x) { return x ? x.slice(1, 0, read) : x; };
     cache.prefill(public_inputs({first(inputs.q), first(inputs.k), first(inputs.v), first(inputs.log_decay), {}, {}}),
@@ -237,7 +228,7 @@ TEST(PublicMixer, CacheContinuesLikeTheForwardPass) {
     if (!has_state(spec, 8)) {
       expect_error([&] { (void)cache.state(); }, {"mixer_cache", "no state"});
     } else {
-      const ops::MixerResult end = ops::mixer_forward(public_spec(spec), public_inputs(inputs), {.final_state = true});
+      const ops::MixerResult end = ops::mixer_forward(external(spec), public_inputs(inputs), {.final_state = true});
       EXPECT_LE(relative_error(internal(cache.state()), internal(end.final_state), 0.1), 1e-4);
     }
     cache.clear();

@@ -52,4 +52,10 @@ double worst_row(const Tensor& actual, const Tensor& expected, double floor);
 // Expects every output and gradient of `actual` within `tolerance` of `expected` in relative norm.
 void expect_close(const MixerRun& actual, const MixerRun& expected, double tolerance);
 
+// MixerResult::kernel of the chunked form on tensor cores: the states of powers, series and signed decays are in
+// memory.
+inline const char* kernel_of_states(const MixerSpec& spec) {
+  return spec.degree == 0 && !spec.signed_decay ? "chunk states" : "tensor cores";
+}
+
 }  // namespace furious::testing

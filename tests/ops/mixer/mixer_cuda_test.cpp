@@ -157,11 +157,6 @@ TEST(MixerCuda, SignedDecayPastSaturation) {
 }
 
 #ifdef FURIOUS_CUDA  // forcing kernels needs a build with CUDA
-// What MixerResult::kernel says of the chunked form on tensor cores: the states of powers and series are in memory.
-const char* kernel_of_states(const MixerSpec& spec) {
-  return spec.degree == 0 && !spec.signed_decay ? "chunk states" : "tensor cores";
-}
-
 // Each set of kernels on calls that all of them support, independent of the choice for this device: also those of
 // older devices.
 TEST(MixerCuda, EverySetOfKernelsAgreesWithTheOracle) {

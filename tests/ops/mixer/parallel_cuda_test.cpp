@@ -18,8 +18,7 @@ void compare(const MixerCase& c, const MixerOptions& options, const MixerRun& or
   SCOPED_TRACE(fmt::format("{}; {}", describe(c), kernel));
   const cuda::KernelScope scope(kernel);  // backward, other kernels would be an error
   const MixerRun actual = run_on_gpu(c, options);
-  const bool polynomial = c.spec.degree == 0 && !c.spec.signed_decay;  // whose states are not in memory
-  EXPECT_EQ(actual.result.kernel, options.form == Form::parallel ? kernel : polynomial ? "chunk states" : kKernel);
+  EXPECT_EQ(actual.result.kernel, options.form == Form::parallel ? kernel : kernel_of_states(c.spec));
   EXPECT_EQ(actual.result.form, options.form);
   expect_within(errors_of(c, actual, oracle), kTolerance);
   if (oracle.result.normalizer) {
@@ -135,18 +134,7 @@ TEST(ParallelCuda, RowsOfAnyAlignment) {
   for (const auto& [qk_dim, v_dim] : std::vector<std::pair<int64_t, int64_t>>{{40, 72}, {21, 13}}) {
     const MixerCase c = on_gpu(make_case(random, mixer_spec("2mamba"),
                                          {.qk_dim = qk_dim, .v_dim = v_dim, .length = 100, .q_heads = 2}, DType::bf16));
-    MixerCase odd = c;
-    for (Tensor* x : {&odd.inputs.q, &odd.inputs.k, &odd.inputs.v, &odd.out_gradient}) *x = within_wider_rows(*x);
-    const MixerRun a = run_there(c, kParallel, kParallel), b = run_there(odd, kParallel, kParallel);
-    expect_same_bits(a, b);
-    EXPECT_EQ(b.result.kernel, kKernel);
-    const MixerResult result = mixer_forward(c.spec, c.inputs, kParallel);
-    const MixerGradients into{
-        within_wider_rows(c.inputs.q), within_wider_rows(c.inputs.k), within_wider_rows(c.inputs.v), {}, {}};
-    mixer_backward(c.spec, c.inputs, result, c.out_gradient, {}, kParallel, into);
-    EXPECT_TRUE(same_bits(to_cpu(into.q), a.gradients.q));
-    EXPECT_TRUE(same_bits(to_cpu(into.k), a.gradients.k));
-    EXPECT_TRUE(same_bits(to_cpu(into.v), a.gradients.v));
+    expect_same_bits_in_wider_rows(c, kParallel, kKernel);
   }
 }
 

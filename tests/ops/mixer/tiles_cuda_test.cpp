@@ -166,19 +166,7 @@ TEST(TilesCuda, RowsOfAnyAlignment) {
       if (dtype == DType::bf16 && precision == MixerPrecision::bf16) continue;  // other kernels
       const Sizes sizes{.qk_dim = 40, .v_dim = 72, .length = 100, .q_heads = 2};
       const MixerCase c = on_gpu(make_case(random, mixer_spec("2mamba"), sizes, dtype));
-      MixerCase odd = c;
-      for (Tensor* x : {&odd.inputs.q, &odd.inputs.k, &odd.inputs.v, &odd.out_gradient}) *x = within_wider_rows(*x);
-      const MixerOptions options{.precision = precision};
-      const MixerRun a = run_there(c, options, options), b = run_there(odd, options, options);
-      expect_same_bits(a, b);
-      // Gradients into such rows, too.
-      const MixerResult result = mixer_forward(c.spec, c.inputs, options);
-      const MixerGradients into{
-          within_wider_rows(c.inputs.q), within_wider_rows(c.inputs.k), within_wider_rows(c.inputs.v), {}, {}};
-      mixer_backward(c.spec, c.inputs, result, c.out_gradient, {}, options, into);
-      EXPECT_TRUE(same_bits(to_cpu(into.q), a.gradients.q));
-      EXPECT_TRUE(same_bits(to_cpu(into.k), a.gradients.k));
-      EXPECT_TRUE(same_bits(to_cpu(into.v), a.gradients.v));
+      expect_same_bits_in_wider_rows(c, {.precision = precision}, "tiles");
     }
 }
 

@@ -9,7 +9,7 @@ namespace furious::cuda {
 // "tiles", "simple", "walk" or "chunk states") instead of the fastest; a call that they cannot compute is an Error.
 // With "tensor cores" a Hopper device runs what older devices run. Inside chunks, "hopper" computes what no earlier
 // chunk adds to; with a past, "tensor cores" compute the forward pass in its place. "chunk states" is about states
-// only, which otherwise have φ in memory: the kernels inside chunks are the fastest.
+// only, in place of "walk" and of the states on Hopper: the kernels inside chunks are the fastest.
 class KernelScope {
  public:
   explicit KernelScope(std::string_view kernel);

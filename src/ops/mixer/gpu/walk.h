@@ -8,8 +8,8 @@ namespace furious::cuda {
 
 inline constexpr int64_t kLargestWalkDim = 128;
 
-// bf16, linear scores without a normalizer, dimensions that are multiples of 8 up to kLargestWalkDim; not forced,
-// only up to 64 for values.
+// bf16, linear scores without a normalizer, dimensions that are multiples of 8 up to kLargestWalkDim; unless
+// forced, values of at most 64.
 bool walk_supports(const MixerCall& call);
 void walk_forward(const MixerCall& call, const TokenTables& tokens);
 // Writes the gradients of every head and that of an initial state. A gradient of the final state is not supported.
