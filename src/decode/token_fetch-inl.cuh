@@ -76,7 +76,7 @@ __device__ void fetch_state(const TokenPiece& piece, int slot, Barrier& fetched,
   const Cache& cache = piece.step.cache;
   const StepArea to(piece, area);
   const int ld = padded(cache.v_dim);
-  state += static_cast<int64_t>(own.head) * cache.state_numbers;
+  state += static_cast<int64_t>(cache.state_head(own.head)) * cache.state_numbers;
   const int values = own.rows * ld * 4, normalizers = cache.sum ? padded(own.rows) * 4 : 0;
   fetched.expect(values + normalizers);
   const char* from = reinterpret_cast<const char*>(state + static_cast<int64_t>(own.first) * ld);

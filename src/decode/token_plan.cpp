@@ -79,7 +79,7 @@ class Fuser {
     const auto* rope_q = as<RopeOp>(writer_[mixer.q]);
     const auto* rope_k = as<RopeOp>(writer_[mixer.k]);
     if (rope_q && rope_k && readers_[mixer.q].size() == 1 && readers_[mixer.k].size() == 1 &&
-        rope_q->pairing == rope_k->pairing && rope_q->base == rope_k->base) {
+        rope_q->pairing == rope_k->pairing && rope_q->base == rope_k->base && rope_q->scaling == rope_k->scaling) {
       fused.rope = *rope_q;
       fused.q = rope_q->x;
       fused.k = rope_k->x;

@@ -315,7 +315,8 @@ class Builder {
     if (!turns_) {
       const Tensor turns = Tensor::empty({half}, DType::f64);
       for (int i = 0; i < half; ++i)
-        turns.data<double>()[i] = std::exp2(-std::log2(rope.base) * i / half) * 0.15915494309189533577;  // 1 / 2π
+        turns.data<double>()[i] =
+            rope.scaling(std::exp2(-std::log2(rope.base) * i / half)) * 0.15915494309189533577;  // 1 / 2π
       turns_ = to_device(turns, device_);
       held_.push_back(turns_);
     }
@@ -396,6 +397,9 @@ std::string missing_mixer(const TokenPlan& plan, const FusedMixer& op, int64_t r
   step.softmax = spec.score == Score::exponential;
   if (step.softmax && spec.norm != Norm::sum) return "an exponential score that is not divided by its sum";
   if (spec.signed_decay) return "decays that may grow";
+  if (spec.window > 0) return "a sliding window";
+  if (op.mixer.log_decay != kNo && layer.values[op.mixer.log_decay].width() != y.heads)
+    return "decays that heads share";
   if (!step.softmax && (cache.features.degree == 0 || cache.features.degree > 2)) return "a score of this degree";
   if (op.dt != kNo && v.heads != y.heads) return "time steps of values that heads share";
   step.heads = static_cast<int>(rows * y.heads);

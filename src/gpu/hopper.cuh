@@ -80,6 +80,22 @@ __device__ inline void wgmma(float (&d)[8][4], uint64_t a, uint64_t b, int add) 
       : "l"(a), "l"(b), "r"(add), "n"(kTransA), "n"(kTransB));
 }
 
+// The same where d holds nothing yet: its registers are free until the product.
+#define FURIOUS_NEW_FOUR(x) "=f"((x)[0]), "=f"((x)[1]), "=f"((x)[2]), "=f"((x)[3])
+template <int kTransA, int kTransB>
+__device__ inline void wgmma_new(float (&d)[8][4], uint64_t a, uint64_t b) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, 0, 0;"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+      "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "
+      "%32, %33, p, 1, 1, %34, %35;}\n"
+      : FURIOUS_NEW_FOUR(d[0]), FURIOUS_NEW_FOUR(d[1]), FURIOUS_NEW_FOUR(d[2]), FURIOUS_NEW_FOUR(d[3]),
+        FURIOUS_NEW_FOUR(d[4]), FURIOUS_NEW_FOUR(d[5]), FURIOUS_NEW_FOUR(d[6]), FURIOUS_NEW_FOUR(d[7])
+      : "l"(a), "l"(b), "n"(kTransA), "n"(kTransB));
+}
+
+#undef FURIOUS_NEW_FOUR
 #undef FURIOUS_FOUR
 
 __device__ inline void fence_products() {
@@ -165,6 +181,12 @@ __device__ inline void store_bytes(void* to, const void* from, int bytes) {
                "r"(bytes)
                : "memory");
 }
+// The same, but f32 numbers are added to what is there.
+__device__ inline void add_bytes(float* to, const float* from, int bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n" ::"l"(to),
+               "r"(shared_address(from)), "r"(bytes)
+               : "memory");
+}
 __device__ inline void commit_stores() {
   asm volatile("cp.async.bulk.commit_group;\n" ::: "memory");
 }
@@ -185,10 +207,38 @@ __device__ inline void fence_shared_writes() {
   asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
 }
 
+// Between copies to or from global memory that another block has made, or makes, and the word that says so.
+__device__ inline void fence_global_copies() {
+  asm volatile("fence.proxy.async.global;\n" ::: "memory");
+}
+__device__ inline int load_acquire(const int* from) {
+  int x;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];\n" : "=r"(x) : "l"(from) : "memory");
+  return x;
+}
+__device__ inline void store_release(int* to, int x) {
+  asm volatile("st.release.gpu.global.s32 [%0], %1;\n" ::"l"(to), "r"(x) : "memory");
+}
+
+// Four 8 × 8 blocks to shared memory; `row` is the one whose 16 bytes this lane names, as for load_matrices().
+__device__ inline void store_matrices(void* row, const uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};\n" ::"r"(shared_address(row)), "r"(r[0]),
+               "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+
 // A barrier of the threads of one warpgroup.
 template <int kGroup>
 __device__ inline void warpgroup_barrier() {
   asm volatile("bar.sync %0, 128;\n" ::"n"(kGroup + 1) : "memory");
+}
+
+// Two warpgroups in turns: wait_at() returns when the other has called arrive_at() with the same number, 0 or 1.
+__device__ inline void wait_at(int number) {
+  asm volatile("bar.sync %0, 256;\n" ::"r"(number + 1) : "memory");
+}
+__device__ inline void arrive_at(int number) {
+  asm volatile("bar.arrive %0, 256;\n" ::"r"(number + 1) : "memory");
 }
 
 // Whether a block of `groups` warpgroups that increase their registers to `more` and one that decreases them to `fewer`

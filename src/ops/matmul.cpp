@@ -14,6 +14,7 @@
 #include "base/error.h"
 #include "base/parallel.h"
 #include "ops/elementwise.h"
+#include "ops/fp8.h"
 #include "ops/matmul_kernels.h"
 #include "tensor/check.h"
 #include "tensor/dispatch.h"
@@ -295,7 +296,8 @@ void check_product(const Tensor& out, const Tensor& a, const Tensor& b, const Ma
 
 DType multiplied_in(const Tensor& a, const Tensor& b, MatmulPrecision precision) {
   const bool both_bf16 = a.dtype() == DType::bf16 && b.dtype() == DType::bf16;
-  return precision == MatmulPrecision::bf16 || both_bf16 ? DType::bf16 : DType::f32;
+  const bool narrow = precision == MatmulPrecision::bf16 || precision == MatmulPrecision::fp8;
+  return narrow || both_bf16 ? DType::bf16 : DType::f32;
 }
 
 int64_t row_stride(const Tensor& matrix) {
@@ -306,7 +308,7 @@ namespace cpu {
 
 void matmul(const Tensor& out, const Tensor& a, const Tensor& b, const MatmulOptions& options) {
   require(matmul_supports(options.precision),
-          "matmul: bf16 products were asked for, but {} has none on this CPU; use precision f32",
+          "matmul: bf16 or fp8 products were asked for, but {} has none on this CPU; use precision f32",
           cpu::matmul_library({}));
   if (out.rank() == 3) {
     for (int64_t i = 0; i < out.size(0); ++i) cpu::matmul(out.select(0, i), a.select(0, i), b.select(0, i), options);
@@ -362,6 +364,7 @@ void matmul(const Tensor& out, const Tensor& a, const Tensor& b, const MatmulOpt
 }
 
 bool matmul_supports(MatmulPrecision precision, Device device) {
+  if (precision == MatmulPrecision::fp8) return fp8_supported(device);
   return precision != MatmulPrecision::bf16 || !device.is_cpu() || has_bf16();
 }
 

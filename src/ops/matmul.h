@@ -22,8 +22,9 @@
 namespace furious {
 
 // What the factors are rounded to before they are multiplied. tf32 has the range of f32 and 11 bits; a GPU may multiply
-// it many times faster than f32, the CPU takes f32 for it.
-enum class MatmulPrecision : uint8_t { f32, tf32, bf16 };
+// it many times faster than f32, the CPU takes f32 for it. fp8 is for linear layers on a GPU (ops/fp8.h); other
+// products are then bf16.
+enum class MatmulPrecision : uint8_t { f32, tf32, bf16, fp8 };
 
 struct MatmulOptions {
   bool transpose_a = false;

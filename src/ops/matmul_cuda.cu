@@ -7,6 +7,8 @@
 #include <mutex>
 
 #include "ops/elementwise.h"
+#include "ops/fp8.h"
+#include "ops/fp8_kernels.h"
 #include "ops/matmul_kernels.h"
 #include "ops/random.h"
 #include "tensor/cuda.cuh"
@@ -61,6 +63,25 @@ Key key_of(const Tensor& out, const Tensor& a, const Tensor& b, const MatmulOpti
   return key;
 }
 
+Key key_of(const Tensor& out, const Fp8Factor& a, const Fp8Factor& b, const Fp8Options& options) {
+  constexpr int64_t kFp8 = 8;  // unlike the flag that comes first in other keys
+  Key key{kFp8,
+          options.accumulate || options.addend,
+          options.fast_sums,
+          out.size(0),
+          out.size(1),
+          row_stride(out),
+          static_cast<int64_t>(out.dtype()),
+          alignment_of(out),
+          options.addend ? alignment_of(options.addend) : 0};
+  size_t next = 9;
+  for (const Fp8Factor* factor : {&a, &b})
+    for (const int64_t value :
+         {factor->inner(), static_cast<int64_t>(factor->format), static_cast<int64_t>(alignment_of(factor->values))})
+      key[next++] = value;
+  return key;
+}
+
 template <class T>
 void set(cublasLtMatrixLayout_t layout, cublasLtMatrixLayoutAttribute_t attribute, T value) {
   check(cublasLtMatrixLayoutSetAttribute(layout, attribute, &value, sizeof(value)), "layout");
@@ -76,12 +97,22 @@ void set(cublasLtMatmulPreference_t preference, cublasLtMatmulPreferenceAttribut
   check(cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof(value)), "preference");
 }
 
+cublasLtMatrixLayout_t new_layout(cudaDataType_t type, int64_t rows, int64_t columns, int64_t stride) {
+  cublasLtMatrixLayout_t layout = nullptr;
+  check(cublasLtMatrixLayoutCreate(&layout, type, static_cast<uint64_t>(columns), static_cast<uint64_t>(rows), stride),
+        "layout");
+  return layout;
+}
+
+cublasLtMatrixLayout_t layout_of(const Fp8Factor& factor) {
+  return new_layout(factor.format == Fp8Format::e4m3 ? CUDA_R_8F_E4M3 : CUDA_R_8F_E5M2, factor.rows(), factor.inner(),
+                    factor.inner());
+}
+
 // The library knows columns that follow each other: to it, a matrix of ours is its transpose.
 cublasLtMatrixLayout_t layout_of(const Tensor& matrix) {
-  cublasLtMatrixLayout_t layout = nullptr;
-  check(cublasLtMatrixLayoutCreate(&layout, type_of(matrix), static_cast<uint64_t>(matrix.size(-1)),
-                                   static_cast<uint64_t>(matrix.size(-2)), row_stride(matrix)),
-        "layout");
+  const cublasLtMatrixLayout_t layout =
+      new_layout(type_of(matrix), matrix.size(-2), matrix.size(-1), row_stride(matrix));
   if (matrix.rank() == 3) {
     set(layout, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, static_cast<int32_t>(count_of(matrix)));
     set(layout, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, distance_of(matrix));
@@ -108,25 +139,41 @@ class Library {
   // With the types that the library multiplies.
   void multiply(const Tensor& out, const Tensor& a, const Tensor& b, const MatmulOptions& options,
                 cudaStream_t stream) {
-    const Plan& plan = plan_of(out, a, b, options);
-    const float alpha = 1;
-    const float beta = options.accumulate || options.addend ? 1 : 0;
-    const void* const addend = options.addend ? options.addend.raw() : out.raw();
-    // A product may be two kernels, the second of which reads what the first left in the workspace.
+    const Plan& plan = plan_of(key_of(out, a, b, options), [&] { return new_plan(out, a, b, options); });
     const std::lock_guard lock(launch_mutex(out.device()));
-    check(cublasLtMatmul(handle_, plan.product, &alpha, b.raw(), plan.b, a.raw(), plan.a, &beta, addend, plan.out,
-                         out.raw(), plan.out, &plan.algorithm, workspace_.raw(), kWorkspaceBytes, stream),
-          "product");
+    launch(plan, out, a.raw(), b.raw(), options.addend, options.accumulate, stream);
+  }
+
+  void multiply(const Tensor& out, const Fp8Factor& a, const Fp8Factor& b, const Fp8Options& options,
+                cudaStream_t stream) {
+    const Plan& plan = plan_of(key_of(out, a, b, options), [&] { return new_plan(out, a, b, options); });
+    const std::lock_guard lock(launch_mutex(out.device()));
+    // The scales are read by the kernel; where they lie is part of its arguments, and of the description here.
+    set(plan.product, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, static_cast<const void*>(b.scale.raw()));
+    set(plan.product, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, static_cast<const void*>(a.scale.raw()));
+    launch(plan, out, a.values.raw(), b.values.raw(), options.addend, options.accumulate, stream);
   }
 
  private:
+  // With the launch mutex locked: a product may be two kernels, the second of which reads what the first left in the
+  // workspace.
+  void launch(const Plan& plan, const Tensor& out, const void* a, const void* b, const Tensor& addend, bool accumulate,
+              cudaStream_t stream) const {
+    const float alpha = 1;
+    const float beta = accumulate || addend ? 1 : 0;
+    check(cublasLtMatmul(handle_, plan.product, &alpha, b, plan.b, a, plan.a, &beta, addend ? addend.raw() : out.raw(),
+                         plan.out, out.raw(), plan.out, &plan.algorithm, workspace_.raw(), kWorkspaceBytes, stream),
+          "product");
+  }
+
   // References stay valid: plans are never removed.
-  const Plan& plan_of(const Tensor& out, const Tensor& a, const Tensor& b, const MatmulOptions& options) {
+  template <class NewPlan>
+  const Plan& plan_of(const Key& key, const NewPlan& make) {
     const std::lock_guard lock(mutex_);
-    const auto [entry, is_new] = plans_.try_emplace(key_of(out, a, b, options));
+    const auto [entry, is_new] = plans_.try_emplace(key);
     if (!is_new) return entry->second;
     try {
-      entry->second = new_plan(out, a, b, options);
+      entry->second = make();
     } catch (const Error&) {
       plans_.erase(entry);
       throw;
@@ -145,25 +192,50 @@ class Library {
     plan.a = layout_of(a);
     plan.b = layout_of(b);
     plan.out = layout_of(out);
+    choose(plan,
+           {alignment_of(b), alignment_of(a), alignment_of(options.addend ? options.addend : out), alignment_of(out)},
+           fmt::format("{} by {}", to_string(a.shape()), to_string(b.shape())));
+    return plan;
+  }
 
+  // Both factors as columns along the inner dimension, the only arrangement that the kernels for 8-bit floats have.
+  Plan new_plan(const Tensor& out, const Fp8Factor& a, const Fp8Factor& b, const Fp8Options& options) const {
+    Plan plan;
+    check(cublasLtMatmulDescCreate(&plan.product, CUBLAS_COMPUTE_32F, CUDA_R_32F), "description");
+    set(plan.product, CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T);
+    set(plan.product, CUBLASLT_MATMUL_DESC_TRANSB, CUBLAS_OP_N);
+    set(plan.product, CUBLASLT_MATMUL_DESC_FAST_ACCUM, static_cast<int8_t>(options.fast_sums));
+    set(plan.product, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, static_cast<const void*>(b.scale.raw()));
+    set(plan.product, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, static_cast<const void*>(a.scale.raw()));
+    plan.a = layout_of(a);
+    plan.b = layout_of(b);
+    plan.out = layout_of(out);
+    choose(plan,
+           {alignment_of(b.values), alignment_of(a.values), alignment_of(options.addend ? options.addend : out),
+            alignment_of(out)},
+           fmt::format("[{}, {}] by [{}, {}] in fp8", a.rows(), a.inner(), b.rows(), b.inner()));
+    return plan;
+  }
+
+  // The library's first choice of a kernel. `alignments`: of its A, B, C and D.
+  void choose(Plan& plan, const std::array<uint32_t, 4>& alignments, const std::string& sizes) const {
     cublasLtMatmulPreference_t preference = nullptr;
     check(cublasLtMatmulPreferenceCreate(&preference), "preference");
     set(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, kWorkspaceBytes);
     // A sum that is cut into parts is put together in f32 by a step of its own, in one order.
     set(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, uint32_t{CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE});
-    set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment_of(b));
-    set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment_of(a));
-    set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment_of(options.addend ? options.addend : out));
-    set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment_of(out));
+    set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignments[0]);
+    set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignments[1]);
+    set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignments[2]);
+    set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignments[3]);
     cublasLtMatmulHeuristicResult_t best{};
     int found = 0;
     const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(handle_, plan.product, plan.b, plan.a, plan.out,
                                                                  plan.out, preference, 1, &best, &found);
     cublasLtMatmulPreferenceDestroy(preference);
-    check(status, fmt::format("no kernel for {} by {}", to_string(a.shape()), to_string(b.shape())));
-    require(found > 0, "matmul: cuBLASLt has no kernel for {} by {}", to_string(a.shape()), to_string(b.shape()));
+    check(status, "no kernel for " + sizes);
+    require(found > 0, "matmul: cuBLASLt has no kernel for {}", sizes);
     plan.algorithm = best.algo;
-    return plan;
   }
 
   cublasLtHandle_t handle_ = nullptr;
@@ -181,9 +253,14 @@ void matmul(const Tensor& out, const Tensor& a, const Tensor& b, const MatmulOpt
   Library::of(out.device()).multiply(out, factor(a), factor(b), options, s);
 }
 
+void matmul_fp8(const Tensor& out, const Fp8Factor& a, const Fp8Factor& b, const Fp8Options& options) {
+  Library::of(out.device()).multiply(out, a, b, options, stream(out.device()));
+}
+
 double matmul_rate(MatmulPrecision precision, Device device) {
   constexpr int64_t kSize = 8192;
-  const DType dtype = precision == MatmulPrecision::bf16 ? DType::bf16 : DType::f32;
+  const bool fp8 = precision == MatmulPrecision::fp8;
+  const DType dtype = precision == MatmulPrecision::bf16 || fp8 ? DType::bf16 : DType::f32;
   const Tensor out = Tensor::empty({kSize, kSize}, DType::f32, device);
   // Numbers like those of a model: constants take less power, and would let the clock run faster.
   const auto factor = [&](uint64_t seed) {
@@ -192,6 +269,8 @@ double matmul_rate(MatmulPrecision precision, Device device) {
   };
   const Tensor a = factor(1);
   const Tensor b = factor(2);
+  const Fp8Factor a8 = fp8 ? furious::to_fp8(a, Fp8Format::e4m3).as_is : Fp8Factor();
+  const Fp8Factor b8 = fp8 ? furious::to_fp8(b, Fp8Format::e4m3).as_is : Fp8Factor();
   const cudaStream_t s = stream(device);
   cudaEvent_t start = nullptr, end = nullptr;
   check(cudaEventCreate(&start), "event");
@@ -199,7 +278,10 @@ double matmul_rate(MatmulPrecision precision, Device device) {
   float best = std::numeric_limits<float>::infinity();
   for (int run = 0; run < 8; ++run) {
     check(cudaEventRecord(start, s), "event");
-    furious::matmul(out, a, b, {.transpose_b = true, .precision = precision});
+    if (fp8)
+      furious::matmul_fp8(out, a8, b8, {.fast_sums = true});
+    else
+      furious::matmul(out, a, b, {.transpose_b = true, .precision = precision});
     check(cudaEventRecord(end, s), "event");
     check(cudaEventSynchronize(end), "matmul");
     float milliseconds = 0;

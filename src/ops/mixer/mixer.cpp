@@ -125,6 +125,29 @@ DType accumulator_of(const Tensor& x) {
 bool is_f16_on_gpu(const MixerInputs& in) {
   return !in.q.device().is_cpu() && in.q.dtype() == DType::f16;
 }
+// log_decay with a head for each head of the result: the kernels know no other.
+MixerInputs with_all_decays(MixerInputs in, int64_t heads) {
+  const Tensor own = in.log_decay;
+  const int64_t group = heads / own.size(2);
+  in.log_decay = Tensor::empty({own.size(0), own.size(1), heads}, own.dtype(), own.device());
+  const Tensor groups = in.log_decay.split_dim(2, own.size(2), group);
+  for (int64_t i = 0; i < group; ++i) copy(groups.select(3, i), own);
+  return in;
+}
+
+// own = the sum over the heads that each of its heads serves, of contiguous gradients.
+void sum_decay_gradients(const Tensor& all, const Tensor& own) {
+  const int64_t group = all.size(2) / own.size(2);
+  const Tensor sum = Tensor::zeros(own.shape(), own.dtype(), own.device());
+  if (own.dtype() == DType::f64) {  // of the oracle
+    for (int64_t i = 0; i < all.elements(); ++i) sum.data<double>()[i / group] += all.data<double>()[i];
+  } else {
+    const Tensor groups = all.split_dim(2, own.size(2), group);
+    for (int64_t i = 0; i < group; ++i) add_into(sum, to_dtype(groups.select(3, i), DType::f32));
+  }
+  copy(own, sum);
+}
+
 MixerInputs in_dtype(MixerInputs in, DType dtype) {
   for (Tensor* x : {&in.q, &in.k, &in.v}) *x = to_dtype(*x, dtype);
   return in;
@@ -166,7 +189,8 @@ std::string to_string(const MixerSpec& spec) {
                      !spec.decay         ? "no decay"
                      : spec.signed_decay ? "signed decay"
                                          : "decay",
-                     spec.norm == Norm::sum ? "sum" : "none");
+                     spec.norm == Norm::sum ? "sum" : "none") +
+         (spec.window > 0 ? fmt::format(", window {}", spec.window) : "");
 }
 
 Form form_from_name(std::string_view name) {
@@ -223,6 +247,11 @@ void check_spec(std::string_view operation, const MixerSpec& spec) {
             operation, spec.degree);
   require(spec.decay || !spec.signed_decay,
           "{}: argument \"signed_decay\" is set, but the spec has no decay; set decay too", operation);
+  require(
+      spec.window == 0 ||
+          (spec.window > 0 && spec.score == Score::exponential && spec.norm == Norm::sum && !spec.decay),
+      "{}: argument \"window\" is {}, expected 0, or a positive one with an exponential score, sum norm and no decay",
+      operation, spec.window);
 }
 
 MixerShape check_mixer(std::string_view operation, const MixerSpec& spec, const MixerInputs& in, Form form) {
@@ -240,7 +269,7 @@ MixerShape check_mixer(std::string_view operation, const MixerSpec& spec, const 
   shape.q_heads = in.q.size(2);
   shape.k_heads = in.k.size(2);
   shape.v_heads = in.v.size(2);
-  shape.heads = std::max({shape.q_heads, shape.k_heads, shape.v_heads});
+  shape.heads = shape.decay_heads = std::max({shape.q_heads, shape.k_heads, shape.v_heads});
   shape.qk_dim = in.q.size(3);
   shape.v_dim = in.v.size(3);
   shape.features = feature_map(spec, shape.qk_dim);
@@ -254,7 +283,11 @@ MixerShape check_mixer(std::string_view operation, const MixerSpec& spec, const 
   require(spec.decay == in.log_decay.defined(), "{}: argument \"log_decay\" {}", operation,
           spec.decay ? "is missing, but the spec has decay" : "was given, but the spec has no decay");
   if (spec.decay) {
-    check.shape("log_decay", in.log_decay, {shape.batch, shape.length, shape.heads});
+    check.shape("log_decay", in.log_decay, {shape.batch, shape.length, ArgumentCheck::kAny});
+    shape.decay_heads = in.log_decay.size(2);
+    require(shape.decay_heads > 0 && shape.heads % shape.decay_heads == 0,
+            "{}: argument \"log_decay\" has {} heads (shape {}), expected {} or a divisor of it", operation,
+            shape.decay_heads, to_string(in.log_decay.shape()), shape.heads);
     check.dtype("log_decay", in.log_decay, {accumulator_of(in.q)});
     check.device("log_decay", in.log_decay, in.q.device());
     if (in.q.device().is_cpu()) check_decay(check, in.log_decay, spec.signed_decay);
@@ -268,6 +301,7 @@ MixerResult mixer_forward(const MixerSpec& spec, const MixerInputs& inputs, cons
                           const MixerResult& into) {
   constexpr std::string_view kOperation = "mixer_forward";
   const MixerShape shape = check_mixer(kOperation, spec, inputs, options.form);
+  if (shape.decay_heads < shape.heads) return mixer_forward(spec, with_all_decays(inputs, shape.heads), options, into);
   const std::vector<Segment> segments = segments_of(kOperation, inputs.boundaries, shape.batch, shape.length);
   check_chunk(kOperation, options.chunk);
   require(!options.final_state || shape.state_rows > 0,
@@ -386,6 +420,13 @@ MixerGradients mixer_backward(const MixerSpec& spec, const MixerInputs& inputs, 
     check.contiguous("into.initial_state", gradients.initial_state);
   }
 
+  if (shape.decay_heads < shape.heads) {
+    const MixerInputs all = with_all_decays(inputs, shape.heads);
+    const MixerGradients of_all = mixer_backward(spec, all, result, out_gradient, final_state_gradient, options,
+                                                 {gradients.q, gradients.k, gradients.v, {}, gradients.initial_state});
+    sum_decay_gradients(of_all.log_decay, gradients.log_decay);
+    return gradients;
+  }
   if (is_f16_on_gpu(inputs)) {
     const DType dtype = computed_dtype(options);
     MixerResult computed = result;

@@ -57,6 +57,9 @@ struct MixerSpec {
   int degree = 0;   // of power and series; 0 for the others
   // log_decay may be positive: the mask may grow. A factor of the mask is exp(min(A_i − A_j, kLargestExponent)) then.
   bool signed_decay = false;
+  // A sliding window: w_ij is 0 where i − j ≥ window. Only for an exponential score with sum norm and without decay; 0:
+  // none.
+  int64_t window = 0;
 
   bool operator==(const MixerSpec&) const = default;
 };
@@ -82,7 +85,8 @@ int64_t state_columns(const MixerSpec& spec, int64_t v_dim);
 // an input with `own` heads; heads is the largest of the three.
 struct MixerInputs {
   Tensor q, k, v;
-  Tensor log_decay;      // [batch, length, heads] f32 (f64 for the reference), none positive; exactly when spec.decay
+  // [batch, length, heads or a divisor] f32 (f64 for the reference), none positive; exactly when spec.decay.
+  Tensor log_decay;
   Tensor boundaries;     // optional: where documents start (boundaries.h); nothing passes a boundary
   Tensor initial_state;  // optional: [batch, heads, D, columns] f32 (f64); enters each row's first document
   // Forward only, in the parallel form, without boundaries and states: q and the results have only the tokens from this

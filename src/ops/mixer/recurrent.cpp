@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <utility>
 
 #include "base/error.h"
@@ -34,6 +35,8 @@ MixerCache::MixerCache(const MixerSpec& spec, const Sizes& sizes, Device device)
   const int64_t heads = std::max({sizes.q_heads, sizes.k_heads, sizes.v_heads});
   for (int64_t own : {sizes.q_heads, sizes.k_heads, sizes.v_heads})
     require(own >= 1 && heads % own == 0, "mixer_cache: {} heads, expected a divisor of {}", own, heads);
+  const int64_t decay_heads = sizes.decay_heads > 0 ? sizes.decay_heads : heads;
+  require(heads % decay_heads == 0, "mixer_cache: {} heads of decay, expected a divisor of {}", decay_heads, heads);
   require(sizes.slots >= 1, "mixer_cache: {} slots, expected 1 or more", sizes.slots);
   check_spec("mixer_cache", spec);
   shape_.batch = 1;
@@ -42,6 +45,8 @@ MixerCache::MixerCache(const MixerSpec& spec, const Sizes& sizes, Device device)
   shape_.q_heads = sizes.q_heads;
   shape_.k_heads = sizes.k_heads;
   shape_.v_heads = sizes.v_heads;
+  shape_.decay_heads = decay_heads;
+  shape_.state_heads = std::lcm(std::lcm(sizes.k_heads, sizes.v_heads), spec.decay ? decay_heads : 1);
   shape_.qk_dim = sizes.qk_dim;
   shape_.v_dim = sizes.v_dim;
   shape_.features = feature_map(spec, sizes.qk_dim);
@@ -51,9 +56,9 @@ MixerCache::MixerCache(const MixerSpec& spec, const Sizes& sizes, Device device)
   slots_.resize(static_cast<size_t>(sizes.slots));
   records_ = FURIOUS_DISPATCH(device_, new_records(shape_, sizes.slots, device_));
   if (!has_state()) return;
-  const int64_t token = sizes.k_heads * sizes.qk_dim + sizes.v_heads * sizes.v_dim + (spec.decay ? heads : 0);
+  const int64_t token = sizes.k_heads * sizes.qk_dim + sizes.v_heads * sizes.v_dim + (spec.decay ? decay_heads : 0);
   // Counted as on the CPU, so that every device folds at the same tokens.
-  const int64_t state = heads * cpu::head_state_numbers(shape_);
+  const int64_t state = shape_.state_heads * cpu::head_state_numbers(shape_);
   window_ = std::clamp<int64_t>(state / token, 1, kLongestWindow);
   // Whole pages of plain k and v that take no less than the state and the pages of a window.
   const int64_t page = CachePage::kTokens * token;
@@ -86,8 +91,9 @@ void MixerCache::restore(int64_t index, const MixerContents& contents) {
   require(!folded || has_state(), "mixer_cache: contents with a state, but there is none for {}", to_string(spec_));
   require(spec_.decay || !contents.log_decay, "mixer_cache: contents with decays, but the spec has no decay");
   const int64_t most = folded ? window_ : has_state() ? first_fold_ : contents.tokens;
+  const int64_t fewest = spec_.window > 0 ? std::min(contents.tokens, spec_.window - 1) : contents.tokens;
   require(contents.pending >= 0 && contents.pending <= most && contents.pending <= contents.tokens &&
-              contents.tokens <= kMostTokens && (folded || contents.pending == contents.tokens),
+              contents.tokens <= kMostTokens && (folded || contents.pending >= fewest),
           "mixer_cache: {} tokens of {} in the window cannot be", contents.pending, contents.tokens);
   const auto dense = [&](std::string_view name, const Tensor& x, std::vector<int64_t> sizes) {
     check.dense(name, x, DType::f32, std::move(sizes), x.device());
@@ -96,11 +102,11 @@ void MixerCache::restore(int64_t index, const MixerContents& contents) {
   constexpr int64_t kTokens = CachePage::kTokens;
   const int64_t pages = pages_kept(folded, contents.pending);
   Tensor state, k, v, log_decay;
-  if (folded) state = dense("state", contents.state, {1, shape_.heads, shape_.state_rows, shape_.state_columns});
+  if (folded) state = dense("state", contents.state, {1, shape_.state_heads, shape_.state_rows, shape_.state_columns});
   if (pages > 0) {
     k = dense("k", contents.k, {1, pages, shape_.k_heads, kTokens, shape_.qk_dim});
     v = dense("v", contents.v, {1, pages, shape_.v_heads, kTokens, shape_.v_dim});
-    if (spec_.decay) log_decay = dense("log_decay", contents.log_decay, {1, pages, shape_.heads, kTokens});
+    if (spec_.decay) log_decay = dense("log_decay", contents.log_decay, {1, pages, shape_.decay_heads, kTokens});
   }
   slot = {};
   if (folded) {
@@ -124,7 +130,8 @@ MixerContents MixerCache::contents(int64_t index, Device where) const {
   const CacheSlot& slot = at(index);
   MixerContents contents{slot.tokens, slot.pending, {}, {}, {}, {}};
   if (slot.state) {
-    const Tensor state = Tensor::empty({1, shape_.heads, shape_.state_rows, shape_.state_columns}, DType::f32, device_);
+    const Tensor state =
+        Tensor::empty({1, shape_.state_heads, shape_.state_rows, shape_.state_columns}, DType::f32, device_);
     FURIOUS_DISPATCH(device_, cache_store(spec_, shape_, slot.state, state));
     contents.state = to_device(state, where);
   }
@@ -142,7 +149,7 @@ MixerContents MixerCache::contents(int64_t index, Device where) const {
   };
   contents.k = gather(&CachePage::k, shape_.k_heads, shape_.qk_dim);
   contents.v = gather(&CachePage::v, shape_.v_heads, shape_.v_dim);
-  if (spec_.decay) contents.log_decay = gather(&CachePage::log_decay, shape_.heads, 0);
+  if (spec_.decay) contents.log_decay = gather(&CachePage::log_decay, shape_.decay_heads, 0);
   return contents;
 }
 
@@ -192,7 +199,7 @@ CachePage MixerCache::new_page() const {
   };
   page.k = part(0, {shape_.k_heads, CachePage::kTokens, shape_.qk_dim}, dtype_);
   page.v = part(layout.v, {shape_.v_heads, CachePage::kTokens, shape_.v_dim}, dtype_);
-  if (spec_.decay) page.log_decay = part(layout.log_decay, {shape_.heads, CachePage::kTokens}, DType::f32);
+  if (spec_.decay) page.log_decay = part(layout.log_decay, {shape_.decay_heads, CachePage::kTokens}, DType::f32);
   return page;
 }
 
@@ -224,13 +231,24 @@ void MixerCache::keep_as(DType dtype) {
 
 Tensor MixerCache::new_state() const {
   const int64_t numbers = FURIOUS_DISPATCH(device_, head_state_numbers(shape_));
-  return Tensor::zeros({shape_.heads, numbers}, DType::f32, device_);
+  return Tensor::zeros({shape_.state_heads, numbers}, DType::f32, device_);
 }
 
 void MixerCache::drop_window(CacheSlot& slot) {
   slot.pending = 0;
   // The pages of a window are used again; those of the long first window go back.
   slot.pages.resize(std::min<size_t>(slot.pages.size(), pages_for(window_)));
+}
+
+// Drops the pages that the sliding window of the next token does not reach. Whether there were any.
+bool MixerCache::drop_passed(CacheSlot& slot) {
+  if (spec_.window == 0) return false;
+  const int64_t passed = std::max<int64_t>(0, slot.pending + 1 - spec_.window) / CachePage::kTokens;
+  if (passed == 0) return false;
+  slot.pages.erase(slot.pages.begin(), slot.pages.begin() + passed);
+  slot.pending -= passed * CachePage::kTokens;
+  slot.listed = 0;
+  return true;
 }
 
 Tensor MixerCache::step(const SlotRows& rows, const Tensor& q, const Tensor& k, const Tensor& v,
@@ -252,7 +270,7 @@ Tensor MixerCache::step(const SlotRows& rows, const Tensor& q, const Tensor& k, 
   require(spec_.decay == log_decay.defined(), "mixer_cache.step: argument \"log_decay\" {}",
           spec_.decay ? "is missing, but the spec has decay" : "was given, but the spec has no decay");
   if (spec_.decay) {
-    check.dense("log_decay", log_decay, DType::f32, {rows.size(), shape_.heads}, device_);
+    check.dense("log_decay", log_decay, DType::f32, {rows.size(), shape_.decay_heads}, device_);
     for (int64_t i = 0; device_.is_cpu() && i < log_decay.elements(); ++i)
       require(std::isfinite(log_decay.data<float>()[i]) && (spec_.signed_decay || log_decay.data<float>()[i] <= 0),
               "mixer_cache.step: argument \"log_decay\" holds {}, expected finite values{}", log_decay.data<float>()[i],
@@ -287,8 +305,10 @@ void MixerCache::make_room(const SlotRows& rows, DType dtype) {
   }
   if (!folds.empty()) FURIOUS_DISPATCH(device_, cache_fold(spec_, shape_, folds));
   for (int32_t index : changed_slots) drop_window(slots_[index]);  // which leaves room for the next token
-  for (int32_t index : rows.slots)
-    if (reserve(slots_[index], slots_[index].pending + 1)) changed_slots.push_back(index);
+  for (int32_t index : rows.slots) {
+    const bool dropped = drop_passed(slots_[index]);
+    if (reserve(slots_[index], slots_[index].pending + 1) || dropped) changed_slots.push_back(index);
+  }
   if (!changed_slots.empty()) FURIOUS_DISPATCH(device_, cache_slots_changed(records_, slots_, changed_slots));
 }
 
@@ -352,6 +372,7 @@ Tensor MixerCache::prefill(std::span<const SlotTokens> slots, const MixerInputs&
   check.shape("q", inputs.q, {1, total, shape_.q_heads, shape_.qk_dim});
   check.shape("k", inputs.k, {1, total, shape_.k_heads, shape_.qk_dim});
   check.shape("v", inputs.v, {1, total, shape_.v_heads, shape_.v_dim});
+  if (spec_.decay) check.shape("log_decay", inputs.log_decay, {1, total, shape_.decay_heads});
   check.dtype("q", inputs.q, dtypes_on(device_));
   check.device("q", inputs.q, device_);
   const auto part = [&](size_t i) {
@@ -372,7 +393,10 @@ Tensor MixerCache::prefill(std::span<const SlotTokens> slots, const MixerInputs&
   std::ranges::copy(starts, packed.boundaries.data<int32_t>());
   const Tensor out = mixer_forward(spec_, packed, options).out;
   keep_as(inputs.q.dtype());
-  for (size_t i = 0; i < slots.size(); ++i) append(slots[i].slot, part(i));
+  for (size_t i = 0; i < slots.size(); ++i) {
+    append(slots[i].slot, part(i));
+    if (drop_passed(at(slots[i].slot))) changed(slots[i].slot);
+  }
   return out;
 }
 
@@ -384,6 +408,7 @@ Tensor MixerCache::prefill(int64_t index, const MixerInputs& inputs, const Mixer
   check.shape("q", inputs.q, {1, given.length, shape_.q_heads, shape_.qk_dim});
   check.shape("k", inputs.k, {1, given.length, shape_.k_heads, shape_.qk_dim});
   check.shape("v", inputs.v, {1, given.length, shape_.v_heads, shape_.v_dim});
+  if (spec_.decay) check.shape("log_decay", inputs.log_decay, {1, given.length, shape_.decay_heads});
   check.dtype("q", inputs.q, dtypes_on(device_));
   check.device("q", inputs.q, device_);
   require(!inputs.boundaries && !inputs.initial_state && inputs.first_query == 0,
@@ -392,7 +417,9 @@ Tensor MixerCache::prefill(int64_t index, const MixerInputs& inputs, const Mixer
   slot.prepared = false;
   if (slot.tokens > 0 && !has_state()) {
     append(index, inputs);
-    return mixer_forward(spec_, all_pending(slot, inputs.q), options).out;
+    const Tensor out = mixer_forward(spec_, all_pending(slot, inputs.q), options).out;
+    if (drop_passed(slot)) changed(index);
+    return out;
   }
   MixerInputs with_state = inputs;
   MixerOptions forward = options;
@@ -402,10 +429,11 @@ Tensor MixerCache::prefill(int64_t index, const MixerInputs& inputs, const Mixer
   const MixerResult result = mixer_forward(spec_, with_state, forward);
   if (!forward.final_state) {
     append(index, inputs);
+    if (drop_passed(slot)) changed(index);
     return result.out;
   }
   if (!slot.state) slot.state = new_state();
-  FURIOUS_DISPATCH(device_, cache_load(spec_, shape_, result.final_state, slot.state));
+  FURIOUS_DISPATCH(device_, cache_load(spec_, shape_, shared_states(result.final_state), slot.state));
   drop_window(slot);
   slot.tokens += given.length;
   changed(index);
@@ -419,7 +447,7 @@ MixerInputs MixerCache::all_pending(const CacheSlot& slot, const Tensor& q) cons
   all.first_query = slot.pending - q.size(1);
   all.k = Tensor::empty({1, slot.pending, shape_.k_heads, shape_.qk_dim}, dtype_, device_);
   all.v = Tensor::empty({1, slot.pending, shape_.v_heads, shape_.v_dim}, dtype_, device_);
-  if (spec_.decay) all.log_decay = Tensor::empty({1, slot.pending, shape_.heads}, DType::f32, device_);
+  if (spec_.decay) all.log_decay = Tensor::empty({1, slot.pending, shape_.decay_heads}, DType::f32, device_);
   FURIOUS_DISPATCH(device_, cache_gather(spec_, shape_, slot, all.k, all.v, all.log_decay));
   return all;
 }
@@ -430,9 +458,24 @@ Tensor MixerCache::state(int64_t index) const {
   const Tensor packed = slot.state ? to_dtype(slot.state, DType::f32) : new_state();
   const CacheFold fold{&slot, packed};
   if (slot.pending > 0) FURIOUS_DISPATCH(device_, cache_fold(spec_, shape_, {&fold, 1}));
+  const Tensor own =
+      Tensor::empty({1, shape_.state_heads, shape_.state_rows, shape_.state_columns}, DType::f32, device_);
+  FURIOUS_DISPATCH(device_, cache_store(spec_, shape_, packed, own));
+  const int64_t sharers = shape_.heads / shape_.state_heads;
+  if (sharers == 1) return own;
   const Tensor out = Tensor::empty({1, shape_.heads, shape_.state_rows, shape_.state_columns}, DType::f32, device_);
-  FURIOUS_DISPATCH(device_, cache_store(spec_, shape_, packed, out));
+  const Tensor groups = out.select(0, 0).split_dim(0, shape_.state_heads, sharers);
+  for (int64_t i = 0; i < sharers; ++i) furious::copy(groups.select(1, i), own.select(0, 0));
   return out;
+}
+
+// Of the states of all heads, [1, heads, D, columns], one for each group of heads whose states are the same.
+Tensor MixerCache::shared_states(const Tensor& all) const {
+  const int64_t sharers = shape_.heads / shape_.state_heads;
+  if (sharers == 1) return all;
+  const Tensor own = Tensor::empty({1, shape_.state_heads, all.size(2), all.size(3)}, DType::f32, device_);
+  furious::copy(own.select(0, 0), all.select(0, 0).split_dim(0, shape_.state_heads, sharers).select(1, 0));
+  return own;
 }
 
 }  // namespace furious

@@ -8,6 +8,10 @@
 // more memory than a KV cache, nor more than the state and a window. A mixer without state (state_rows() is 0) never
 // folds: its cache is a KV cache for good.
 //
+// Heads of the output that share k, v and decay share a state: there are shape().state_heads of them.
+//
+// With a sliding window the cache is a KV cache that drops pages as the window leaves them.
+//
 // A cache holds slots: sequences with lengths, pages, states and fold times of their own. When a slot folds depends on
 // its own tokens alone, and it takes memory only as it needs it.
 #pragma once
@@ -27,7 +31,7 @@ struct CachePage {
   Tensor memory;     // i32, for copies to the bit
   Tensor k;          // [k_heads, kTokens, qk_dim]
   Tensor v;          // [v_heads, kTokens, v_dim]
-  Tensor log_decay;  // [heads, kTokens]; with decay only
+  Tensor log_decay;  // [decay_heads, kTokens]; with decay only
 };
 
 // One sequence.
@@ -35,7 +39,7 @@ struct CacheSlot {
   std::vector<CachePage> pages;  // of the tokens that are kept as they came
   int64_t pending = 0;           // tokens in the pages
   int64_t tokens = 0;            // seen so far
-  Tensor state;                  // [heads, numbers of a packed head state]; undefined before the first fold
+  Tensor state;                  // [state_heads, numbers of a packed state]; undefined before the first fold
   bool prepared = false;         // for the next token
   // On a GPU: the addresses of the pages, and how many of them the table has by now.
   Tensor table;
@@ -56,20 +60,21 @@ struct MixerContents {
   int64_t pending = 0;  // of them in the pages; what lies beyond them there is zero
   Tensor k;             // [1, pages, k_heads, CachePage::kTokens, qk_dim]
   Tensor v;             // [1, pages, v_heads, CachePage::kTokens, v_dim]
-  Tensor log_decay;     // [1, pages, heads, CachePage::kTokens]; with decay only
-  Tensor state;         // of the tokens before these: [1, heads, D, columns]; undefined before the first fold
+  Tensor log_decay;     // [1, pages, decay_heads, CachePage::kTokens]; with decay only
+  Tensor state;         // of the tokens before these: [1, state_heads, D, columns]; undefined before the first fold
 };
 
 class MixerCache {
  public:
   struct Sizes {
     int64_t slots = 1, q_heads = 1, k_heads = 1, v_heads = 1, qk_dim = 0, v_dim = 0;
+    int64_t decay_heads = 0;  // of log_decay; 0: a decay for each head of the output
   };
 
   MixerCache(const MixerSpec& spec, const Sizes& sizes, Device device = {});
 
   // The next token of each row's slot: q, k, v [rows, their heads, dim] f32 (on a GPU also bf16: the cache keeps k and
-  // v so, the states in f32) with unit inner stride, log_decay [rows, heads] f32 exactly when the spec has decay.
+  // v so, the states in f32) with unit inner stride, log_decay [rows, decay_heads] f32 exactly when the spec has decay.
   // Returns the mixer's output [rows, heads, v_dim]. On a GPU nobody looks at the values of log_decay.
   Tensor step(const SlotRows& rows, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& log_decay = {});
 
@@ -111,8 +116,8 @@ class MixerCache {
   bool has_folded(int64_t slot) const { return at(slot).state.defined(); }
   int64_t window() const { return window_; }
 
-  // All tokens of a slot so far as one state, as mixer_forward takes it: [1, heads, D, columns]. The slot stays as it
-  // is.
+  // All tokens of a slot so far as one state, as mixer_forward takes it: [1, heads, D, columns], whatever heads share
+  // one. The slot stays as it is.
   Tensor state(int64_t slot) const;
 
   // For a kernel that steps the caches of all layers at once (decode/token_program.h).
@@ -128,10 +133,12 @@ class MixerCache {
   bool reserve(CacheSlot& slot, int64_t tokens);
   void keep_as(DType dtype);
   void drop_window(CacheSlot& slot);
+  bool drop_passed(CacheSlot& slot);
   void changed(int64_t slot);
   void append(int64_t slot, const MixerInputs& inputs);
   MixerInputs all_pending(const CacheSlot& slot, const Tensor& q) const;
   Tensor new_state() const;
+  Tensor shared_states(const Tensor& all) const;
   CachePage new_page() const;
   // The pages of contents(): a whole window after the first fold, before it those that hold tokens.
   int64_t pages_kept(bool folded, int64_t pending) const;

@@ -18,8 +18,8 @@ struct PageLayout {
     const auto number = static_cast<int64_t>(size_of(dtype));
     v = CachePage::kTokens * shape.k_heads * shape.qk_dim * number;
     log_decay = v + CachePage::kTokens * shape.v_heads * shape.v_dim * number;
-    total = log_decay + (decay ? CachePage::kTokens * shape.heads * 4 : 0);
-    bytes = total + (decay && totals ? CachePage::kTokens * shape.heads * 8 : 0);
+    total = log_decay + (decay ? CachePage::kTokens * shape.decay_heads * 4 : 0);
+    bytes = total + (decay && totals ? CachePage::kTokens * shape.decay_heads * 8 : 0);
   }
 };
 
@@ -37,7 +37,7 @@ struct CachedToken {
 
 namespace cpu {
 
-// f32 numbers that the packed state of one head takes.
+// f32 numbers that one packed state takes.
 int64_t head_state_numbers(const MixerShape& shape);
 
 // What a GPU knows of the slots, which are empty.
@@ -62,7 +62,7 @@ void cache_step(const MixerSpec& spec, const MixerShape& shape, const CacheRecor
 void cache_gather(const MixerSpec& spec, const MixerShape& shape, const CacheSlot& slot, const Tensor& k,
                   const Tensor& v, const Tensor& log_decay);
 void cache_fold(const MixerSpec& spec, const MixerShape& shape, std::span<const CacheFold> folds);
-// Between the packed state [heads, head_state_numbers] and the public layout [1, heads, D, columns].
+// Between the packed state [state_heads, head_state_numbers] and the public layout [1, state_heads, D, columns].
 void cache_load(const MixerSpec& spec, const MixerShape& shape, const Tensor& from, const Tensor& state);
 void cache_store(const MixerSpec& spec, const MixerShape& shape, const Tensor& state, const Tensor& to);
 

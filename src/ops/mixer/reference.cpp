@@ -107,6 +107,12 @@ struct Head {
     }
   }
 
+  // The first key that a row sees.
+  size_t first_key(size_t i) const {
+    const auto window = static_cast<size_t>(spec.window);
+    return window > 0 && i >= window ? i - window + 1 : 0;
+  }
+
   bool saturates() const { return spec.score == Score::exponential && spec.norm == Norm::none; }
 
   // The logarithm of the mask's factor, and whether it is held at its largest value, where its derivative is zero.
@@ -121,7 +127,7 @@ struct Head {
   double maximum(size_t i) const {
     if (spec.score != Score::exponential || spec.norm != Norm::sum) return 0;
     double largest = -std::numeric_limits<double>::infinity();
-    for (size_t j = 0; j <= i; ++j) largest = std::max(largest, dot(q[i], k[j]) + between(i, j));
+    for (size_t j = first_key(i); j <= i; ++j) largest = std::max(largest, dot(q[i], k[j]) + between(i, j));
     return largest;
   }
 
@@ -161,7 +167,7 @@ struct Head {
   // Σ_j w_ij u_j, the initial state's part included.
   Vector row(size_t i, double shift) const {
     Vector y(u[i].size());
-    for (size_t j = 0; j <= i; ++j) {
+    for (size_t j = first_key(i); j <= i; ++j) {
       const double w = weight(i, j, shift);
       for (size_t c = 0; c < y.size(); ++c) y[c] += w * u[j][c];
     }
@@ -280,7 +286,7 @@ struct HeadGradients {
       dy[c] = g[c] * r;
       if (head.spec.norm == Norm::sum) dy.back() -= g[c] * y[c] * r * r;
     }
-    for (size_t j = 0; j <= i; ++j) {
+    for (size_t j = head.first_key(i); j <= i; ++j) {
       const double w = head.weight(i, j, shift);
       const double dw = dot(dy, head.u[j]);
       const double ds = head.weight_gradient(i, j, shift) * dw;

@@ -14,6 +14,8 @@ struct MixerShape {
   int64_t batch = 0, length = 0, heads = 0;
   int64_t first_query = 0;
   int64_t q_heads = 0, k_heads = 0, v_heads = 0;
+  int64_t decay_heads = 0;  // that log_decay has; heads without decay
+  int64_t state_heads = 0;  // of a MixerCache: those with k, v and decay of their own
   int64_t qk_dim = 0, v_dim = 0;
   FeatureMap features;  // degree 0 without state
   int64_t state_rows = 0, state_columns = 0;

@@ -12,6 +12,14 @@
 HWY_BEFORE_NAMESPACE();
 namespace furious::HWY_NAMESPACE {
 
+// Beyond ± this, gelu_tanh is x or 0 to the last bit, and x² may overflow.
+constexpr float kGeluEnd = 10;
+
+// The exponent of gelu_tanh.
+HWY_INLINE FloatVector gelu_exponent(FloatVector x) {
+  return hn::Mul(x, hn::MulAdd(hn::Mul(x, x), set(kGeluCubic), set(kGeluLinear)));
+}
+
 template <Activation kActivation>
 HWY_INLINE FloatVector activate(FloatVector x) {
   if constexpr (kActivation == Activation::relu) return hn::IfThenZeroElse(hn::Lt(x, hn::Zero(kTag)), x);
@@ -20,6 +28,7 @@ HWY_INLINE FloatVector activate(FloatVector x) {
   if constexpr (kActivation == Activation::softplus2) return hn::Mul(x, softplus(x));
   if constexpr (kActivation == Activation::sigmoid) return hn::IfThenElse(hn::IsNaN(x), x, sigmoid(x).value);
   if constexpr (kActivation == Activation::log_sigmoid) return hn::Neg(softplus(hn::Neg(x)));
+  if constexpr (kActivation == Activation::gelu_tanh) return hn::Mul(x, sigmoid(gelu_exponent(x)).value);
   return x;
 }
 
@@ -35,6 +44,13 @@ HWY_INLINE FloatVector activation_gradient(FloatVector x, FloatVector dy) {
     return hn::Mul(dy, hn::Mul(s.value, s.complement));
   }
   if constexpr (kActivation == Activation::log_sigmoid) return hn::Mul(dy, sigmoid(x).complement);
+  if constexpr (kActivation == Activation::gelu_tanh) {
+    const FloatVector below = hn::IfThenElse(hn::Gt(x, set(kGeluEnd)), set(kGeluEnd), x);  // NaN stays NaN
+    const FloatVector at = hn::IfThenElse(hn::Lt(below, set(-kGeluEnd)), set(-kGeluEnd), below);
+    const Sigmoid s = sigmoid(gelu_exponent(at));
+    const FloatVector slope = hn::MulAdd(hn::Mul(at, at), set(3 * kGeluCubic), set(kGeluLinear));
+    return hn::Mul(dy, hn::MulAdd(hn::Mul(at, slope), hn::Mul(s.value, s.complement), s.value));
+  }
   return dy;
 }
 

@@ -23,6 +23,14 @@ __device__ inline float softplus(float x) {
   return (x < 0.0f ? 0.0f : x) + log1pf(expf(-fabsf(x)));
 }
 
+// Beyond ± this, gelu_tanh is x or 0 to the last bit, and x² may overflow.
+inline constexpr float kGeluEnd = 10;
+
+// The exponent of gelu_tanh.
+__device__ inline float gelu_exponent(float x) {
+  return x * (kGeluLinear + kGeluCubic * x * x);
+}
+
 template <Activation kActivation>
 __device__ float activate(float x) {
   if constexpr (kActivation == Activation::relu) return x < 0.0f ? 0.0f : x;
@@ -31,6 +39,7 @@ __device__ float activate(float x) {
   if constexpr (kActivation == Activation::softplus2) return x * softplus(x);
   if constexpr (kActivation == Activation::sigmoid) return sigmoid(x);
   if constexpr (kActivation == Activation::log_sigmoid) return -softplus(-x);
+  if constexpr (kActivation == Activation::gelu_tanh) return x * sigmoid(gelu_exponent(x));
   return x;
 }
 
@@ -43,6 +52,11 @@ __device__ float activation_gradient(float x, float dy) {
   if constexpr (kActivation == Activation::softplus2) return dy * (softplus(x) + x * sigmoid(x));
   if constexpr (kActivation == Activation::sigmoid) return dy * sigmoid(x) * sigmoid(-x);
   if constexpr (kActivation == Activation::log_sigmoid) return dy * sigmoid(-x);
+  if constexpr (kActivation == Activation::gelu_tanh) {
+    const float below = x > kGeluEnd ? kGeluEnd : x, at = below < -kGeluEnd ? -kGeluEnd : below;  // NaN stays NaN
+    const float e = gelu_exponent(at), s = sigmoid(e);
+    return dy * (s + at * (kGeluLinear + 3 * kGeluCubic * at * at) * s * sigmoid(-e));
+  }
   return dy;
 }
 

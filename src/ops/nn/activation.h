@@ -6,6 +6,7 @@
 //   softplus2:    y = x ln(1 + e^x)        dx = dy (ln(1 + e^x) + x σ(x))
 //   sigmoid:      y = σ(x)                 dx = dy σ(x) σ(−x)
 //   log_sigmoid:  y = −ln(1 + e^−x)        dx = dy σ(−x)
+//   gelu_tanh:    y = x σ(2u)              dx = dy σ(2u) (1 + 2x u' σ(−2u))      u = √(2/π) (x + 0.044715 x³)
 //
 // ln(1 + e^x) is computed as max(x, 0) + ln(1 + e^−|x|), which neither overflows nor loses its tail.
 //
@@ -19,7 +20,10 @@
 
 namespace furious {
 
-enum class Activation : uint8_t { none, relu, silu, softplus, softplus2, sigmoid, log_sigmoid };
+enum class Activation : uint8_t { none, relu, silu, softplus, softplus2, sigmoid, log_sigmoid, gelu_tanh };
+
+// Of gelu_tanh, which is ½x (1 + tanh u): 2u = x (kGeluLinear + kGeluCubic x²).
+inline constexpr float kGeluLinear = 1.5957691216057308f, kGeluCubic = 0.07135481282533326f;
 
 // Calls f with the activation as a compile-time constant.
 template <class F>
@@ -39,6 +43,8 @@ void with_activation(Activation activation, F&& f) {
       return f(std::integral_constant<Activation, Activation::sigmoid>());
     case Activation::log_sigmoid:
       return f(std::integral_constant<Activation, Activation::log_sigmoid>());
+    case Activation::gelu_tanh:
+      return f(std::integral_constant<Activation, Activation::gelu_tanh>());
   }
 }
 

@@ -1,9 +1,9 @@
 // What surrounds the mixer's decay. Per token and head, [batch, length, heads]:
 //
-//   head function    y = min(factor · f(x + bias), limit)      f of ops/activation.h; time steps and most decays
+//   head function    y = max(least, min(factor · f(x + bias), limit))      f of ops/activation.h; time steps, decays
 //   original decay   a = −factor · exp(A_log) · dt
 //
-//   dx = dy · factor · f'(x + bias), 0 where the limit cuts       dbias = Σ_tokens dx
+//   dx = dy · factor · f'(x + bias), 0 where a limit cuts       dbias = Σ_tokens dx
 //
 // and per token, head and dimension, [batch, length, heads, dim]:
 //
@@ -26,6 +26,7 @@ struct HeadFunction {
   Activation f = Activation::softplus;
   float factor = 1;
   float limit = std::numeric_limits<float>::infinity();
+  float least = -std::numeric_limits<float>::infinity();
 
   bool operator==(const HeadFunction&) const = default;
 };

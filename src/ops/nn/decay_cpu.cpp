@@ -28,7 +28,7 @@ Tensor or_zeros(const Tensor& bias, int64_t size) {
   return bias ? bias : Tensor::zeros({size}, DType::f32);
 }
 
-// Before the limit.
+// Before the limits.
 template <Activation kActivation>
 HWY_INLINE FloatVector scaled(FloatVector x, float factor) {
   return hn::Mul(set(factor), activate<kActivation>(x));
@@ -41,7 +41,8 @@ void head_function_backward_row(float* dx, float* dbias, const float* dy, const 
   for_each_vector(n, [&](int64_t i, auto memory) HWY_ATTR {
     const FloatVector at = hn::Add(memory.load(x + i), memory.load(bias + i));
     const FloatVector slope = activation_gradient<kActivation>(at, hn::Mul(memory.load(dy + i), set(function.factor)));
-    const auto cut = hn::Gt(scaled<kActivation>(at, function.factor), set(function.limit));
+    const FloatVector y = scaled<kActivation>(at, function.factor);
+    const auto cut = hn::Or(hn::Gt(y, set(function.limit)), hn::Lt(y, set(function.least)));
     const FloatVector d = hn::IfThenZeroElse(cut, slope);
     memory.store(d, dx + i);
     memory.store(hn::Add(memory.load(dbias + i), d), dbias + i);
@@ -87,12 +88,13 @@ void d_residual_backward_row(float* dv, float* dd, const float* dy, const float*
 
 void head_function_forward(const Tensor& y, const Tensor& x, const Tensor& bias, const HeadFunction& function) {
   const Tensor offset = or_zeros(bias, x.size(-1));
-  const float factor = function.factor, limit = function.limit;
+  const float factor = function.factor, limit = function.limit, least = function.least;
   with_activation(function.f, [&](auto kind) {
     map_rows(
         [=](auto memory, float* to, const float* from, const float* shift) HWY_ATTR {
           const FloatVector value = scaled<kind>(hn::Add(memory.load(from), memory.load(shift)), factor);
-          memory.store(hn::IfThenElse(hn::Gt(value, set(limit)), set(limit), value), to);  // NaN stays NaN
+          const FloatVector above = hn::IfThenElse(hn::Lt(value, set(least)), set(least), value);  // NaN stays NaN
+          memory.store(hn::IfThenElse(hn::Gt(above, set(limit)), set(limit), above), to);
         },
         Rows(y), Rows(x), RepeatedRows(offset));
   });

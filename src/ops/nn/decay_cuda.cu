@@ -20,7 +20,7 @@ struct HeadFunctionForward {
   DeviceRows<float> y;
   DeviceRows<T> x;
   const float* bias;
-  float factor, limit;
+  float factor, limit, least;
 
   template <int N>
   __device__ void run(int64_t row, int column) const {
@@ -30,6 +30,7 @@ struct HeadFunctionForward {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       v[i] = factor * activate<kActivation>(v[i] + shift[i]);
+      if (v[i] < least) v[i] = least;
       if (v[i] > limit) v[i] = limit;
     }
     store(y[row] + column, v);
@@ -42,7 +43,7 @@ struct HeadFunctionBackward {
   DeviceRows<float> dy;
   DeviceRows<T> x;
   const float* bias;
-  float factor, limit;
+  float factor, limit, least;
 
   template <int N>
   __device__ void run(int64_t row, int column) const {
@@ -59,7 +60,8 @@ struct HeadFunctionBackward {
     for (int i = 0; i < N; ++i) {
       v[i] += shift[i];
       d[i] = activation_gradient<kActivation>(v[i], factor * d[i]);
-      if (factor * activate<kActivation>(v[i]) > limit) d[i] = 0;
+      const float y = factor * activate<kActivation>(v[i]);
+      if (y > limit || y < least) d[i] = 0;
       dbias[i] += d[i];
     }
     store(dx[row] + column, d);
@@ -201,8 +203,8 @@ void head_function_forward(const Tensor& y, const Tensor& x, const Tensor& bias,
   with_activation_type(x.dtype(), [&](auto zero) {
     using T = decltype(zero);
     with_activation(function.f, [&](auto kind) {
-      const HeadFunctionForward<On<T>, kind> f{rows<float>(y), rows<T>(x), bias ? bias.data<float>() : nullptr,
-                                               function.factor, function.limit};
+      const HeadFunctionForward<On<T>, kind> f{rows<float>(y),  rows<T>(x),     bias ? bias.data<float>() : nullptr,
+                                               function.factor, function.limit, function.least};
       map_rows<kLanes<T>>(x.device(), f.x.count, f.x.size, f, f.y, f.x, f.bias);
     });
   });
@@ -213,9 +215,9 @@ void head_function_backward(const HeadFunctionGradients& out, const Tensor& dy, 
   with_activation_type(x.dtype(), [&](auto zero) {
     using T = decltype(zero);
     with_activation(function.f, [&](auto kind) {
-      const HeadFunctionBackward<On<T>, kind> f{rows<T>(out.x),  rows<float>(dy),
-                                                rows<T>(x),      bias ? bias.data<float>() : nullptr,
-                                                function.factor, function.limit};
+      const HeadFunctionBackward<On<T>, kind> f{
+          rows<T>(out.x),  rows<float>(dy), rows<T>(x),    bias ? bias.data<float>() : nullptr,
+          function.factor, function.limit,  function.least};
       if (bias)
         sum_columns<kLanes<T>>(x.device(), out.bias, f.x.count, f.x.size, f, f.dx, f.dy, f.x, f.bias);
       else

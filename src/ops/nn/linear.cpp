@@ -6,6 +6,8 @@
 #include "base/error.h"
 #include "base/parallel.h"
 #include "ops/elementwise.h"
+#include "ops/fp8.h"
+#include "ops/matmul_kernels.h"
 #include "ops/nn/linear_kernels.h"
 #include "tensor/check.h"
 #include "tensor/dispatch.h"
@@ -31,7 +33,48 @@ MatmulPrecision precision_for(const Tensor& x, MatmulPrecision precision) {
 
 // Whether a weight must be rounded before it is multiplied with x on a GPU.
 bool is_rounded(const Tensor& weight, const Tensor& x, MatmulPrecision precision) {
-  return !x.device().is_cpu() && weight.dtype() == DType::f32 && precision_for(x, precision) == MatmulPrecision::bf16;
+  return !x.device().is_cpu() && weight.dtype() == DType::f32 &&
+         multiplied_in(x, weight, precision_for(x, precision)) == DType::bf16;
+}
+
+bool in_fp8(const Tensor& rows, int64_t out, MatmulPrecision precision) {
+  return precision == MatmulPrecision::fp8 && fp8_fits(rows.size(0), out, rows.size(1));
+}
+
+// linear() and joined_linear() in fp8, into y. x and the weights stay until the backward pass as it reads them:
+// transposed.
+Variable fp8_linear(Tape& tape, const Tensor& y, const Variable& x, const std::vector<Variable>& weights,
+                    const Tensor& all, const Variable& bias, const Variable& residual) {
+  const Fp8Matrix x8 = to_fp8(x.value().as_matrix(), Fp8Format::e4m3, tape.recording());
+  const Fp8Matrix w8 = to_fp8(all, Fp8Format::e4m3, tape.recording());
+  matmul_fp8(y.as_matrix(), x8.as_is, w8.as_is,
+             {.accumulate = bias.value().defined(),
+              .addend = residual ? residual.value().as_matrix() : Tensor(),
+              .fast_sums = true});
+  std::vector<Variable> inputs{x, bias, residual};
+  inputs.insert(inputs.end(), weights.begin(), weights.end());
+  return tape.record(y, inputs, [x, weights, bias, residual, x8 = x8.transposed, w8 = w8.transposed](const Tensor& dy) {
+    const Fp8Matrix dy8 = to_fp8(dy.as_matrix(), Fp8Format::e5m2);
+    if (x.needs_gradient()) {
+      const GradientTarget dx = x.gradient_target();
+      matmul_fp8(dx.tensor.as_matrix(), dy8.as_is, w8, {.accumulate = dx.holds_sum});
+    }
+    int64_t start = 0;
+    for (const Variable& weight : weights) {
+      const int64_t out = weight.value().size(0);
+      if (weight.needs_gradient()) {
+        const GradientTarget dweight = weight.gradient_target();
+        if (fp8_fits(out, x8.rows(), x8.inner()))
+          matmul_fp8(dweight.tensor, dy8.transposed.part(start, out), x8, {.accumulate = dweight.holds_sum});
+        else
+          matmul(dweight.tensor, dy.as_matrix().slice(1, start, out), x.value().as_matrix(),
+                 {.transpose_a = true, .accumulate = dweight.holds_sum, .precision = MatmulPrecision::bf16});
+      }
+      start += out;
+    }
+    if (bias.needs_gradient()) linear_backward_bias(bias.gradient_target(), dy);
+    if (residual) residual.add_gradient(dy);  // given away: nothing reads it after this
+  });
 }
 
 // Several weights [out, in] as one.
@@ -144,6 +187,19 @@ void linear_backward_bias(const GradientTarget& dbias, const Tensor& dy) {
 
 Variable linear(Tape& tape, const Variable& x, const Variable& weight, const Variable& bias, MatmulPrecision precision,
                 const Variable& residual) {
+  if (in_fp8(x.value().as_matrix(), weight.value().size(0), precision)) {
+    const ArgumentCheck check("linear");
+    Shape shape = x.value().shape();
+    shape[shape.rank() - 1] = weight.value().size(0);
+    checked_rows(check, "x", x.value(), ArgumentCheck::kAny, weight.value().device());
+    check.shape("weight", weight.value(), {ArgumentCheck::kAny, x.value().size(-1)});
+    check.contiguous("weight", weight.value());
+    if (bias) check.dense("bias", bias.value(), DType::f32, {weight.value().size(0)}, x.value().device());
+    if (residual) checked_rows(check, "residual", residual.value(), weight.value().size(0), x.value().device());
+    const Tensor y = Tensor::empty(shape, x.value().dtype(), x.value().device());
+    if (bias) FURIOUS_DISPATCH(y.device(), fill_rows(y.as_matrix(), bias.value()));
+    return fp8_linear(tape, y, x, {weight}, weight.value(), bias, residual);
+  }
   const Tensor w =
       is_rounded(weight.value(), x.value(), precision) ? to_dtype(weight.value(), DType::bf16) : weight.value();
   return tape.record(linear_forward(x.value(), w, bias.value(), precision, residual.value()),
@@ -184,6 +240,8 @@ Variable joined_linear(Tape& tape, const Variable& x, const std::vector<Variable
       start += weight.value().size(0);
     }
   };
+  if (in_fp8(rows, out, precision))
+    return fp8_linear(tape, y, x, weights, joined_weight(weights, out, DType::bf16), {}, {});
   const Tensor all = rounds ? joined_weight(weights, out, DType::bf16) : Tensor();
   if (all)
     matmul(y.as_matrix(), rows, all, {.transpose_b = true, .precision = used});

@@ -5,8 +5,11 @@
 //   dx = dy W             dW = dyᵀ x          db = Σ_rows dy          dr = dy
 //
 // x and its kin are f32, on a GPU also bf16, of one dtype and contiguous, of any rank from 1. bf16 is multiplied as
-// such, whatever the precision. b and gradients of W and b are f32; W is f32, or bf16 or f16 when no gradient is
-// wanted. A layer has a bias or a residual, not both; the product adds it to what it computes.
+// such, whatever the precision but fp8. b and gradients of W and b are f32; W is f32, or bf16 or f16 when no gradient
+// is wanted. A layer has a bias or a residual, not both; the product adds it to what it computes.
+//
+// With precision fp8 (ops/fp8.h) linear() and joined_linear() round x, W and dy to 8 bits, for products whose sizes are
+// multiples of 16; those of other sizes, and the functions without a tape, multiply in bf16.
 #pragma once
 
 #include "ops/matmul.h"

@@ -5,6 +5,8 @@
 //   du = r (dy ⊙ weight − r u · mean(dy ⊙ weight ⊙ r u))        dweight = Σ_rows dy ⊙ r u
 //   dx = du ⊙ silu(z)                                           dz = du ⊙ x ⊙ silu'(z)
 //
+// A weight of two dimensions [groups, n] belongs to x of [..., groups, n]: each group has a row of it.
+//
 // x and z are f32 (on a GPU also bf16, in rows of up to 8192) of one shape with contiguous rows (views); y is
 // contiguous; weight and r are f32. Beside its inputs the backward pass needs r alone, one number per row.
 #pragma once
@@ -15,7 +17,7 @@ namespace furious {
 
 struct RmsNormResult {
   Tensor y;
-  Tensor inverse_rms;  // r, of the shape of x without its last dimension
+  Tensor inverse_rms;  // r, of the shape of x without its last dimension; with groups, these come first
 };
 RmsNormResult rms_norm_forward(const Tensor& x, const Tensor& weight, float eps, const Tensor& z = {});
 

@@ -25,11 +25,11 @@ std::vector<Point> points_at(double position, const std::vector<double>& frequen
 
 // Cosines and sines [count, 2, dim/2] of the positions from `first` on. Sine and cosine are slow: they are computed for
 // every 64th position and for the 64 steps between, and one complex product joins the two.
-Tensor angle_table(int64_t first, int64_t count, int64_t dim, double base) {
+Tensor angle_table(int64_t first, int64_t count, int64_t dim, const Rope& rope) {
   constexpr int64_t kStride = 64;
   const int64_t half = dim / 2;
   std::vector<double> frequencies;
-  for (int64_t i = 0; i < half; ++i) frequencies.push_back(std::pow(base, -2.0 * i / dim));
+  for (int64_t i = 0; i < half; ++i) frequencies.push_back(rope.scaling(std::pow(rope.base, -2.0 * i / dim)));
   std::vector<std::vector<Point>> steps;
   for (int64_t i = 0; i < std::min(count, kStride); ++i) steps.push_back(points_at(i, frequencies));
 
@@ -59,14 +59,14 @@ void cpu::rope_rotate(const Tensor& y, const Tensor& x, const Rope& rope, std::s
   int64_t longest_inner = 0;
   for (const Segment& segment : segments)
     if (segment.begin > 0) longest_inner = std::max(longest_inner, segment.length());
-  const Tensor from_offset = rope.positions ? Tensor() : angle_table(rope.offset, length, dim, rope.base);
+  const Tensor from_offset = rope.positions ? Tensor() : angle_table(rope.offset, length, dim, rope);
   std::vector<Tensor> of_rows;
   for (int64_t row = 0; rope.positions && row < x.size(0); ++row) {
     const int64_t slot = rope.rows.data<int32_t>()[row];
     const int64_t position = rope.positions.data<int32_t>()[slot * rope.positions.stride(0)];
-    of_rows.push_back(angle_table(rope.offset + position, length, dim, rope.base));
+    of_rows.push_back(angle_table(rope.offset + position, length, dim, rope));
   }
-  const Tensor from_zero = angle_table(0, longest_inner, dim, rope.base);
+  const Tensor from_zero = angle_table(0, longest_inner, dim, rope);
 
   std::vector<const float*> angles;
   angles.reserve(x.size(0) * length);
@@ -92,6 +92,10 @@ void check_input(const ArgumentCheck& check, std::string_view name, const Tensor
   require(x.size(3) % 2 == 0, "{}: argument \"{}\" has shape {}, expected an even last dimension", check.operation(),
           name, to_string(x.shape()));
   require(rope.base > 0, "{}: base is {}, expected a positive number", check.operation(), rope.base);
+  const RopeScaling& scaling = rope.scaling;
+  require(scaling.factor > 0 && scaling.original >= 0 && (scaling.original == 0 || scaling.high > scaling.low),
+          "{}: angles scaled by a factor of {} from {} to {} turns, expected a positive factor and a range",
+          check.operation(), scaling.factor, scaling.low, scaling.high);
   require(rope.offset >= 0, "{}: offset is {}, expected 0 or more", check.operation(), rope.offset);
   require(rope.positions.defined() == rope.rows.defined(), "{}: positions go with rows; give both or neither",
           check.operation());

@@ -20,6 +20,7 @@ struct Heads {
 
 struct Turn {
   double log2_base;
+  RopeScaling scaling;
   int64_t offset;
   const int32_t *seen, *rows;  // of a step: positions before the offset of the slot of each row
   int64_t seen_stride;
@@ -42,7 +43,7 @@ template <class T, int N>
 __global__ void rotate_kernel(Heads<T> y, Heads<T> x, Turn turn, uint32_t items) {
   extern __shared__ double turns_per_token[];
   for (int i = static_cast<int>(threadIdx.x); i < turn.half; i += kRowThreads)
-    turns_per_token[i] = exp2(-turn.log2_base * i / turn.half) * 0.15915494309189533577;  // 1 / 2π
+    turns_per_token[i] = turn.scaling(exp2(-turn.log2_base * i / turn.half)) * 0.15915494309189533577;  // 1 / 2π
   __syncthreads();
   const uint32_t item = blockIdx.x * kRowThreads + threadIdx.x;
   if (item >= items) return;
@@ -111,6 +112,7 @@ void rope_rotate(const Tensor& y_tensor, const Tensor& x_tensor, const Rope& rop
   const Tensor positions = positions_on(x_tensor.device(), segments, batch, length);
   const int64_t share = batch * length >= kManyTokens ? std::min<int64_t>(kHeadsPerThread, heads) : 1;
   const Turn turn{std::log2(rope.base),
+                  rope.scaling,
                   rope.offset,
                   rope.positions ? rope.positions.data<int32_t>() : nullptr,
                   rope.rows ? rope.rows.data<int32_t>() : nullptr,

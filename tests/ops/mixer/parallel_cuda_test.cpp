@@ -151,6 +151,39 @@ TEST(ParallelCuda, SameBitsEveryTime) {
     }
 }
 
+// On Hopper a query sums what many blocks of keys add while others run, in an order that must not depend on them. Some
+// blocks are erased by decay, or lie in other documents.
+TEST(ParallelCuda, ManyBlocksOfKeysInAFixedOrder) {
+  SKIP_WITHOUT_GPU();
+  if (!cuda::on_hopper(kGpu)) GTEST_SKIP() << "kernels for Hopper";
+  Random random(10);
+  const std::vector<std::pair<MixerSpec, double>> specs{{{Score::linear, true, Norm::none}, 0.001},
+                                                        {{Score::squared, true, Norm::sum}, 0.001},
+                                                        {{Score::squared, true, Norm::none}, 0.2},
+                                                        {{Score::exponential, false, Norm::sum}, 0},
+                                                        {{Score::exponential, true, Norm::sum}, 0.2}};
+  for (const auto& [spec, strongest] : specs)
+    for (const int64_t dim : {64, 128})
+      for (const bool documents : {false, true}) {
+        const int64_t length = 4000 + random.integer(0, 400);
+        MixerCase c = make_case(
+            random, spec,
+            {.qk_dim = dim, .v_dim = dim, .length = length, .batch = 2, .q_heads = 4, .strongest_decay = strongest},
+            DType::bf16);
+        if (documents) c.inputs.boundaries = int_tensor_of({0, 130, 1500, 1501, 5000, 7000}, {6});
+        SCOPED_TRACE(describe(c));
+        const MixerCase there = on_gpu(c);
+        const auto run_with = [&](const char* kernel) {
+          const cuda::KernelScope scope(kernel);
+          return run_there(there, kParallel, kParallel);
+        };
+        const MixerRun first = run_with("hopper");
+        EXPECT_EQ(first.result.kernel, "hopper");
+        for (int i = 0; i < 4; ++i) expect_same_bits(run_with("hopper"), first);
+        expect_within(errors_of(c, first, run_with(kKernel)), kTolerance);
+      }
+}
+
 TEST(ParallelCuda, IsTheChoiceForEveryDimension) {
   SKIP_WITHOUT_GPU();
   Random random(7);

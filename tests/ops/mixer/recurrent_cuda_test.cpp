@@ -122,8 +122,8 @@ MixerContents some_contents(Random& random, const Tokens& tokens, DType dtype) {
   contents.v = some({1, pages, sizes.v_heads, CachePage::kTokens, sizes.v_dim}, dtype);
   if (spec.decay) contents.log_decay = random.uniform_tensor({1, pages, tokens.heads(), CachePage::kTokens}, -0.2, 0);
   if (folded)
-    contents.state =
-        some({1, tokens.heads(), state_rows(spec, sizes.qk_dim), state_columns(spec, sizes.v_dim)}, DType::f32);
+    contents.state = some(
+        {1, empty.shape().state_heads, state_rows(spec, sizes.qk_dim), state_columns(spec, sizes.v_dim)}, DType::f32);
   return contents;
 }
 

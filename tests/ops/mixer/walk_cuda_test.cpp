@@ -148,6 +148,24 @@ TEST(WalkCuda, SameBitsEveryTime) {
     EXPECT_EQ(to_doubles(x), to_doubles(y));
 }
 
+// The backward pass computes the states that enter segments anew where those of the forward pass were dropped.
+TEST(WalkCuda, SameBitsWithoutKeptStates) {
+  SKIP_WITHOUT_GPU();
+  Random random(6);
+  const MixerCase c = cast(make(random, {.qk_dim = 64, .v_dim = 64, .length = 3000, .heads = 4}), DType::bf16);
+  MixerInputs there = c.inputs;
+  for (Tensor* x : {&there.q, &there.k, &there.v, &there.log_decay}) *x = to_gpu(*x);
+  const Tensor g = to_gpu(c.out_gradient);
+  MixerResult result = mixer_forward(c.spec, there);
+  EXPECT_EQ(result.kernel, "walk");
+  ASSERT_TRUE(result.states);
+  const MixerGradients kept = mixer_backward(c.spec, there, result, g);
+  result.states = {};
+  const MixerGradients dropped = mixer_backward(c.spec, there, result, g);
+  for (const auto& [x, y] : {std::pair{kept.q, dropped.q}, {kept.k, dropped.k}, {kept.v, dropped.v}})
+    EXPECT_EQ(to_doubles(to_cpu(x)), to_doubles(to_cpu(y)));
+}
+
 }  // namespace
 }  // namespace furious
 #endif

@@ -12,8 +12,9 @@ TEST(ActivationCuda, MatchesTheCpu) {
   Random random(1);
   for (DType dtype : kActivationTypes)
     for (int64_t margin : kMargins)
-      for (Activation kind : {Activation::none, Activation::relu, Activation::silu, Activation::softplus,
-                              Activation::softplus2, Activation::sigmoid, Activation::log_sigmoid})
+      for (Activation kind :
+           {Activation::none, Activation::relu, Activation::silu, Activation::softplus, Activation::softplus2,
+            Activation::sigmoid, Activation::log_sigmoid, Activation::gelu_tanh})
         for (const Shape& shape : {Shape{1, 1, 1, 2}, Shape{2, 3, 4, 64}, Shape{3, 1, 2, 33}}) {
           const Tensor x = rounded(random.normal_tensor(shape, 3), dtype);
           const Tensor dy = rounded(random.normal_tensor(shape), dtype);

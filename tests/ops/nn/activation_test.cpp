@@ -28,6 +28,8 @@ double oracle(double x, Activation activation) {
       return 1 / (1 + std::exp(-x));
     case Activation::log_sigmoid:
       return -softplus(-x);
+    case Activation::gelu_tanh:
+      return 0.5 * x * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)));
   }
   return 0;
 }
@@ -41,7 +43,8 @@ std::vector<double> oracle(const std::vector<double>& x, Activation activation) 
 class ActivationTest : public ::testing::TestWithParam<Activation> {};
 INSTANTIATE_TEST_SUITE_P(Kinds, ActivationTest,
                          ::testing::Values(Activation::relu, Activation::silu, Activation::softplus,
-                                           Activation::softplus2, Activation::sigmoid, Activation::log_sigmoid));
+                                           Activation::softplus2, Activation::sigmoid, Activation::log_sigmoid,
+                                           Activation::gelu_tanh));
 
 TEST_P(ActivationTest, ValueAndGradientMatchTheOracle) {
   testing::Random random(1);

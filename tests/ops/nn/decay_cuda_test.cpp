@@ -20,6 +20,7 @@ TEST(DecayCuda, HeadFunctionsMatchTheCpu) {
           HeadFunction function{.f = random.pick<Activation>({std::begin(kFunctions), std::end(kFunctions)}),
                                 .factor = random.pick<float>({-1, 1, -2})};
           if (random.coin()) function.limit = 0.4f;
+          if (random.coin()) function.least = 0.2f;
           const Tensor x = rounded(random.normal_tensor(shape, 5), dtype), dy = random.normal_tensor(shape);
           const Tensor bias = biased ? random.normal_tensor({shape[2]}) : Tensor();
           const Tensor x_there = gpu_copy(x, dtype, margin), bias_there = biased ? to_gpu(bias) : Tensor();

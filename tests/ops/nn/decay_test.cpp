@@ -48,6 +48,21 @@ double function_oracle(double x, const HeadFunction& function) {
   return std::min(static_cast<double>(function.factor) * y, static_cast<double>(function.limit));
 }
 
+// Below the least value there is no gradient; at it, as PyTorch's clamp has it, there is.
+TEST(HeadFunction, LeastValueCuts) {
+  const HeadFunction function{.limit = 2, .least = static_cast<float>(std::log(2.0))};
+  const Tensor x = testing::tensor_of({-3, 0, 1, 5}, {1, 1, 4}), dy = testing::tensor_of({1, 1, 1, 1}, {1, 1, 4});
+  const Tensor y = head_function_forward(x, {}, function), dx = Tensor::empty_like(x);
+  head_function_backward({dx, {}}, dy, x, {}, function);
+  const std::vector<double> values = to_doubles(y), gradients = to_doubles(dx);
+  EXPECT_EQ(y.data<float>()[0], function.least);
+  EXPECT_EQ(y.data<float>()[3], function.limit);
+  EXPECT_NEAR(values[2], std::log1p(std::exp(1.0)), 1e-6);
+  EXPECT_EQ(gradients[0], 0);
+  EXPECT_EQ(gradients[3], 0);
+  EXPECT_NEAR(gradients[2], 1 / (1 + std::exp(-1.0)), 1e-6);
+}
+
 TEST(Decay, HeadFunctionsMatchTheOracle) {
   testing::Random random(1);
   for (const Activation f : kFunctions)

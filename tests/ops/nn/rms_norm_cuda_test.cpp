@@ -118,5 +118,32 @@ TEST_P(RmsNormCuda, RecordsItsGradients) {
   EXPECT_TRUE(!GetParam() || same_gpu_bits(z.gradient(), expected.z));
 }
 
+// A row of the weight for each group of the last dimension but one.
+TEST_P(RmsNormCuda, GroupsMatchTheCpu) {
+  SKIP_WITHOUT_GPU();
+  Random random(7);
+  for (const DType dtype : kActivationTypes)
+    for (const int64_t n : {8, 40, 1024}) {
+      const Shape shape{2, 3, 4, n};
+      const auto input = [&](double scale) { return rounded(random.normal_tensor(shape, scale), dtype); };
+      const Tensor x = input(2), z = GetParam() ? input(2) : Tensor(), dy = input(1);
+      const Tensor weight = random.normal_tensor({4, n});
+      const auto there = [&](const Tensor& tensor) { return tensor ? to_gpu(tensor, dtype) : Tensor(); };
+      const Variable x_here(x, true), w_here(weight, true), x_there(there(x), true), w_there(to_gpu(weight), true);
+      const Variable z_here = z ? Variable(z, true) : Variable(), z_there = z ? Variable(there(z), true) : Variable();
+      Tape tape, gpu_tape;
+      const Variable expected = rms_norm(tape, x_here, w_here, kEps, z_here);
+      const Variable actual = rms_norm(gpu_tape, x_there, w_there, kEps, z_there);
+      tape.backward(expected, dy);
+      gpu_tape.backward(actual, there(dy));
+      EXPECT_LT(gpu_error(actual.value(), expected.value()), tolerance(dtype));
+      EXPECT_LT(gpu_error(x_there.gradient(), x_here.gradient()), tolerance(dtype));
+      EXPECT_LT(gpu_error(w_there.gradient(), w_here.gradient()), 1e-4);
+      if (z) {
+        EXPECT_LT(gpu_error(z_there.gradient(), z_here.gradient()), tolerance(dtype));
+      }
+    }
+}
+
 }  // namespace
 }  // namespace furious

@@ -81,6 +81,43 @@ TEST(RmsNorm, AccumulatesIntoTheGradientOfAResidual) {
   EXPECT_TRUE(same_bits(weight.gradient(), alone.weight));
 }
 
+// A row of the weight for each group is a norm of each group alone.
+TEST_P(RmsNormTest, GroupsMatchTheOracle) {
+  testing::Random random(6);
+  for (int round = 0; round < 10; ++round) {
+    const int64_t groups = random.integer(1, 4), n = random.integer(1, 20), rows = random.integer(1, 5);
+    const Shape shape{2, rows, groups, n};
+    const auto input = [&] { return strided_copy(random.normal_tensor(shape, 2)); };
+    const Variable x(input(), true), weight(random.normal_tensor({groups, n}), true);
+    const Variable z = GetParam() ? Variable(input(), true) : Variable();
+    const Tensor dy = random.normal_tensor(shape);
+    const auto f = [&](const std::vector<double>& at, const std::vector<double>& w, const std::vector<double>& gate) {
+      std::vector<double> y;
+      for (int64_t row = 0; row < 2 * rows * groups; ++row) {
+        const auto part = [n](const std::vector<double>& from, int64_t i) {
+          return from.empty() ? from : std::vector<double>(from.begin() + i * n, from.begin() + (i + 1) * n);
+        };
+        const auto own = oracle(part(at, row), part(w, row % groups), part(gate, row));
+        y.insert(y.end(), own.begin(), own.end());
+      }
+      return y;
+    };
+    const auto xs = to_doubles(x.value()), ws = to_doubles(weight.value());
+    const auto zs = GetParam() ? to_doubles(z.value()) : std::vector<double>();
+    Tape tape;
+    const Variable y = rms_norm(tape, x, weight, kEps, z);
+    tape.backward(y, dy);
+    EXPECT_LT(relative_error(y.value(), f(xs, ws, zs)), 1e-6);
+    const auto gradient = [&](auto&& of, const std::vector<double>& at) {
+      return testing::numeric_gradient(of, at, to_doubles(dy));
+    };
+    EXPECT_LT(relative_error(x.gradient(), gradient([&](const auto& at) { return f(at, ws, zs); }, xs), 1), 1e-5);
+    EXPECT_LT(relative_error(weight.gradient(), gradient([&](const auto& at) { return f(xs, at, zs); }, ws), 1), 1e-5);
+    if (!GetParam()) continue;
+    EXPECT_LT(relative_error(z.gradient(), gradient([&](const auto& at) { return f(xs, ws, at); }, zs), 1), 1e-5);
+  }
+}
+
 TEST_P(RmsNormTest, SameBitsForEveryNumberOfThreads) {
   testing::Random random(2);
   const Data data(random, {500, 70}, GetParam());

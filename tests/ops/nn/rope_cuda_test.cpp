@@ -37,7 +37,8 @@ TEST_P(RopeCuda, MatchesTheCpu) {
       for (const Shape& shape :
            {Shape{1, 1, 1, 2}, Shape{2, 9, 3, 64}, Shape{3, 7, 2, 26}, Shape{1, 1, 16, 128}, Shape{3, 1500, 19, 16}})
         for (bool packed : {false, true}) {
-          const Rope rope{GetParam(), random.pick<double>({100, 10000}), random.pick<int64_t>({0, 5, 100000})};
+          Rope rope{GetParam(), random.pick<double>({100, 10000}), random.pick<int64_t>({0, 5, 100000})};
+          rope.scaling = random.pick<RopeScaling>({{}, {4, 0, 0, 0}, {8, 1, 4, 64}});
           expect_match(random, shape, rope, dtype, margin,
                        packed ? random_starts(random, shape[0] * shape[1]) : Tensor());
         }

@@ -30,7 +30,11 @@ std::vector<double> oracle(const std::vector<double>& x, const Shape& shape, con
         const int64_t at = (token * heads + head) * dim;
         const int64_t first = at + (halves ? i : 2 * i);
         const int64_t second = at + (halves ? i + dim / 2 : 2 * i + 1);
-        const double angle = position * std::pow(rope.base, -2.0 * i / dim);
+        double omega = std::pow(rope.base, -2.0 * i / dim);
+        const auto& [factor, low, high, original] = rope.scaling;
+        const double s = original > 0 ? std::clamp((original * omega / (2 * M_PI) - low) / (high - low), 0.0, 1.0) : 0;
+        omega *= s + (1 - s) / factor;
+        const double angle = position * omega;
         y[first] = x[first] * std::cos(angle) - x[second] * std::sin(angle);
         y[second] = x[second] * std::cos(angle) + x[first] * std::sin(angle);
       }
@@ -45,7 +49,8 @@ TEST_P(RopeTest, ValueAndGradientMatchTheOracle) {
   testing::Random random(1);
   for (int round = 0; round < 25; ++round) {
     const Shape shape{random.integer(1, 3), random.integer(1, 9), random.integer(1, 3), 2 * random.integer(1, 20)};
-    const Rope rope{GetParam(), random.pick<double>({100, 10000}), random.pick<int64_t>({0, 5, 1000})};
+    Rope rope{GetParam(), random.pick<double>({100, 10000}), random.pick<int64_t>({0, 5, 1000})};
+    rope.scaling = random.pick<RopeScaling>({{}, {4, 0, 0, 0}, {8, 1, 4, 64}, {32, 1, 4, 8192}});
     std::vector<int32_t> starts;
     for (int32_t token = 0; token < shape[0] * shape[1]; ++token)
       if (random.integer(0, 3) == 0) starts.push_back(token);

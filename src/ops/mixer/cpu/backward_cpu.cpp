@@ -26,6 +26,7 @@ class BackwardHead {
         job_(job),
         sum_norm_(spec.norm == Norm::sum),
         polynomial_(polynomial_of(spec)),
+        window_(static_cast<size_t>(spec.window)),
         has_state_(shape.state_rows > 0 && (job.chunk < job.length || job.initial_state || job.initial_state_gradient ||
                                             job.final_state_gradient)),
         layout_(shape, job.chunk, has_state_) {}
@@ -134,6 +135,7 @@ class BackwardHead {
     span.v_tiles = v_tiles_.data();
     span.decay = decay();
     span.polynomial = polynomial_;
+    span.window = window_;
     span.maximum = maximum_.data();
     span.delta = delta_.data();
     span.reciprocal = reciprocal_.data();
@@ -223,6 +225,7 @@ class BackwardHead {
   const cpu::HeadJob& job_;
   const bool sum_norm_;
   const Polynomial polynomial_;
+  const size_t window_;
   const bool has_state_;
   const SpanLayout layout_;
   cpu::Scratch<float> past_dq_, future_dk_;

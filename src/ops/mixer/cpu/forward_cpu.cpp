@@ -46,6 +46,7 @@ void forward_head(const MixerSpec& spec, const MixerShape& shape, const cpu::Hea
     span.sum = sum.data();
     span.maximum = maximum.data();
     span.polynomial = polynomial_of(spec);
+    span.window = static_cast<size_t>(spec.window);
     if (kMask != Mask::kCausal) {
       accumulate_decay(job, first, length, decay.data());
       span.decay = decay.data();

@@ -44,10 +44,10 @@ struct RowProduct {
   }
 };
 
-// One head of a slot, up to one of its pending tokens.
+// One head of a slot, of its pending tokens those in [first, pending).
 struct CachedHead {
   const CacheSlot& slot;
-  size_t pending;
+  size_t first, pending;
   int64_t head;
   const MixerShape& shape;
 
@@ -89,7 +89,7 @@ template <Kind kKind>
 void window_weights(const CachedHead& cached, const Polynomial& f, const float* q, std::vector<float>& weights) {
   const auto dim = static_cast<size_t>(cached.shape.qk_dim);
   float largest = -std::numeric_limits<float>::infinity();
-  for (size_t j = 0; j < cached.pending; ++j) {
+  for (size_t j = cached.first; j < cached.pending; ++j) {
     const float s = inner_product(q, cached.row(&CachePage::k, j), dim);
     const float decay = std::min(weights[j], kLargestExponent);  // which only a signed mask can reach
     if constexpr (kKind == Kind::kSoftmax) {
@@ -136,11 +136,12 @@ void read_head(const MixerSpec& spec, const CachedHead& cached, const float* q_i
   const double since_fold = cached.decay_until_now(weights);
   float normalizer = 0;
   if (cached.slot.state && !(since_fold < kErased)) {
-    const HeadState state(shape, cached.slot.state.data<float>() + cached.head * cached.slot.state.stride(0));
+    const int64_t own = cached.head / (shape.heads / shape.state_heads);
+    const HeadState state(shape, cached.slot.state.data<float>() + own * cached.slot.state.stride(0));
     normalizer = read_state(state, q, static_cast<float>(std::exp(since_fold)), spec.norm == Norm::sum, y);
   }
   window_weights<kKind>(cached, polynomial_of(spec), q, weights);
-  for (size_t j = 0; j < cached.pending; ++j) {
+  for (size_t j = cached.first; j < cached.pending; ++j) {
     normalizer += weights[j];
     add_scaled(cached.row(&CachePage::v, j), weights[j], v_dim, y);
   }
@@ -161,7 +162,8 @@ void read_cache(const MixerSpec& spec, const MixerShape& shape, const std::vecto
       const int64_t row = i / shape.heads, head = i % shape.heads;
       const int64_t q_head = head / (shape.heads / shape.q_heads);
       const CachedToken& token = tokens[static_cast<size_t>(row)];
-      read_head<kKind>(spec, {*token.slot, static_cast<size_t>(token.pending), head, shape},
+      const int64_t first = spec.window > 0 ? std::max<int64_t>(0, token.pending - spec.window) : 0;
+      read_head<kKind>(spec, {*token.slot, static_cast<size_t>(first), static_cast<size_t>(token.pending), head, shape},
                        q.data<float>() + row * q.stride(0) + q_head * q.stride(1), out.data<float>() + i * shape.v_dim);
     });
   });
@@ -190,14 +192,14 @@ void fold_head(const MixerSpec& spec, const CachedHead& cached, float* state_num
 void fold_cache(const MixerSpec& spec, const MixerShape& shape, std::span<const CacheFold> folds) {
   int64_t pending = 0;
   for (const CacheFold& fold : folds) pending += fold.slot->pending;
-  const int64_t work = shape.heads * pending * shape.state_rows * shape.v_dim;
-  const auto heads = static_cast<int64_t>(folds.size()) * shape.heads;
+  const int64_t states = shape.state_heads, work = states * pending * shape.state_rows * shape.v_dim;
+  const auto heads = static_cast<int64_t>(folds.size()) * states;
   parallel_for_if(static_cast<size_t>(work) > kWorthThreads, heads, [&](int64_t i) {
     const FlushSubnormals flush;
-    const CacheFold& fold = folds[static_cast<size_t>(i / shape.heads)];
-    const int64_t head = i % shape.heads;
-    fold_head(spec, {*fold.slot, static_cast<size_t>(fold.slot->pending), head, shape},
-              fold.state.data<float>() + head * fold.state.stride(0));
+    const CacheFold& fold = folds[static_cast<size_t>(i / states)];
+    const int64_t own = i % states, head = own * (shape.heads / states);  // the first of those that share it
+    fold_head(spec, {*fold.slot, 0, static_cast<size_t>(fold.slot->pending), head, shape},
+              fold.state.data<float>() + own * fold.state.stride(0));
   });
 }
 
@@ -205,7 +207,7 @@ void fold_cache(const MixerSpec& spec, const MixerShape& shape, std::span<const 
 void convert_cache(const MixerSpec&, const MixerShape& shape, const Tensor& packed, const Tensor& open,
                    bool to_packed) {
   const auto columns = static_cast<size_t>(shape.state_columns);
-  parallel_for(shape.heads, [&](int64_t i) {
+  parallel_for(shape.state_heads, [&](int64_t i) {
     const FlushSubnormals flush;
     HeadState state(shape, packed.data<float>() + i * packed.stride(0));
     float* rows = open.data<float>() + i * open.stride(1);

@@ -14,6 +14,7 @@
 #endif
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
 #include "base/parallel.h"
@@ -47,6 +48,11 @@ struct Span {
   const float* v_tiles = nullptr;  // [tiles][v_dim][kTile]
   const double* decay = nullptr;   // A_t, from the start of the span; null without decay
   Polynomial polynomial{};         // f, for kPolynomial
+  size_t window = 0;               // a row sees its last keys, itself among them; 0: all. For softmax without decay
+
+  // The first key that a row sees, and those from which on all rows of a strip see what is not later than they are.
+  size_t first_key(size_t row) const { return window > 0 && row >= window ? row - window + 1 : 0; }
+  bool cuts(size_t strip, size_t key) const { return key < first_key(strip + kRows - 1); }
 
   // Forward: y and sum are added to; maximum is in use for softmax.
   float* y = nullptr;
@@ -110,11 +116,17 @@ struct DecayOf {
   size_t ld;
   const double* decay;
   size_t first_row;
+  size_t window = 0;
 
   // Which of these keys the row sees. Weights of the others are dropped after the product, not multiplied by zero: a
   // later key may have made them infinite.
   HWY_INLINE auto sees(size_t row, size_t key) const {
-    return hn::Iota(kTag, static_cast<float>(static_cast<int64_t>(key) - static_cast<int64_t>(row))) <= hn::Zero(kTag);
+    const FloatVector distance =
+        hn::Iota(kTag, static_cast<float>(static_cast<int64_t>(key) - static_cast<int64_t>(row)));
+    const auto earlier = distance <= hn::Zero(kTag);
+    if constexpr (kKind == Kind::kSoftmax && kMask == Mask::kCausal)
+      if (window > 0) return hn::And(earlier, distance > hn::Set(kTag, -static_cast<float>(window)));
+    return earlier;
   }
 
   // Signed: where the exponent is below its largest value, so that the weight moves with it.
@@ -248,7 +260,8 @@ inline HWY_ATTR void softmax_strip(const Span& span, size_t first_row, size_t ke
     const size_t row = first_row - span.first_query + r;
     const float before = span.maximum[row];
     const float after = std::max(before, hn::GetLane(hn::MaxOfLanes(kTag, hn::LoadU(kTag, partial + r * kLanes))));
-    const FloatVector shift = hn::Set(kTag, after);
+    // A row may see none of the first keys that another row of its strip sees.
+    const FloatVector shift = hn::Set(kTag, std::isinf(after) ? 0.0f : after);
     FloatVector total = hn::Zero(kTag);
     for (size_t key = 0; key < keys; key += kLanes) {
       const FloatVector w = hn::Exp(kTag, hn::Sub(hn::LoadU(kTag, weights + r * kTile + key), shift));
@@ -268,7 +281,7 @@ HWY_INLINE void forward_strip(const Span& span, size_t first_row, size_t first_k
   alignas(64) float from[(kMask == Mask::kSigned ? kRows : 1) * kTile];
   if constexpr (kMask != Mask::kCausal && kDiagonal)
     mask_exponents<kMask>(span.decay, span.length, first_row, first_key, kTile, kTile, from);
-  const DecayOf<kKind, kMask, kDiagonal> decay{tile, from, kTile, span.decay, first_row};
+  const DecayOf<kKind, kMask, kDiagonal> decay{tile, from, kTile, span.decay, first_row, span.window};
   alignas(64) float maxima[kRows * kLanes];
   if constexpr (kKind == Kind::kSoftmax)
     std::fill(maxima, maxima + kRows * kLanes, -std::numeric_limits<float>::infinity());
@@ -293,7 +306,7 @@ HWY_NOINLINE void forward_block(const Span& span, size_t begin, size_t end) {
   alignas(64) float row_factor[kBlock + kLanes];
   alignas(64) float column_factor[kTile + kLanes];
   const TileDecay tile{row_factor, column_factor};
-  for (size_t first_key = 0; first_key < end; first_key += kTile) {
+  for (size_t first_key = span.first_key(begin) / kTile * kTile; first_key < end; first_key += kTile) {
     const size_t keys_end = std::min(first_key + kTile, span.length);
     if constexpr (kMask == Mask::kDecay) {
       const double reference = span.decay[keys_end - 1];
@@ -306,10 +319,10 @@ HWY_NOINLINE void forward_block(const Span& span, size_t begin, size_t end) {
     }
     for (size_t row = begin; row < end; row += kRows) {
       const size_t rows_end = std::min(row + kRows, span.length);
-      if (rows_end <= first_key) continue;
+      if (rows_end <= first_key || keys_end <= span.first_key(row)) continue;
       const size_t keys = std::min(keys_end, rows_end) - first_key;
       if constexpr (kMask != Mask::kSigned) {
-        if (keys_end <= row) {
+        if (keys_end <= row && !span.cuts(row, first_key)) {
           forward_strip<kKind, kMask, false>(span, row, first_key, keys, row - begin, tile, partial);
           continue;
         }
@@ -454,7 +467,8 @@ HWY_INLINE void backward_strip(const Span& span, size_t row, size_t keys_begin, 
     mask_exponents<kMask>(span.decay, span.length, row, keys_begin, round_up(keys, kPad), kBlock, from);
   for (size_t tile_key = 0; tile_key < keys; tile_key += kTile) {
     const size_t first_key = keys_begin + tile_key;
-    const DecayOf<kKind, kMask, kDiagonal> decay{{tile.row, tile.column}, from + tile_key, kBlock, span.decay, row};
+    const DecayOf<kKind, kMask, kDiagonal> decay{
+        {tile.row, tile.column}, from + tile_key, kBlock, span.decay, row, span.window};
     for_each_panel(std::min(kTile, keys - tile_key), [&](size_t panel, size_t vectors) HWY_ATTR {
       with_width(vectors, StripScores{span.q + row * span.qk_ld, span.qk_ld, span.qk_dim,
                                       span.k_tiles + first_key * span.qk_dim + panel, scores + panel});
@@ -475,6 +489,7 @@ HWY_NOINLINE void backward_pair(const Span& span, size_t query_block, size_t key
   const size_t key_begin = key_block * kBlock;
   const size_t key_end = std::min(key_begin + kBlock, span.length);
   const bool diagonal = query_block == key_block;
+  if (key_end <= span.first_key(row_begin)) return;
   alignas(64) float row_factor[kBlock + kLanes];
   alignas(64) float column_factor[kBlock + kLanes];
   if constexpr (kMask == Mask::kDecay) {
@@ -490,7 +505,7 @@ HWY_NOINLINE void backward_pair(const Span& span, size_t query_block, size_t key
   float* ds = p + kBlock * kBlock;
   const TileDecay tile{row_factor, column_factor};
   for (size_t row = row_begin; row < row_end; row += kRows) {
-    if (diagonal || kMask == Mask::kSigned) {
+    if (diagonal || kMask == Mask::kSigned || span.cuts(row, key_begin)) {
       const size_t keys = std::min(row + kRows, key_end) - key_begin;
       backward_strip<kKind, kMask, true>(span, row, key_begin, keys, row - row_begin, tile, p, ds);
     } else if constexpr (kMask != Mask::kSigned) {

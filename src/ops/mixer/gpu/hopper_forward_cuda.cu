@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(Layout<kDim>::kThreads, 1)
     decrease_registers<L::kCopyRegisters>();
     Pipe<L::kStages> pipe;
     if (warp == 4 * L::kGroups)
-      hand_out<true>(
+      hand_out<true, false>(
           shared, m, queue, L::kGroups * L::kPanels * kPanelBytes,
           [&](const Work& work, int slot) {
             for (int i = 0; i < L::kGroups; ++i)
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(Layout<kDim>::kThreads, 1)
                 copy_tile(shared.queries[slot][i][panel], maps.q, shared.sync.ready[slot], panel * 64,
                           work.row0 - m.first + i * 64, work.head / m.q.group, work.batch);
           },
-          [&](const Work& work, auto&& first_is) {
+          [&](const Work& work, int, auto&& first_is) {
             copy_keys<kScore>(shared, pipe, maps.k, maps.v, m, work, first_is);
           });
     if (warp == 4 * L::kGroups + 1)

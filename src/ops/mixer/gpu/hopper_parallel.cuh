@@ -2,9 +2,9 @@
 //
 // A block owns rows (queries, or keys) of one head. Its warpgroups multiply, 64 rows each; the first warps of one more
 // have tiles of the other side copied ahead and work out decay factors. Tiles far from the block's own rows take
-// their factors relative to A at the block's edge, and sums over them are kept relative to it; tiles beside the own
-// rows take theirs relative to their own edge, times a factor per row; only the diagonal tile has an exponential per
-// element. All factors are at most 1.
+// their factors relative to A at the block's edge; the forward pass keeps sums over them relative to it, backward rows
+// have a factor of their own. Tiles beside the own rows take theirs relative to their own edge, times a factor per row;
+// only the diagonal tile has an exponential per element. All factors are at most 1.
 #pragma once
 
 #include "gpu/device.h"
@@ -57,8 +57,9 @@ __device__ void multiply_tiles(float (&s)[kTile / 8][4], unsigned char* rows, co
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) wgmma<0>(s, loaded[step], columns_at(b, step), step > 0);
   } else {
+    wgmma_new<0, 0>(s, a, b);
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) wgmma<0, 0>(s, columns_at(a, step), columns_at(b, step), step > 0);
+    for (int step = 1; step < kSteps; ++step) wgmma<0, 0>(s, columns_at(a, step), columns_at(b, step), 1);
   }
 }
 
@@ -72,21 +73,25 @@ struct Work {
   __device__ bool has_rows() const { return head >= 0 && row0 < end; }
 };
 
-// Pieces of work are numbered; blocks take the next number when they are ready for it, which `taken` counts beyond the
-// first of each block. Those of a head follow each other, the longest first.
+// Pieces of work are numbered; blocks take the next number when they are ready for it, which `taken` counts. The pieces
+// of `together` lines (a head, or a chunk of one) follow each other, the longest of each line first.
 struct Queue {
   int count;
+  int together;
   int* taken;
 };
 
 // Rows begin with a tile, so the first piece of a head may have rows before the first query, which are zeros and are
 // not stored.
 template <int kRows, bool kLastFirst>
-__device__ Work work_at(const Parallel& m, int number) {
+__device__ Work work_at(const Parallel& m, const Queue& queue, int number) {
   const int length = static_cast<int>(m.length), chunk = m.chunk ? m.chunk : length;
   const int begin = m.first / kTile * kTile;
   const int blocks = (min(chunk, length) - begin + kRows - 1) / kRows, chunks = (length + chunk - 1) / chunk;
-  const int i = number % blocks, c = number / blocks % chunks, head = number / (blocks * chunks);
+  const int first = number / (blocks * queue.together) * queue.together;  // line of the group of lines
+  const int together = min(queue.together, queue.count / blocks - first), rest = number - first * blocks;
+  const int line = first + rest % together, i = rest / together;
+  const int c = line % chunks, head = line / chunks;
   const int heads = static_cast<int>(m.heads);
   const int row0 = begin + c * chunk + (kLastFirst ? blocks - 1 - i : i) * kRows;
   return {row0, min(min(row0 + kRows, (c + 1) * chunk), length), head % heads, head / heads, 0};
@@ -94,7 +99,8 @@ __device__ Work work_at(const Parallel& m, int number) {
 
 // One block for every multiprocessor, or for every piece of work where there are fewer.
 template <class Layout, class Kernel, class Maps>
-void launch_queue(Kernel kernel, const char* name, const MixerCall& call, const Maps& maps, const Parallel& m) {
+void launch_queue(Kernel kernel, const char* name, const MixerCall& call, const Maps& maps, const Parallel& m,
+                  int together = 1) {
   const MixerShape& shape = call.shape;
   const int64_t chunk = m.chunk ? m.chunk : shape.length, begin = shape.first_query / kTile * kTile;
   const int64_t count = blocks_for(std::min(chunk, shape.length) - begin, Layout::kRows) *
@@ -104,7 +110,7 @@ void launch_queue(Kernel kernel, const char* name, const MixerCall& call, const 
   check(cudaMemsetAsync(taken.raw(), 0, sizeof(int32_t), stream(device)), name);
   allow_shared_memory(kernel, sizeof(Layout));
   kernel<<<static_cast<unsigned>(std::min<int64_t>(count, multiprocessors())), Layout::kThreads, sizeof(Layout),
-           stream(device)>>>(maps, m, Queue{static_cast<int>(count), taken.data<int32_t>()});
+           stream(device)>>>(maps, m, Queue{static_cast<int>(count), together, taken.data<int32_t>()});
   check_launch(name);
 }
 
@@ -141,8 +147,9 @@ struct Barriers {
 
 // By all threads, before anything else uses the barriers. A stage is full when a warp has written what belongs to its
 // columns and the copies have come. Own rows are ready when the copies have come, the warp that issued them has written
-// the first tile, and the warp of fill_rows() has written what belongs to the rows.
-template <class Shared>
+// the first tile, and the warp of fill_rows() has written what belongs to the rows. kReaders: threads that read a
+// slot's work besides the warps that multiply.
+template <int kReaders = 0, class Shared>
 __device__ void init_barriers(Shared& shared) {
   if (threadIdx.x == 0) {
     for (int i = 0; i < Shared::kStages; ++i) {
@@ -152,7 +159,7 @@ __device__ void init_barriers(Shared& shared) {
     for (int i = 0; i < Shared::kSlots; ++i) {
       shared.sync.known[i].init(1);
       shared.sync.ready[i].init(2 + 32);
-      shared.sync.unused[i].init(4 * Shared::kGroups);
+      shared.sync.unused[i].init(4 * Shared::kGroups + kReaders);
     }
     fence_barriers();
   }
@@ -166,18 +173,20 @@ __device__ inline void release(Barrier& barrier) {
 }
 
 // By one warp: takes pieces of work. copy_rows(work, slot), by one lane, has own rows copied; copy_tiles(work, slot,
-// first), by all, has tiles copied after it has called first(tile).
-template <bool kLastFirst, class Shared, class CopyRows, class CopyTiles>
+// first), by all, has tiles copied after it has called first(tile). kInOrder: a piece is taken only when it is about to
+// be computed, since others may wait for it; otherwise one ahead.
+template <bool kLastFirst, bool kInOrder, class Shared, class CopyRows, class CopyTiles>
 __device__ void hand_out(Shared& shared, const Parallel& m, const Queue& queue, int row_bytes, CopyRows&& copy_rows,
                          CopyTiles&& copy_tiles) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  int number = static_cast<int>(blockIdx.x);
+  const auto take = [&] { return lane == 0 ? atomicAdd(queue.taken, 1) : 0; };
+  int next = take();
   for (Pipe<Shared::kSlots> slots;; slots.next()) {
-    const int slot = slots.stage;
-    int next = 0;
-    if (lane == 0) next = static_cast<int>(gridDim.x) + atomicAdd(queue.taken, 1);
+    const int slot = slots.stage, number = __shfl_sync(0xFFFFFFFFu, next, 0);
+    if (!kInOrder) next = take();
     if (slots.phase > 0) shared.sync.unused[slot].wait(slots.phase - 1);
-    const Work work = number < queue.count ? work_at<Shared::kRows, kLastFirst>(m, number) : Work{0, 0, -1, 0, 0};
+    const Work work =
+        number < queue.count ? work_at<Shared::kRows, kLastFirst>(m, queue, number) : Work{0, 0, -1, 0, 0};
     if (lane == 0) {
       shared.sync.work[slot] = work;
       shared.sync.known[slot].arrive();
@@ -190,13 +199,13 @@ __device__ void hand_out(Shared& shared, const Parallel& m, const Queue& queue, 
       }
     }
     if (work.has_rows())
-      copy_tiles(work, [&](int tile) {
+      copy_tiles(work, slot, [&](int tile) {
         if (lane > 0) return;
         shared.sync.work[slot].tile = tile;
         shared.sync.ready[slot].arrive();
       });
     if (work.head < 0) return;
-    number = __shfl_sync(0xFFFFFFFFu, next, 0);
+    if (kInOrder) next = take();
   }
 }
 

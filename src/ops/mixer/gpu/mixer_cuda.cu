@@ -204,15 +204,16 @@ TokenTables token_tables(const MixerCall& call) {
     tables.decay = Tensor::empty({shape.batch, shape.heads, shape.length}, DType::f64, device);
     scan(shape, device, CumulativeDecay{Decays(a), tables.decay.data<double>(), shape.length});
   }
-  if (static_cast<int64_t>(call.segments.size()) > shape.batch) {
+  const int64_t window = call.spec.window > 0 ? std::min(call.spec.window, shape.length) : shape.length;
+  if (static_cast<int64_t>(call.segments.size()) > shape.batch || window < shape.length) {
     const Tensor starts = Tensor::empty({shape.batch, shape.length}, DType::i32);
     const Tensor ends = Tensor::empty({shape.batch, shape.length}, DType::i32);
     for (const Segment& segment : call.segments) {
       const int64_t row = segment.batch * shape.length;
-      std::fill(starts.data<int32_t>() + row + segment.begin, starts.data<int32_t>() + row + segment.end,
-                static_cast<int32_t>(segment.begin));
-      std::fill(ends.data<int32_t>() + row + segment.begin, ends.data<int32_t>() + row + segment.end,
-                static_cast<int32_t>(segment.end));
+      for (int64_t t = segment.begin; t < segment.end; ++t) {
+        starts.data<int32_t>()[row + t] = static_cast<int32_t>(std::max(segment.begin, t - window + 1));
+        ends.data<int32_t>()[row + t] = static_cast<int32_t>(std::min(segment.end, t + window));
+      }
     }
     tables.starts = Tensor::empty(starts.shape(), DType::i32, device);
     tables.ends = Tensor::empty(ends.shape(), DType::i32, device);
@@ -300,8 +301,7 @@ Tensor mixer_forward(const MixerCall& call) {
   const bool chunked = call.chunk < call.shape.length || call.inputs.initial_state || call.result.final_state;
   if (chunked && walk_supports(call)) {
     ran(call, "walk");
-    walk_forward(call, token_tables(call));
-    return {};
+    return walk_forward(call, token_tables(call));
   }
   const Kernels kernels = choose_kernels("mixer_forward", call);
   TokenTables within = token_tables(call);
@@ -363,7 +363,9 @@ void mixer_backward(const MixerCall& call, const Tensor& out_gradient, const Ten
     walk_backward(call, tables, out_gradient, heads, gradients.initial_state);
   } else if (chunked && states_support(call) && !final_state_gradient) {
     const ScaledGradient scaled = scale_gradient(call, out_gradient, false);
-    const Tensor states = call.result.states ? call.result.states : chunk_states(call, chunks);
+    // Those that a walk leaves are f32, and of segments.
+    const bool kept = call.result.states && call.result.states.dtype() == DType::bf16;
+    const Tensor states = kept ? call.result.states : chunk_states(call, chunks);
     state_gradients(call, chunks, states, scaled, heads, gradients.initial_state);
     inside_chunks_backward(call, tables, call.chunk, scaled, heads);
   } else {

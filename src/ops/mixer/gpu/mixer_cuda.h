@@ -25,8 +25,8 @@ std::string_view forced_kernel();  // empty: none
 // Tables of the tokens of a call. Without decay or boundaries the tensors are undefined.
 struct TokenTables {
   Tensor decay;   // f64 [batch, heads, length]: A, summed over the whole row; only differences within a document count
-  Tensor starts;  // i32 [batch, length]: where the document of a token starts
-  Tensor ends;    // i32 [batch, length]: where it ends
+  Tensor starts;  // i32 [batch, length]: the first key of a query, where its document or its sliding window starts
+  Tensor ends;    // i32 [batch, length]: behind the last query of a key
 };
 TokenTables token_tables(const MixerCall& call);
 

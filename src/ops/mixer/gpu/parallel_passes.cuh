@@ -6,9 +6,9 @@
 // with g' = g/n and δ' = δ/n (exponential: g and δ, and w holds 1/n). A block owns some rows of one head, queries or
 // keys, and walks over tiles of the other side, from the farthest to the diagonal (parallel-inl.cuh says how decay is
 // weighed on that path). Each side has two operands: the one that scores contract, queries or keys, and the other one,
-// gradients or values. For each tile a pass copies, computes scores, weighs them and multiplies with the weights; at the
-// end it writes its rows. Scores are computed in every pass, and nothing is added up across blocks: the same bits on
-// every run.
+// gradients or values. For each tile a pass copies, computes scores, weighs them and multiplies with the weights; at
+// the end it writes its rows. Scores are computed in every pass, and nothing is added up across blocks: the same bits
+// on every run.
 //
 // The operand that is accumulated is padded to kWidth columns, which registers hold; products over the other one count
 // their steps at run time.

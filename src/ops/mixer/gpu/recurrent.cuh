@@ -5,6 +5,8 @@
 // normalizer's column apart keeps the rows aligned.
 #pragma once
 
+#include <algorithm>
+#include <climits>
 #include <cstddef>
 
 #include "ops/mixer/features.h"
@@ -17,8 +19,8 @@ namespace furious::cuda {
 inline constexpr int kPageTokens = static_cast<int>(CachePage::kTokens);
 
 // kPageTokens tokens of one slot, in one piece of memory: k [k_heads, kPageTokens, qk_dim], v [v_heads, kPageTokens,
-// v_dim] and, with decay, log_decay [heads, kPageTokens] f32 and f64 sums of log_decay from the first pending token up
-// to each. A Cache knows where each begins.
+// v_dim] and, with decay, log_decay [decay_heads, kPageTokens] f32 and f64 sums of log_decay from the first pending
+// token up to each. A Cache knows where each begins.
 struct Page {
   char* memory;
 };
@@ -27,7 +29,7 @@ struct Page {
 // the same launch serves other slots, and the same slots with more tokens, when the numbers here and there change.
 struct alignas(16) SlotRecord {
   const Page* pages;
-  float* state;  // [heads, state_numbers]; null before the first fold
+  float* state;  // [state_heads, state_numbers]; null before the first fold
   int32_t pending, tokens;
   int32_t unused[2];
 };
@@ -58,8 +60,9 @@ __device__ inline float normalized(Score score, float y, float n) {
 struct Cache {
   Score score;
   bool decay, sum;
-  int heads, k_heads, v_heads, qk_dim, v_dim, state_rows;
-  int state_numbers;                      // of the packed state of a head
+  int heads, k_heads, v_heads, decay_heads, state_heads, qk_dim, v_dim, state_rows;
+  int window;                             // sliding; 0: none
+  int state_numbers;                      // of one packed state
   int v_begin, decay_begin, total_begin;  // bytes from the begin of a page
   FeatureMap features;
   float scale;
@@ -67,6 +70,12 @@ struct Cache {
 
   __device__ int k_head(int head) const { return head / (heads / k_heads); }
   __device__ int v_head(int head) const { return head / (heads / v_heads); }
+  __device__ int decay_head(int head) const { return head / (heads / decay_heads); }
+  __device__ int state_head(int head) const { return head / (heads / state_heads); }
+  // Where the state of a head begins.
+  __device__ float* state_of(float* states, int head) const {
+    return states + static_cast<int64_t>(state_head(head)) * state_numbers;
+  }
   // Rows of one token, in the page that holds it.
   template <class T>
   __device__ T* k_row(Page page, int head, int token) const {
@@ -77,10 +86,10 @@ struct Cache {
     return reinterpret_cast<T*>(page.memory + v_begin) + (v_head(head) * kPageTokens + token % kPageTokens) * v_dim;
   }
   __device__ float* log_decay(Page page, int head, int token) const {
-    return reinterpret_cast<float*>(page.memory + decay_begin) + head * kPageTokens + token % kPageTokens;
+    return reinterpret_cast<float*>(page.memory + decay_begin) + decay_head(head) * kPageTokens + token % kPageTokens;
   }
   __device__ double* total(Page page, int head, int token) const {
-    return reinterpret_cast<double*>(page.memory + total_begin) + head * kPageTokens + token % kPageTokens;
+    return reinterpret_cast<double*>(page.memory + total_begin) + decay_head(head) * kPageTokens + token % kPageTokens;
   }
   __device__ double total_until(const Page* pages, int head, int token) const {
     return __ldcg(total(pages[token / kPageTokens], head, token));
@@ -96,9 +105,12 @@ inline Cache cache_of(const MixerSpec& spec, const MixerShape& shape, DType dtyp
           static_cast<int>(shape.heads),
           static_cast<int>(shape.k_heads),
           static_cast<int>(shape.v_heads),
+          static_cast<int>(shape.decay_heads),
+          static_cast<int>(shape.state_heads),
           static_cast<int>(shape.qk_dim),
           static_cast<int>(shape.v_dim),
           static_cast<int>(shape.state_rows),
+          static_cast<int>(std::min<int64_t>(spec.window, INT_MAX)),
           static_cast<int>(head_state_numbers(shape)),
           static_cast<int>(layout.v),
           static_cast<int>(layout.log_decay),

@@ -7,11 +7,12 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// Sums of log_decay from the first pending token; a warp for a head, 32 tokens at a time.
+// Sums of log_decay from the first pending token; a warp for a head of the decays, 32 tokens at a time.
 __global__ void sum_decay_kernel(Cache cache, const Page* pages, int first, int end) {
-  const int head = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / 32);
+  const int own_head = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / 32);
   const int lane = static_cast<int>(threadIdx.x % 32);
-  if (head >= cache.heads) return;
+  if (own_head >= cache.decay_heads) return;
+  const int head = own_head * (cache.heads / cache.decay_heads);
   double before = first > 0 ? cache.total_until(pages, head, first - 1) : 0;
   for (int t = first; t < end; t += 32) {
     const int own = t + lane;
@@ -62,13 +63,13 @@ __global__ void move_kernel(Cache cache, const Page* pages, TokenRows<T> k, Toke
   move_heads(page.memory, k, cache.k_heads, cache.qk_dim);
   move_heads(page.memory + cache.v_begin, v, cache.v_heads, cache.v_dim);
   if (!cache.decay) return;
-  for (int head = thread; head < cache.heads; head += kThreads)
-    move(*cache.log_decay(page, head, token),
+  for (int head = thread; head < cache.decay_heads; head += kThreads)
+    move(*cache.log_decay(page, head * (cache.heads / cache.decay_heads), token),
          log_decay.data[t * log_decay.token_stride + head * log_decay.head_stride]);
 }
 
 // state = exp(A_end)·state + Σ_j exp(A_end − A_j) φ(k_j)[v_j, 1]ᵀ over the pending tokens. A block has 64 rows and 64
-// columns of one head's state, a thread 8 × 4 of them. A fold of all layers is what every so many tokens wait for: the
+// columns of one state, a thread 8 × 4 of them. A fold of all layers is what every so many tokens wait for: the
 // blocks of 16 heads of 64 all fit on the multiprocessors at once, and a block asks for its state first and then for
 // all of a page together. Several slots fold in one launch.
 struct FoldList {
@@ -93,10 +94,11 @@ __global__ void __launch_bounds__(kFoldThreads, kFoldBlocks)
   static_assert(kPageTokens == 32);  // one for each lane
   start_next();
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, tiles = row_tiles * column_tiles;
-  const int all_heads = static_cast<int>(blockIdx.x) / tiles, tile = static_cast<int>(blockIdx.x) % tiles;
+  const int all_states = static_cast<int>(blockIdx.x) / tiles, tile = static_cast<int>(blockIdx.x) % tiles;
   const int first_row = tile / column_tiles * kFoldTile, first_column = tile % column_tiles * kFoldTile;
-  const int head = all_heads % cache.heads;
-  const FoldList::Fold& fold = list.folds[all_heads / cache.heads];
+  // The first of the heads that share the state.
+  const int head = all_states % cache.state_heads * (cache.heads / cache.state_heads);
+  const FoldList::Fold& fold = list.folds[all_states / cache.state_heads];
   const Page* const pages = fold.pages;
   const int pending = fold.pending;
   // The row of φ and the column of v that this thread prepares, and of which tokens first.
@@ -104,7 +106,7 @@ __global__ void __launch_bounds__(kFoldThreads, kFoldBlocks)
   const bool own_row = first_row + own < cache.state_rows, own_column = first_column + own < cache.v_dim;
   const Feature feature = feature_of(cache.features, own_row ? first_row + own : 0);
   const int row = thread / 16 * kFoldRows, column = thread % 16 * 4, ld = padded(cache.v_dim);
-  float* const state = fold.state + static_cast<int64_t>(head) * cache.state_numbers;
+  float* const state = cache.state_of(fold.state, head);
   float* const to = state + static_cast<int64_t>(first_row + row) * ld + first_column + column;
   float* const z = state + static_cast<int64_t>(cache.state_rows) * ld + first_row + own;
   const int rows = first_column + column < ld ? cache.state_rows - first_row - row : 0;
@@ -301,7 +303,7 @@ void cache_append(const MixerSpec& spec, const MixerShape& shape, const CacheSlo
   const Cache cache = cache_of(spec, shape, k.dtype());
   move_tokens<true>(cache, slot, k, v, log_decay, slot.pending);
   if (!spec.decay) return;
-  sum_decay_kernel<<<blocks_for(shape.heads, kThreads / 32), kThreads, 0, stream(k.device())>>>(
+  sum_decay_kernel<<<blocks_for(shape.decay_heads, kThreads / 32), kThreads, 0, stream(k.device())>>>(
       cache, table_of(slot), static_cast<int>(slot.pending), static_cast<int>(slot.pending + k.size(1)));
   check_launch("mixer_cache.prefill");
 }
@@ -312,7 +314,7 @@ void cache_gather(const MixerSpec& spec, const MixerShape& shape, const CacheSlo
 }
 
 void cache_sum_decay(const MixerSpec& spec, const MixerShape& shape, const CacheSlot& slot) {
-  sum_decay_kernel<<<blocks_for(shape.heads, kThreads / 32), kThreads, 0, stream(slot.table.device())>>>(
+  sum_decay_kernel<<<blocks_for(shape.decay_heads, kThreads / 32), kThreads, 0, stream(slot.table.device())>>>(
       cache_of(spec, shape, slot.pages[0].k.dtype()), table_of(slot), 0, static_cast<int>(slot.pending));
   check_launch("mixer_cache");
 }
@@ -325,7 +327,7 @@ void cache_fold(const MixerSpec& spec, const MixerShape& shape, std::span<const 
     for (size_t i = 0; i < count; ++i)
       list.folds[i] = {table_of(*folds[i].slot), folds[i].state.data<float>(),
                        static_cast<int>(folds[i].slot->pending)};
-    const int64_t blocks = static_cast<int64_t>(count) * shape.heads * row_tiles * column_tiles;
+    const int64_t blocks = static_cast<int64_t>(count) * shape.state_heads * row_tiles * column_tiles;
     const DType dtype = folds[0].slot->pages[0].k.dtype();
     with_activation_type(dtype, [&](auto zero) {
       using T = typename OnDevice<decltype(zero)>::Type;

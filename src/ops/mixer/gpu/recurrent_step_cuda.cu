@@ -15,6 +15,8 @@ constexpr int kMostWindowBlocks = 64;                  // for one head
 constexpr int64_t kEnoughBlocks = 4096;                // several for every place on the largest device
 constexpr int kAtOnce = 3;                             // blocks of a multiprocessor that leave room for the next kernel
 constexpr int kRowsAhead = 6;                          // of the state, that a thread fetches before it has q
+constexpr int kMostGrouped = 8;                        // heads that read a state together
+constexpr int kGroupedRowsAhead = 3;                   // fewer, since every head has sums of its own
 static_assert(kLargestDim <= kThreads && kThreads / 8 == kPageTokens && kThreads / kSmallestDim <= kChunk);
 // A head has no more blocks than its factors have room.
 static_assert(kLargestStateRows / kFewestRows + 1 + kMostWindowBlocks <= kMostRows);
@@ -38,12 +40,13 @@ template <class T>
 struct Step {
   Cache cache;
   Token<T> q, k, v;
-  const float* log_decay;            // [rows, heads]
+  const float* log_decay;            // [rows, decay_heads]
   const int32_t* rows;               // the slot of each
   int *heads_done, *blocks_done;     // of each row, and of each of its heads
   int state_blocks, state_rows;      // blocks of a head that read the state, and the rows of each
   int window_blocks, window_tokens;  // those that read the window, and the tokens of each
   int all_heads;                     // of all rows
+  int group;                         // heads whose blocks read their common state together
   bool windows_first;                // in the order of blocks: what has furthest to go begins first
   float* partials;                   // [rows, heads, blocks, v_dim + 2]: y, n, and `extra`
   T* out;
@@ -112,7 +115,8 @@ __device__ void load_token(const Step<T>& step, const RowHead& own, StepMemory& 
   wait_for_previous();
   T raw_q{}, raw_k{}, raw_v{};  // all on their way before the first is there
   float log_decay = 0;
-  if (kAll && cache.decay && thread == 0) log_decay = __ldcg(step.log_decay + own.index);
+  if (kAll && cache.decay && thread == 0)
+    log_decay = __ldcg(step.log_decay + own.row * cache.decay_heads + cache.decay_head(own.head));
   if (thread < cache.qk_dim) raw_q = __ldcg(q);
   if (kAll && thread < cache.qk_dim) raw_k = __ldcg(k);
   if (kAll && thread < cache.v_dim) raw_v = __ldcg(v);
@@ -133,7 +137,7 @@ __device__ void read_state(const Step<T>& step, const RowHead& own, int block, S
   const int ld = padded(step.cache.v_dim);
   const int vectors = ld / 4, groups = kThreads / vectors;
   const int column = thread % vectors, group = thread / vectors;
-  const float* state = own.slot.state + static_cast<int64_t>(own.head) * step.cache.state_numbers;
+  const float* state = step.cache.state_of(own.slot.state, own.head);
   const float4* values = reinterpret_cast<const float4*>(state + static_cast<int64_t>(first) * ld) + column;
   float4 ahead[kRowsAhead];
 #pragma unroll
@@ -169,8 +173,69 @@ __device__ void read_state(const Step<T>& step, const RowHead& own, int block, S
   write_partial(step, step.partial(own.index, block), groups, ld, normalizer, 0, memory);
 }
 
-// Puts the new token into its page. Heads that share a k or v leave it to the first of them; all of them read the new
-// token from the inputs.
+// The same for heads that share the state, from own.head on: each row is fetched once.
+template <class T>
+__device__ void read_shared_state(const Step<T>& step, const RowHead& own, int block, StepMemory& memory) {
+  const Cache& cache = step.cache;
+  const int thread = static_cast<int>(threadIdx.x), heads = step.group;
+  const int first = block * step.state_rows;
+  const int rows = min(step.state_rows, cache.state_rows - first);
+  const int ld = padded(cache.v_dim);
+  const int vectors = ld / 4, groups = kThreads / vectors;
+  const int column = thread % vectors, group = thread / vectors;
+  const float* state = cache.state_of(own.slot.state, own.head);
+  const float4* values = reinterpret_cast<const float4*>(state + static_cast<int64_t>(first) * ld) + column;
+  float4 ahead[kGroupedRowsAhead];
+#pragma unroll
+  for (int i = 0; i < kGroupedRowsAhead; ++i) {
+    const int r = group + i * groups;
+    ahead[i] = group < groups && r < rows ? __ldcs(values + r * vectors) : float4{0, 0, 0, 0};
+  }
+  static_assert(sizeof(memory.sums) == sizeof(float) * kMostGrouped * kLargestDim);
+  float* const queries = memory.sums;  // until all heads have their features
+  wait_for_previous();
+  for (int i = thread; i < heads * cache.qk_dim; i += kThreads) {
+    const int head = i / cache.qk_dim, c = i % cache.qk_dim;
+    queries[head * kLargestDim + c] =
+        to_float(__ldcg(step.q.row(own.row, own.head + head, cache.heads) + c)) * cache.scale;
+  }
+  __syncthreads();
+  for (int r = thread; r < rows; r += kThreads) {
+    const Feature feature = feature_of(cache.features, first + r);
+    for (int head = 0; head < heads; ++head)
+      memory.phi[head * step.state_rows + r] = feature.of(queries + head * kLargestDim);
+  }
+  __syncthreads();
+
+  float4 sums[kMostGrouped] = {};
+  for (int first_of_these = group; group < groups && first_of_these < rows;
+       first_of_these += kGroupedRowsAhead * groups) {
+#pragma unroll
+    for (int i = 0; i < kGroupedRowsAhead; ++i) {
+      const int r = first_of_these + i * groups, later = r + kGroupedRowsAhead * groups;
+      const float4 x = ahead[i];
+      if (later < rows) ahead[i] = __ldcs(values + later * vectors);
+      if (r >= rows) continue;
+#pragma unroll
+      for (int head = 0; head < kMostGrouped; ++head)
+        if (head < heads) add_row(sums[head], memory.phi[head * step.state_rows + r], x);
+    }
+  }
+  const float* const z = state + static_cast<int64_t>(cache.state_rows) * ld + first;
+#pragma unroll
+  for (int head = 0; head < kMostGrouped; ++head) {
+    if (head >= heads) break;
+    float normalizer = 0;
+    for (int r = thread; cache.sum && r < rows; r += kThreads)
+      normalizer = fmaf(memory.phi[head * step.state_rows + r], z[r], normalizer);
+    if (group < groups) reinterpret_cast<float4*>(memory.sums)[thread] = sums[head];
+    write_partial(step, step.partial(own.index + head, block), groups, ld, normalizer, 0, memory);
+    __syncthreads();  // before the next head's sums
+  }
+}
+
+// Puts the new token into its page. Heads that share a k, v or decay leave it to the first of them; all of them read
+// the new token from the inputs.
 template <class T>
 __device__ void keep_token(const Cache& cache, const RowHead& own, double total, const StepMemory& memory) {
   const int thread = static_cast<int>(threadIdx.x), token = own.slot.pending, head = own.head;
@@ -179,7 +244,7 @@ __device__ void keep_token(const Cache& cache, const RowHead& own, double total,
     cache.template k_row<T>(page, head, token)[thread] = from_float<T>(memory.k[thread]);
   if (head % (cache.heads / cache.v_heads) == 0 && thread < cache.v_dim)
     cache.template v_row<T>(page, head, token)[thread] = from_float<T>(memory.v[thread]);
-  if (cache.decay && thread == 0) {
+  if (cache.decay && head % (cache.heads / cache.decay_heads) == 0 && thread == 0) {
     *cache.log_decay(page, head, token) = memory.log_decay;
     *cache.total(page, head, token) = total;
   }
@@ -243,7 +308,8 @@ __device__ void read_window(const Step<T>& step, const RowHead& own, int block, 
       for (int offset = 4; offset > 0; offset /= 2) score += __shfl_xor_sync(0xFFFFFFFFu, score, offset);
       if (lane == 0) {
         float weight = step.softmax() ? -INFINITY : 0.0f;
-        if (j < count) {
+        // What a sliding window has passed is less than a page, so that no chunk is without a token that counts.
+        if (j < count && (cache.window == 0 || chunk + j > pending - cache.window)) {
           double log_decay = 0;
           if (cache.decay && chunk + j != pending)
             log_decay = now - (ahead ? totals_ahead[half] : *cache.total(half == 0 ? page0 : page1, head, j));
@@ -343,48 +409,70 @@ __device__ void combine(const Step<T>& step, const RowHead& own_head, StepMemory
 
 // A step of all heads of all rows. The blocks of a head read parts of its state and its window; the one that is done
 // last adds up what they have written. Blocks that another row needs for its state or its longer window do nothing.
-template <int kVector, class T>
-__global__ void __launch_bounds__(kThreads, 4) step_kernel(const Step<T> step) {
+// kGrouped: heads share a state, and the blocks of the state work for a group of them.
+template <int kVector, bool kGrouped, class T>
+__global__ void __launch_bounds__(kThreads, kGrouped ? 3 : 4) step_kernel(const Step<T> step) {
   __shared__ StepMemory memory;
   const int thread = static_cast<int>(threadIdx.x);
   start_next();
   const int index = static_cast<int>(blockIdx.x), windows = step.all_heads * step.window_blocks;
-  int row_head = index / step.blocks(), block = index % step.blocks();
+  const int group = kGrouped ? step.group : 1, group_windows = group * step.window_blocks;
+  // The first head that the block works for, and how many: those of a group where it reads their state.
+  int row_head = 0, block = 0, heads = 1;
+  const auto window_block = [&](int at) {
+    row_head = at / step.window_blocks;
+    block = at % step.window_blocks;
+  };
+  const auto state_block = [&](int at_group, int at) {
+    row_head = at_group * group;
+    block = step.window_blocks + at;
+    heads = group;
+  };
   if (step.windows_first && index < windows) {
-    row_head = index / step.window_blocks;
-    block = index % step.window_blocks;
+    window_block(index);
   } else if (step.windows_first) {
-    row_head = (index - windows) / step.state_blocks;
-    block = step.window_blocks + (index - windows) % step.state_blocks;
+    state_block((index - windows) / step.state_blocks, (index - windows) % step.state_blocks);
+  } else {
+    const int per_group = group_windows + step.state_blocks, at_group = index / per_group, at = index % per_group;
+    if (at < group_windows)
+      window_block(at_group * group_windows + at);
+    else
+      state_block(at_group, at - group_windows);
   }
   const int row = row_head / step.cache.heads;
   SlotRecord* const record = step.cache.slots + __ldcg(step.rows + row);
-  const RowHead own{row, row_head % step.cache.heads, row_head, load_slot(record)};
+  RowHead own{row, row_head % step.cache.heads, row_head, load_slot(record)};
   if (block >= step.window_blocks) {
-    if (own.slot.state != nullptr) read_state(step, own, block - step.window_blocks, memory);
+    if constexpr (kGrouped) {
+      if (own.slot.state != nullptr) read_shared_state(step, own, block - step.window_blocks, memory);
+    } else {
+      if (own.slot.state != nullptr) read_state(step, own, block - step.window_blocks, memory);
+    }
   } else if (block * step.window_tokens <= own.slot.pending) {
     read_window<kVector>(step, own, block, memory);
   }
   wait_for_previous();  // in blocks that had nothing to read
 
-  __syncthreads();
-  int* done = step.blocks_done + row_head;
-  if (thread == 0) {
-    __threadfence();
-    memory.last = atomicAdd(done, 1) == step.blocks() - 1;
-    __threadfence();
-  }
-  __syncthreads();
-  if (!memory.last) return;
-  if (thread == kThreads - 1) {  // beside the rest: all blocks of the head have read the record
-    *done = 0;
-    if (atomicAdd(step.heads_done + row, 1) == step.cache.heads - 1) {
-      step.heads_done[row] = 0;
-      record->pending += 1;
-      record->tokens += 1;
+  for (int i = 0; i < heads; ++i, ++own.head, ++own.index) {
+    __syncthreads();
+    int* done = step.blocks_done + own.index;
+    if (thread == 0) {
+      __threadfence();
+      memory.last = atomicAdd(done, 1) == step.blocks() - 1;
+      __threadfence();
     }
+    __syncthreads();
+    if (!memory.last) continue;
+    if (thread == kThreads - 1) {  // beside the rest: all blocks of the head have read the record
+      *done = 0;
+      if (atomicAdd(step.heads_done + row, 1) == step.cache.heads - 1) {
+        step.heads_done[row] = 0;
+        record->pending += 1;
+        record->tokens += 1;
+      }
+    }
+    combine(step, own, memory);
   }
-  combine(step, own, memory);
 }
 
 // Whether rows that begin there can be read by 16 bytes.
@@ -412,17 +500,21 @@ void cache_step(const MixerSpec& spec, const MixerShape& shape, const CacheRecor
   // Blocks that a head should have: few heads fill the device once, with one block for the window.
   const int64_t places = kAtOnce * multiprocessors() / heads;
   const int64_t share = places > 2 ? places - 1 : divide_up(kEnoughBlocks, heads);
+  // Of the heads that share a state, as many as read it together.
+  int group = static_cast<int>(any_state ? shape.heads / shape.state_heads : 1);
+  while (group > kMostGrouped || shape.heads / shape.state_heads % group != 0) --group;
   int state_blocks = 0, state_rows = 0;
   if (any_state) {
-    const int fewest = divide_up(shape.state_rows, kMostRows), most = divide_up(shape.state_rows, kFewestRows);
-    state_rows = divide_up(shape.state_rows, std::clamp<int64_t>(share, fewest, most));
+    const int fewest = divide_up(shape.state_rows, kMostRows / group), most = divide_up(shape.state_rows, kFewestRows);
+    state_rows = divide_up(shape.state_rows, std::clamp<int64_t>(group * share, fewest, std::max(fewest, most)));
     state_blocks = divide_up(shape.state_rows, state_rows);
   }
   const int64_t chunks = divide_up(longest + 1, kChunk);
   const int window_chunks = divide_up(chunks, std::clamp<int64_t>(share, 1, kMostWindowBlocks));
   const int window_blocks = divide_up(chunks, window_chunks);
-  const int64_t blocks = heads * (state_blocks + window_blocks);
-  const Tensor partials = Tensor::empty({blocks, shape.v_dim + 2}, DType::f32, out.device());
+  const int64_t blocks = heads * window_blocks + heads / group * state_blocks;
+  const Tensor partials =
+      Tensor::empty({heads * (state_blocks + window_blocks), shape.v_dim + 2}, DType::f32, out.device());
   with_activation_type(out.dtype(), [&](auto zero) {
     using T = decltype(zero);
     using OnGpu = typename OnDevice<T>::Type;
@@ -439,16 +531,23 @@ void cache_step(const MixerSpec& spec, const MixerShape& shape, const CacheRecor
                            window_blocks,
                            window_chunks * kChunk,
                            static_cast<int>(heads),
+                           group,
                            places > 2,
                            partials.data<float>(),
                            pointer<T>(out),
                            polynomial_of(spec)};
     const auto grid = static_cast<unsigned>(blocks);
     const cudaStream_t s = stream(out.device());
+    const auto launch = [&](auto vector) {
+      if (group > 1)
+        launch_early(early, step_kernel<vector(), true, OnGpu>, grid, kThreads, 0, s, step);
+      else
+        launch_early(early, step_kernel<vector(), false, OnGpu>, grid, kThreads, 0, s, step);
+    };
     if (aligned(k) && aligned(v))
-      launch_early(early, step_kernel<16 / sizeof(OnGpu), OnGpu>, grid, kThreads, 0, s, step);
+      launch(std::integral_constant<int, 16 / sizeof(OnGpu)>());
     else
-      launch_early(early, step_kernel<1, OnGpu>, grid, kThreads, 0, s, step);
+      launch(std::integral_constant<int, 1>());
   });
 }
 

@@ -11,7 +11,9 @@ inline constexpr int64_t kLargestWalkDim = 128;
 // bf16, linear scores without a normalizer, dimensions that are multiples of 8 up to kLargestWalkDim; unless
 // forced, values of at most 64.
 bool walk_supports(const MixerCall& call);
-void walk_forward(const MixerCall& call, const TokenTables& tokens);
+// Returns the states that enter the segments of the heads, for the backward pass (MixerResult::states); undefined where
+// heads are not divided.
+Tensor walk_forward(const MixerCall& call, const TokenTables& tokens);
 // Writes the gradients of every head and that of an initial state. A gradient of the final state is not supported.
 void walk_backward(const MixerCall& call, const TokenTables& tokens, const Tensor& out_gradient,
                    const HeadGradients& gradients, const Tensor& initial_state_gradient);

@@ -428,6 +428,8 @@ __global__ void __launch_bounds__(kThreads, kQk + kV > 128 ? 2 : 3) walk_kernel(
   Shared<kQk, kV>& memory = *reinterpret_cast<Shared<kQk, kV>*>(bytes);
   const Place place;
   const int first = place.first_chunk(m), count = place.end_chunk(m) - first;
+  // Nothing enters a segment behind the last one of the walk.
+  if (kPass == Pass::sums && place.segment == (reverse ? 0 : place.segments - 1)) return;
   const auto chunk_of = [&](int i) { return first + (reverse ? count - 1 - i : i); };
   State<kQk, kV> state;
   state.load(m, m.first != nullptr && kPass != Pass::sums ? m.first + place.state(m) : nullptr);
@@ -461,23 +463,39 @@ __global__ void __launch_bounds__(kThreads, kQk + kV > 128 ? 2 : 3) walk_kernel(
   if (m.last != nullptr) state.store(m, m.last + place.state(m));
 }
 
-// sums [batch, heads, segments, size]: of each segment alone → what enters each. `initial`: what enters the first.
+// sums [batch, heads, segments, size]: of each segment alone but the last of the walk → what enters each. `initial`:
+// what enters the first. Blocks of kEnterThreads; shared memory for a number of each segment.
+constexpr int kEnterThreads = 256;
 __global__ void enter_kernel(float* sums, const float* initial, const float* through, int chunks, int segments,
                              int segment_chunks, int size, bool reverse) {
+  extern __shared__ float left[];  // what of a state that enters a segment leaves it
   const int64_t row = blockIdx.y;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  for (int segment = static_cast<int>(threadIdx.x) / 32; segment < segments; segment += kEnterThreads / 32) {
+    const int end = min(chunks, (segment + 1) * segment_chunks);
+    float product = 1;
+    for (int c = segment * segment_chunks + lane; through != nullptr && c < end; c += 32)
+      product *= through[row * chunks + c];
+    for (int offset = 16; offset > 0; offset /= 2) product *= __shfl_xor_sync(0xFFFFFFFFu, product, offset);
+    if (lane == 0) left[segment] = product;
+  }
+  __syncthreads();
   const int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
   if (i >= size) return;
   float state = initial != nullptr ? initial[row * size + i] : 0.0f;
-  for (int n = 0; n < segments; ++n) {
-    const int segment = reverse ? segments - 1 - n : n;
-    float& here = sums[(row * segments + segment) * size + i];
-    float left = 1;
-    const int end = min(chunks, (segment + 1) * segment_chunks);
-    if (through != nullptr)
-      for (int c = segment * segment_chunks; c < end; ++c) left *= through[row * chunks + c];
-    const float own = here;
-    here = state;
-    state = fmaf(left, state, own);
+  constexpr int kAhead = 8;  // reads at the same time
+  for (int first = 0; first < segments; first += kAhead) {
+    const auto segment_of = [&](int n) { return reverse ? segments - 1 - (first + n) : first + n; };
+    float own[kAhead];
+#pragma unroll
+    for (int n = 0; n < kAhead; ++n)
+      if (first + n < segments - 1) own[n] = sums[(row * segments + segment_of(n)) * size + i];
+#pragma unroll
+    for (int n = 0; n < kAhead; ++n) {
+      if (first + n >= segments) break;
+      sums[(row * segments + segment_of(n)) * size + i] = state;
+      if (first + n < segments - 1) state = fmaf(left[segment_of(n)], state, own[n]);
+    }
   }
 }
 
@@ -514,33 +532,55 @@ class Call {
     walk.qk_dim = static_cast<int>(shape.qk_dim);
     walk.v_dim = static_cast<int>(shape.v_dim);
     walk.scale = shape.scale;
-    // Enough blocks for the device, but segments that are worth a pass of their own.
-    constexpr int kBlocksEach = 3, kShortest = 16;
-    const int64_t all = shape.batch * shape.heads;
-    const int64_t wanted = (kBlocksEach * multiprocessors() + all - 1) / all;
-    const auto segments = std::clamp<int64_t>(wanted, 1, std::max(1, walk.chunks / kShortest));
+    const int64_t segments = best_segments();
     walk.segment_chunks = static_cast<int>((walk.chunks + segments - 1) / segments);
     segments_ = (walk.chunks + walk.segment_chunks - 1) / walk.segment_chunks;
   }
 
-  // The state that enters every segment, and `last` that which leaves the last one of the walk, if it is defined.
-  void enter(const Tensor& initial, bool reverse) {
+  // How many segments of a head take the least time. A block takes as long as its chunks; a multiprocessor runs a few
+  // at a time. The sums of segments are a pass of their own.
+  int64_t best_segments() const {
+    constexpr int64_t kShortest = 16;
+    constexpr double kPass = 1.4;
+    const int64_t all = call_.shape.batch * call_.shape.heads, chunks = walk.chunks;
+    const int64_t at_once = multiprocessors() * (std::max(walk.qk_dim, 64) + std::max(walk.v_dim, 64) > 128 ? 2 : 3);
+    const auto parts = [](int64_t n, int64_t size) { return (n + size - 1) / size; };
+    int64_t best = 1;
+    auto least = static_cast<double>(parts(all, at_once) * chunks);
+    for (int64_t segments = 2; segments <= std::min(chunks / kShortest, at_once); ++segments) {
+      const double time = kPass * static_cast<double>(parts(all * segments, at_once) * parts(chunks, segments));
+      if (time >= least) continue;
+      least = time;
+      best = segments;
+    }
+    return best;
+  }
+
+  // The state that enters every segment; undefined where there is one segment. `known`: what an earlier call returned.
+  Tensor enter(const Tensor& initial, bool reverse, const Tensor& known = {}) {
     const MixerShape& shape = call_.shape;
     if (segments_ == 1) {
       walk.first = floats(initial);
-      return;
+      return {};
     }
-    sums_ = Tensor::empty({shape.batch, shape.heads, segments_, shape.qk_dim, shape.v_dim}, DType::f32, device());
+    const Shape states{shape.batch, shape.heads, segments_, shape.qk_dim, shape.v_dim};
+    if (known && known.dtype() == DType::f32 && known.shape() == states) {
+      walk.first = known.data<float>();
+      return known;
+    }
+    sums_ = Tensor::empty(states, DType::f32, device());
     walk.first = nullptr;
     walk.last = sums_.data<float>();
     run<Pass::sums>(reverse);
     walk.last = nullptr;
     const auto size = static_cast<int>(shape.qk_dim * shape.v_dim);
-    const dim3 grid(blocks_for(size, 256), static_cast<unsigned>(shape.batch * shape.heads));
-    enter_kernel<<<grid, 256, 0, stream(device())>>>(sums_.data<float>(), floats(initial), walk.through, walk.chunks,
-                                                     static_cast<int>(segments_), walk.segment_chunks, size, reverse);
+    const dim3 grid(blocks_for(size, kEnterThreads), static_cast<unsigned>(shape.batch * shape.heads));
+    enter_kernel<<<grid, kEnterThreads, static_cast<size_t>(segments_) * sizeof(float), stream(device())>>>(
+        sums_.data<float>(), floats(initial), walk.through, walk.chunks, static_cast<int>(segments_),
+        walk.segment_chunks, size, reverse);
     check_launch("mixer: states between segments");
     walk.first = sums_.data<float>();
+    return sums_;
   }
   // Where the pass leaves the states of all segments; the one that leaves the head goes to `to` with copy_last().
   void keep_last() {
@@ -600,13 +640,14 @@ bool walk_supports(const MixerCall& call) {
          fits_in_shared_memory(shape, call.inputs.q.device());
 }
 
-void walk_forward(const MixerCall& call, const TokenTables& tokens) {
+Tensor walk_forward(const MixerCall& call, const TokenTables& tokens) {
   Call walk(call, tokens);
-  walk.enter(call.inputs.initial_state, false);
+  const Tensor states = walk.enter(call.inputs.initial_state, false);
   walk.walk.out = heads_of<bfloat16>(call.result.out, call.shape.heads);
   if (call.result.final_state) walk.keep_last();
   walk.run<Pass::forward>(false);
   if (call.result.final_state) walk.copy_last(call.result.final_state, false);
+  return states;
 }
 
 void walk_backward(const MixerCall& call, const TokenTables& tokens, const Tensor& out_gradient,
@@ -625,7 +666,7 @@ void walk_backward(const MixerCall& call, const TokenTables& tokens, const Tenso
   walk.walk.dv = heads_of<bfloat16>(dv, heads);
   walk.walk.row_decay = doubles(gradients.row_decay);
   walk.walk.key_decay = doubles(gradients.key_decay);
-  walk.enter(call.inputs.initial_state, false);
+  walk.enter(call.inputs.initial_state, false, call.result.states);
   walk.run<Pass::query>(false);
   walk.enter({}, true);
   if (initial_state_gradient) walk.keep_last();
