@@ -6,6 +6,7 @@ find_package(fmt REQUIRED)
 find_package(CLI11 REQUIRED)
 find_package(nlohmann_json REQUIRED)
 find_package(hwy REQUIRED)
+find_package(Boost 1.74 REQUIRED)  # Beast and Asio, headers alone: the HTTP server
 
 # Matrix products: oneDNN, or OpenBLAS on a machine that lacks it.
 option(FURIOUS_ONEDNN "Use oneDNN for matrix products where it is found; OFF uses OpenBLAS" ON)
@@ -31,9 +32,13 @@ endif()
 find_package(PkgConfig REQUIRED)
 find_package(ZLIB REQUIRED)
 pkg_check_modules(sentencepiece REQUIRED IMPORTED_TARGET sentencepiece)
+pkg_check_modules(pcre2 REQUIRED IMPORTED_TARGET libpcre2-8)  # of tokenizer.json
+pkg_check_modules(utf8proc REQUIRED libutf8proc)  # its compile flags are for Windows
 pkg_check_modules(zstd REQUIRED IMPORTED_TARGET libzstd)
 add_library(furious_text INTERFACE)
-target_link_libraries(furious_text INTERFACE PkgConfig::sentencepiece PkgConfig::zstd ZLIB::ZLIB)
+target_link_libraries(furious_text INTERFACE PkgConfig::sentencepiece PkgConfig::pcre2 ${utf8proc_LINK_LIBRARIES}
+                      PkgConfig::zstd ZLIB::ZLIB)
+target_include_directories(furious_text INTERFACE ${utf8proc_INCLUDE_DIRS})
 
 # Parquet input, where Apache Arrow is found (https://arrow.apache.org/install). Everything else works without it.
 find_package(Parquet CONFIG QUIET)
@@ -55,4 +60,14 @@ if(MPI_CXX_FOUND)
   message(STATUS "several processes: MPI ${MPI_CXX_VERSION}")
 else()
   message(STATUS "several processes: not built in, MPI was not found")
+endif()
+
+# Editing of lines in `furious chat`, where libedit is found. Without it lines are read as they come.
+pkg_check_modules(libedit IMPORTED_TARGET libedit)
+add_library(furious_edit INTERFACE)
+if(libedit_FOUND)
+  target_link_libraries(furious_edit INTERFACE PkgConfig::libedit)
+  target_compile_definitions(furious_edit INTERFACE FURIOUS_EDIT)
+else()
+  message(STATUS "line editing: not built in, libedit was not found")
 endif()

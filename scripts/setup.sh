@@ -5,8 +5,8 @@ set -euo pipefail
 
 packages=(
   g++ cmake ninja-build make pkg-config
-  libdnnl-dev ocl-icd-opencl-dev libhwy-dev libfmt-dev libcli11-dev nlohmann-json3-dev
-  libsentencepiece-dev libzstd-dev zlib1g-dev
+  libdnnl-dev ocl-icd-opencl-dev libhwy-dev libfmt-dev libcli11-dev nlohmann-json3-dev libboost-dev
+  libsentencepiece-dev libpcre2-dev libutf8proc-dev libzstd-dev zlib1g-dev libedit-dev
   libgtest-dev
   libopenmpi-dev openmpi-bin
   "$@"

@@ -230,9 +230,9 @@ int64_t TokenView::document_at(int64_t token) const {
 
 Dataset::Dataset(const std::string& folder) : folder_(folder), manifest_(read_manifest(folder)) {
   const TokenizerInfo& info = manifest_.tokenizer;
-  tokenizer_ = load_tokenizer(info.kind == "byte" ? "byte" : folder + "/tokenizer.model");
+  tokenizer_ = load_tokenizer(info.kind == "byte" ? "byte" : folder);
   require(tokenizer_->fingerprint() == info.fingerprint && tokenizer_->vocabulary_size() == info.vocabulary_size,
-          "data \"{}\": tokenizer.model is not the one it was tokenized with ({}, expected {})", folder,
+          "data \"{}\": its tokenizer is not the one it was tokenized with ({}, expected {})", folder,
           tokenizer_->fingerprint(), info.fingerprint);
   require(manifest_.token_bytes == token_bytes_for(info.vocabulary_size),
           "\"{}/manifest.json\" is damaged: token_bytes {}", folder, manifest_.token_bytes);

@@ -86,11 +86,17 @@ class Message {
   bool good_ = true;
 };
 
-// No line break beside anything, no space after anything but a space, and no piece that is matched before all others.
+bool is_user_defined(std::string_view piece_message) {  // matched before all others
+  Message message(piece_message);
+  while (const auto field = message.next())
+    if (field->number == 3 && field->value == kUserDefined) return true;
+  return false;
+}
+
+// No line break beside anything, and no space after anything but a space.
 bool stays_inside_a_word(std::string_view piece_message) {
   Message message(piece_message);
   while (const auto field = message.next()) {
-    if (field->number == 3 && field->value == kUserDefined) return false;
     if (field->number != 1) continue;
     const std::string_view piece = field->data;
     if (piece.size() > 1 && piece.find('\n') != std::string_view::npos) return false;
@@ -294,16 +300,36 @@ class ModelCheck {
 
 }  // namespace
 
-bool encodes_word_by_word(std::string_view model) {
+bool is_plain_byte_pair_model(std::string_view model) {
   bool trained = false;
   bool normalized = false;
   Message message(model);
   while (const auto field = message.next()) {
-    if (field->number == 1 && !stays_inside_a_word(field->data)) return false;
+    if (field->number == 1 && is_user_defined(field->data)) return false;
     if (field->number == 2) trained = is_byte_pair_model(field->data);
     if (field->number == 3) normalized = normalizes_nothing(field->data);
   }
   return trained && normalized;
+}
+
+std::vector<std::string> user_defined_pieces(std::string_view model) {
+  std::vector<std::string> pieces;
+  Message message(model);
+  while (const auto field = message.next()) {
+    if (field->number != 1 || !is_user_defined(field->data)) continue;
+    Message piece(field->data);
+    while (const auto part = piece.next())
+      if (part->number == 1) pieces.emplace_back(part->data);
+  }
+  std::ranges::sort(pieces);
+  return pieces;
+}
+
+bool encodes_word_by_word(std::string_view model) {
+  Message message(model);
+  while (const auto field = message.next())
+    if (field->number == 1 && !stays_inside_a_word(field->data)) return false;
+  return is_plain_byte_pair_model(model);
 }
 
 void check_sentencepiece_model(std::string_view model, const std::string& origin) {

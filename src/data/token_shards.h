@@ -1,7 +1,7 @@
 // Token shards: the format of a tokenized corpus on disk.
 //
 //   DIR/manifest.json          contents: tokenizer, options, counts, every shard with its size and CRC-32
-//   DIR/tokenizer.model        a copy of the tokenizer's model, where it has one
+//   DIR/tokenizer*             a copy of the tokenizer's files, unless it is "byte"
 //   DIR/train-00000.tokens     a ShardHeader, then the token ids: little-endian u16, or u32 for large vocabularies
 //   DIR/train-00000.documents  a ShardHeader, then for each document the index after its last token: little-endian u64
 //   DIR/train-00000.checks     a ShardHeader, then the CRC-32 of each block of kBlockBytes of .tokens (without its

@@ -337,7 +337,7 @@ void remove_state(const std::string& folder) {
 // Nothing was checkpointed, so the next command on this folder may have other options.
 void forget_attempt(const std::string& folder) {
   remove_state(folder);
-  fs::remove(folder + "/tokenizer.model");
+  for (const char* name : kTokenizerFiles) fs::remove(folder + "/" + name);
   for (const Split split : kSplits)
     for (int64_t shard = 0; fs::remove(folder + "/" + tokens_file(split, shard)); ++shard)
       for (const std::string& file : {documents_file(split, shard), checks_file(split, shard)})
@@ -406,7 +406,7 @@ TokenizeResult tokenize_corpus(const TokenizeOptions& options, const TokenizeHoo
     write_text(folder + "/plan.json", plan.dump(1) + "\n");
   }
   try {
-    if (!tokenizer->model().empty()) write_text(folder + "/tokenizer.model", tokenizer->model());
+    if (tokenizer->kind() != "byte") save_tokenizer(folder, *tokenizer, options.bos);
     const int token_bytes = token_bytes_for(tokenizer->vocabulary_size());
     Corpus corpus(options, files, token_bytes);
     write_corpus(options, *tokenizer, files, train_files, corpus, hooks, result.progress);

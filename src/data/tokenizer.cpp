@@ -3,6 +3,7 @@
 #include <sentencepiece_processor.h>
 #include <sentencepiece_trainer.h>
 
+#include <algorithm>
 #include <atomic>
 #include <filesystem>
 #include <system_error>
@@ -15,6 +16,8 @@
 #include "base/names.h"
 #include "base/number.h"
 #include "data/sentencepiece_model.h"
+#include "data/tokenizer_files.h"
+#include "data/tokenizer_json.h"
 
 namespace furious {
 namespace {
@@ -23,8 +26,8 @@ namespace fs = std::filesystem;
 
 constexpr const char* kModelFile = "tokenizer.model";
 constexpr const char* kConfigFile = "tokenizer_config.json";
+constexpr const char* kJsonFile = "tokenizer.json";
 constexpr uint64_t kMostModelBytes = 64 << 20;
-constexpr const char* kKindKey = "tokenizer_class";
 constexpr std::string_view kSpaceMark = "\xE2\x96\x81";  // ▁, SentencePiece's space
 
 void check_id(const Tokenizer& tokenizer, int32_t id) {
@@ -63,7 +66,7 @@ class ByteTokenizer final : public Tokenizer {
   int32_t eos() const override { return 257; }
   std::string kind() const override { return "byte"; }
   std::string fingerprint() const override { return "byte"; }
-  std::string model() const override { return {}; }
+  TokenizerFiles files(bool bos) const override { return byte_tokenizer_files(bos); }
 };
 
 class SentencePieceTokenizer final : public Tokenizer {
@@ -84,6 +87,10 @@ class SentencePieceTokenizer final : public Tokenizer {
     adds_space_ = !probe.empty() && probe[0].starts_with(kSpaceMark);
     const std::vector<std::string> line_break = processor_.EncodeAsPieces("\n");
     word_by_word_ = encodes_word_by_word(model_) && line_break.size() == 2 && line_break[0] == kSpaceMark;
+    symbols_ = user_defined_pieces(model_);
+    std::erase_if(symbols_, [](const std::string& symbol) {  // blanks, and single characters, which cannot be cut
+      return symbol.find_first_not_of(" \t\n") == std::string::npos || symbol.size() <= utf8_bytes_of(symbol[0]);
+    });
   }
 
   std::vector<int32_t> encode(std::string_view text) const override {
@@ -110,6 +117,23 @@ class SentencePieceTokenizer final : public Tokenizer {
     std::vector<int32_t> ids = encode(text);
     if (!ids.empty() && processor_.IdToPiece(ids[0]) == kSpaceMark) ids.erase(ids.begin());
     return ids;
+  }
+
+  // The library always finds user-defined symbols: the text is cut inside of them.
+  std::vector<int32_t> encode_literal(std::string_view text, bool start) const override {
+    std::vector<int32_t> ids;
+    for (size_t begin = 0, end = 0; begin < text.size(); begin = end) {
+      end = symbol_cut(text, begin);
+      const std::string_view part = text.substr(begin, end - begin);
+      const std::vector<int32_t> own = start && begin == 0 ? encode(part) : encode_continuation(part);
+      ids.insert(ids.end(), own.begin(), own.end());
+    }
+    return ids;
+  }
+  int32_t special(std::string_view content) const override {
+    const int32_t id = processor_.PieceToId(content);
+    const bool named = id >= 0 && id < vocabulary_size() && processor_.IdToPiece(id) == content;
+    return named && (processor_.IsControl(id) || std::ranges::binary_search(symbols_, content)) ? id : -1;
   }
 
   std::string decode(std::span<const int32_t> ids) const override {
@@ -141,7 +165,7 @@ class SentencePieceTokenizer final : public Tokenizer {
   int32_t eos() const override { return processor_.eos_id(); }
   std::string kind() const override { return "sentencepiece"; }
   std::string fingerprint() const override { return fmt::format("fnv1a64:{:016x}", hash_of(model_)); }
-  std::string model() const override { return model_; }
+  TokenizerFiles files(bool bos) const override { return sentencepiece_files(model_, bos); }
 
  private:
   // Words repeat, so each thread caches those of the tokenizer it used last, up to a few megabytes.
@@ -169,6 +193,16 @@ class SentencePieceTokenizer final : public Tokenizer {
     return text.size();
   }
 
+  // The first place after `begin` that lies inside of a user-defined symbol, after its first character.
+  size_t symbol_cut(std::string_view text, size_t begin) const {
+    size_t cut = text.size();
+    for (const std::string& symbol : symbols_) {
+      const size_t at = text.find(symbol, begin);
+      if (at != std::string_view::npos) cut = std::min(cut, at + utf8_bytes_of(symbol[0]));
+    }
+    return cut;
+  }
+
   std::vector<int32_t> encode_whole(std::string_view text) const {
     std::vector<int> ids;
     const auto status = processor_.Encode(text, &ids);
@@ -193,18 +227,31 @@ class SentencePieceTokenizer final : public Tokenizer {
 
   std::string model_;
   sentencepiece::SentencePieceProcessor processor_;
+  std::vector<std::string> symbols_;  // user-defined pieces that are words
   uint64_t number_ = next_number();
   bool adds_space_ = false;
   bool word_by_word_ = false;
 };
 
-// The tokenizer kind in a folder's tokenizer_config.json; empty if it has none.
+// The kind of the tokenizer that save_tokenizer wrote into a folder; empty if something else did.
 std::string saved_kind(const fs::path& folder) {
   const fs::path path = folder / kConfigFile;
   if (!fs::exists(path)) return {};
-  const nlohmann::json parsed = read_json(path);
+  const nlohmann::json parsed = read_json(path, {.python_words = true});
   const JsonValue json(parsed, path.string());
-  return json.has(kKindKey) ? json.at(kKindKey).text() : std::string();
+  if (json.has(kSavedKindKey)) return json.at(kSavedKindKey).text();
+  return json.has("tokenizer_class") && json.at("tokenizer_class").text() == "byte" ? "byte" : "";
+}
+
+// tokenizer.json with what lies beside it and names bos and eos.
+std::shared_ptr<const Tokenizer> load_tokenizer_json(const fs::path& path) {
+  std::string config;
+  for (const char* name : {kConfigFile, "special_tokens_map.json"}) {
+    const fs::path beside = path.parent_path() / name;
+    if (!config.empty() || !fs::exists(beside)) continue;
+    config = read_text(beside, kMostModelBytes);
+  }
+  return make_tokenizer_json(read_text(path, JsonLimits().bytes), std::move(config), path.string());
 }
 
 // Passes lines to the trainer; an exception is kept until the trainer, which is not exception-safe, has returned.
@@ -239,6 +286,14 @@ class TrainerLines final : public sentencepiece::SentenceIterator {
 
 }  // namespace
 
+std::vector<int32_t> Tokenizer::encode_literal(std::string_view text, bool start) const {
+  return start ? encode(text) : encode_continuation(text);
+}
+
+int32_t Tokenizer::special(std::string_view) const {
+  return -1;
+}
+
 std::string Tokenizer::first_piece(int32_t id) const {
   const std::string inside = piece(id);
   if (!inside.starts_with(' ')) return inside;  // decoding would also replace a byte that is no character by itself
@@ -251,29 +306,29 @@ std::shared_ptr<const Tokenizer> make_sentencepiece(std::string model, const std
 
 std::shared_ptr<const Tokenizer> load_tokenizer(const std::string& name_or_path) {
   const bool is_folder = fs::is_directory(name_or_path);
-  if (name_or_path == "byte" || (is_folder && saved_kind(name_or_path) == "byte"))
-    return std::make_shared<ByteTokenizer>();
-  const fs::path path = is_folder ? fs::path(name_or_path) / kModelFile : fs::path(name_or_path);
+  const std::string saved = is_folder ? saved_kind(name_or_path) : "";
+  if (name_or_path == "byte" || saved == "byte") return std::make_shared<ByteTokenizer>();
+  fs::path path = name_or_path;
+  if (is_folder) path /= saved.empty() && fs::exists(path / kJsonFile) ? kJsonFile : kModelFile;
   if (!fs::exists(path)) {
     const std::vector<std::string> built_in = {"byte"};
     const std::string near = nearest_name(name_or_path, built_in);
-    fail("tokenizer \"{}\" does not exist{}; give a SentencePiece model file, or \"byte\"", path.string(),
-         near.empty() ? "" : fmt::format(" (did you mean \"{}\"?)", near));
+    fail("tokenizer \"{}\" does not exist{}; give a SentencePiece model file, a tokenizer.json, or \"byte\"",
+         path.string(), near.empty() ? "" : fmt::format(" (did you mean \"{}\"?)", near));
   }
+  if (path.extension() == ".json") return load_tokenizer_json(path);
   return make_sentencepiece(read_text(path, kMostModelBytes), path.string());
 }
 
 bool has_tokenizer(const fs::path& folder) {
-  return fs::exists(folder / kModelFile) || fs::exists(folder / kConfigFile);
+  return std::ranges::any_of(kTokenizerFiles, [&](const char* name) { return fs::exists(folder / name); });
 }
 
 void save_tokenizer(const fs::path& directory, const Tokenizer& tokenizer, bool bos) {
-  nlohmann::ordered_json config{{kKindKey, tokenizer.kind()}};
-  if (const std::string model = tokenizer.model(); !model.empty()) {
-    write_text(directory / kModelFile, model);
-    config = {{kKindKey, "LlamaTokenizer"}, {"legacy", true}, {"add_bos_token", bos}, {"add_eos_token", false}};
-  }
-  write_text(directory / kConfigFile, config.dump(2) + "\n");
+  const TokenizerFiles files = tokenizer.files(bos);
+  for (const char* name : kTokenizerFiles)
+    if (!files.contains(name)) fs::remove(directory / name);
+  for (const auto& [name, content] : files) write_text(directory / name, content);
 }
 
 std::string train_sentencepiece(LineSource& lines, const TokenizerTraining& training) {

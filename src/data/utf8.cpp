@@ -44,6 +44,23 @@ size_t utf8_length(std::string_view text) {
   return static_cast<size_t>(std::count_if(text.begin(), text.end(), [](char c) { return (c & 0xC0) != 0x80; }));
 }
 
+size_t utf8_bytes_of(char first) {
+  const auto byte = static_cast<unsigned char>(first);
+  return byte < 0x80 ? 1 : byte < 0xE0 ? 2 : byte < 0xF0 ? 3 : 4;
+}
+
+uint32_t first_code_point(std::string_view text) {
+  const size_t bytes = utf8_bytes_of(text[0]);
+  uint32_t code = static_cast<unsigned char>(text[0]) & (bytes == 1 ? 0x7F : 0x7F >> bytes);
+  for (size_t i = 1; i < bytes; ++i) code = code << 6 | (static_cast<unsigned char>(text[i]) & 0x3F);
+  return code;
+}
+
+bool is_white_space(uint32_t c) {
+  return (c >= 0x9 && c <= 0xD) || c == 0x20 || c == 0x85 || c == 0xA0 || c == 0x1680 || (c >= 0x2000 && c <= 0x200A) ||
+         c == 0x2028 || c == 0x2029 || c == 0x202F || c == 0x205F || c == 0x3000;
+}
+
 size_t valid_utf8_prefix(std::string_view text) {
   size_t at = 0;
   while (at < text.size()) {

@@ -13,6 +13,11 @@ size_t valid_utf8_prefix(std::string_view text);
 
 size_t utf8_length(std::string_view text);  // in characters, for valid text
 
+// Of valid text that is not empty.
+size_t utf8_bytes_of(char first);  // of the character that begins with this byte
+uint32_t first_code_point(std::string_view text);
+bool is_white_space(uint32_t code_point);  // Unicode's property White_Space
+
 // `text` with every broken sequence replaced; adds their number to `replaced`.
 std::string replace_invalid_utf8(std::string_view text, int64_t& replaced);
 

@@ -120,7 +120,7 @@ TEST(LoadTokenizer, FromFileAndFolder) {
   const TemporaryFolder folder;
   const std::string path = folder.write("model/tokenizer.model", small_model());
   EXPECT_EQ(load_tokenizer(path)->fingerprint(), load_tokenizer(folder.path("model"))->fingerprint());
-  EXPECT_EQ(load_tokenizer(path)->model(), small_model());
+  EXPECT_EQ(load_tokenizer(path)->files(false).at("tokenizer.model"), small_model());
   EXPECT_NE(load_tokenizer(path)->fingerprint(), load_tokenizer("byte")->fingerprint());
 }
 
@@ -137,24 +137,11 @@ TEST(LoadTokenizer, ReadsWhatWasSaved) {
   }
 }
 
-// Fields that transformers needs to give the same ids: by default it adds bos and treats spaces differently.
-TEST(LoadTokenizer, SavesSentencePieceForLlamaTokenizer) {
-  const TemporaryFolder folder;
-  for (const bool bos : {false, true}) {
-    save_tokenizer(folder.path(""), *make_sentencepiece(small_model(), "test"), bos);
-    const auto saved = nlohmann::json::parse(read_file(folder.path("tokenizer_config.json")));
-    EXPECT_EQ(saved.at("tokenizer_class"), "LlamaTokenizer");
-    EXPECT_EQ(saved.at("legacy"), true);
-    EXPECT_EQ(saved.at("add_bos_token"), bos);
-    EXPECT_EQ(saved.at("add_eos_token"), false);
-  }
-}
-
 TEST(LoadTokenizer, ReadsAFolderOfHuggingFace) {
   const TemporaryFolder folder;
   folder.write("tokenizer.model", small_model());
   folder.write("tokenizer_config.json", R"({"tokenizer_class": "LlamaTokenizer", "bos_token": {"content": "<s>"}})");
-  EXPECT_EQ(load_tokenizer(folder.path(""))->model(), small_model());
+  EXPECT_EQ(load_tokenizer(folder.path(""))->files(false).at("tokenizer.model"), small_model());
 }
 
 TEST(LoadTokenizer, ErrorsNameTheProblem) {
@@ -195,6 +182,29 @@ TEST(TrainTokenizer, ErrorsNameTheProblem) {
   expect_error([&] { train_sentencepiece(few, {5000, 1000, 1}); }, {"5000", "3 lines", "too high"});
   FewLines again;
   expect_error([&] { train_sentencepiece(again, {100, 1000, 1}); }, {"--vocab 100", "259"});
+}
+
+// A piece that the library finds before all others, as models for conversations have them: appended to the file.
+TEST(SentencePieceSymbols, AreLettersInLiteralText) {
+  const std::string symbol = "<|im_end|>";
+  std::string piece = "\x0A" + std::string(1, static_cast<char>(symbol.size())) + symbol;  // 1: its text
+  piece += std::string("\x15\0\0\0\0\x18\x04", 7);  // 2: score 0; 3: user-defined
+  const std::string model = small_model() + "\x0A" + std::string(1, static_cast<char>(piece.size())) + piece;
+  const auto tokenizer = make_sentencepiece(model, "test");
+  const int32_t id = tokenizer->special(symbol);
+  ASSERT_EQ(id, tokenizer->vocabulary_size() - 1);
+  EXPECT_EQ(tokenizer->special("<s>"), tokenizer->bos());
+  EXPECT_EQ(tokenizer->special("the"), -1);
+  for (const std::string text : {"a<|im_end|>b", "<|im_end|>", "<|im_end|><|im_end|>", "the <|im_end|> snake"}) {
+    EXPECT_GT(std::ranges::count(tokenizer->encode(text), id), 0) << text;
+    for (const bool start : {true, false}) {
+      const std::vector<int32_t> ids = tokenizer->encode_literal(text, start);
+      EXPECT_EQ(std::ranges::count(ids, id), 0) << text;
+      EXPECT_EQ(start ? tokenizer->decode(ids) : text, text);
+    }
+  }
+  EXPECT_TRUE(tokenizer->encode_literal("", true).empty());
+  EXPECT_EQ(tokenizer->encode_literal("the snake", true), tokenizer->encode("the snake"));
 }
 
 }  // namespace
