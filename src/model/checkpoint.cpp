@@ -11,8 +11,10 @@
 #include "base/file.h"
 #include "base/hash.h"
 #include "base/names.h"
+#include "model/formats/format.h"
 #include "model/formats/release.h"
 #include "model/safetensors.h"
+#include "tensor/arena.h"
 
 namespace furious {
 namespace {
@@ -21,32 +23,46 @@ namespace fs = std::filesystem;
 
 constexpr uint64_t kMostConfigBytes = 1 << 20;
 
+constexpr const char* kConfigFiles[] = {"config.json", "params.json"};
 constexpr int64_t kSomeHeadDim = 64;
 constexpr std::string_view kPickles[] = {".pt", ".pth", ".bin", ".pkl"};
-constexpr std::string_view kFused = "qkv_proj.weight";
+constexpr std::string_view kReadPickles = "pytorch_model";  // their tensors alone (pickle.h)
 constexpr const char* kEmbedding = "model.embed_tokens.weight";
 constexpr const char* kHead = "lm_head.weight";
 constexpr const char* kFilesKey = "furious.files";  // in the metadata of the weights: "NAME HASH", a line each
-constexpr const char* kSmallFiles[] = {"config.json", "tokenizer.model", "tokenizer_config.json"};
+constexpr const char* kSmallFiles[] = {"config.json", "tokenizer.model", "tokenizer.json", "tokenizer_config.json"};
 
 // The shape that a parameter has in the file: a convolution there has its one input channel per group.
 Shape stored_shape(const std::string& name, const Shape& shape) {
   return name.ends_with("conv1d.weight") ? Shape{shape[0], 1, shape[1]} : shape;
 }
 
+// A configuration, and the format it is in where that is another program's.
+struct Description {
+  ModelConfig config;
+  const Format* format = nullptr;
+};
+
 // The tensors of the file that make up a parameter, one after the other: queries, keys and values of a Llama lie apart.
-std::vector<StoredRange> pieces_of(const SafetensorsReader& reader, const ModelConfig& config, const std::string& name,
+std::vector<StoredRange> pieces_of(const SafetensorsReader& reader, const Description& model, const std::string& name,
                                    const Shape& shape) {
-  if (const std::vector<StoredRange> theirs = release_pieces(reader, config, name, shape); !theirs.empty())
+  if (model.format && model.format->pieces) {
+    std::vector<StoredRange> theirs = model.format->pieces(reader, model.config, name, shape);
+    if (!theirs.empty()) return theirs;
+  }
+  if (std::vector<StoredRange> theirs = release_pieces(reader, model.config, name, shape); !theirs.empty())
     return theirs;
   const std::vector<StoredRange> whole = {{name, stored_shape(name, shape)}};
-  if (!name.ends_with(kFused) || reader.find(name)) return whole;
-  const std::string mixing = name.substr(0, name.size() - kFused.size());
-  const std::vector<StoredRange> apart = {{mixing + "q_proj.weight", {config.q_heads * config.qk_dim, shape[1]}},
-                                          {mixing + "k_proj.weight", {config.k_heads * config.qk_dim, shape[1]}},
-                                          {mixing + "v_proj.weight", {config.v_heads * config.head_dim, shape[1]}}};
+  const auto mixing = renamed(name, "self_attn.qkv_proj.", "self_attn.");
+  if (!mixing || reader.find(name)) return whole;
+  const std::vector<StoredRange> apart = separate_qkv(model.config, *mixing, shape);
   const bool are_there = std::ranges::any_of(apart, [&](const StoredRange& piece) { return reader.find(piece.name); });
   return are_there ? apart : whole;
+}
+
+// The name of the embedding or of the head in the file.
+std::string stored_name(const SafetensorsReader& reader, const Description& model, const char* name) {
+  return pieces_of(reader, model, name, {model.config.vocabulary, model.config.hidden}).front().name;
 }
 
 // Buffers that some code saves beside the weights.
@@ -63,22 +79,23 @@ void check_tensor(const SafetensorsReader& reader, const std::string& name, cons
 }
 
 // Some files of tied models hold the embedding under both names.
-bool repeats_embedding(const SafetensorsReader& reader) {
-  const StoredTensor* const head = reader.find(kHead);
-  const StoredTensor& embedding = stored_tensor(reader, kEmbedding);
+bool repeats_embedding(const SafetensorsReader& reader, const Description& model) {
+  const StoredTensor* const head = reader.find(stored_name(reader, model, kHead));
+  const StoredTensor& embedding = stored_tensor(reader, stored_name(reader, model, kEmbedding));
   return head && head->dtype == embedding.dtype && std::ranges::equal(head->bytes, embedding.bytes);
 }
 
 // Every tensor that the model needs, of the right shape, and no other. Allocates nothing that the file does not hold.
-void check_tensors(const SafetensorsReader& reader, const ModelConfig& config) {
+void check_tensors(const SafetensorsReader& reader, const Description& model) {
+  const ModelConfig& config = model.config;
   std::set<std::string> used;
   LanguageModel::visit_parameters(config, [&](const std::string& name, const Shape& shape) {
-    for (const StoredRange& piece : pieces_of(reader, config, name, shape)) {
+    for (const StoredRange& piece : pieces_of(reader, model, name, shape)) {
       check_tensor(reader, piece.name, piece.shape);
       used.insert(piece.name);
     }
   });
-  if (config.tie_embeddings && repeats_embedding(reader)) used.insert(kHead);
+  if (config.tie_embeddings && repeats_embedding(reader, model)) used.insert(stored_name(reader, model, kHead));
   std::vector<std::string> unused;
   for (const StoredTensor& tensor : reader.tensors())
     if (!used.contains(tensor.name) && !is_stray(tensor.name)) unused.push_back(printable(tensor.name));
@@ -102,7 +119,7 @@ std::vector<std::string> fitting_presets(const SafetensorsReader& reader) {
         heads = width / std::gcd(width, kSomeHeadDim);
       }
       const ModelConfig config = release_config(reader, preset.name, heads);
-      check_tensors(reader, config);
+      check_tensors(reader, {config});
       if (config.block.conv_window == preset.block.conv_window) names.push_back(preset.name);
     } catch (const Error&) {  // it does not fit
     }
@@ -118,11 +135,22 @@ ModelConfig bare_config(const SafetensorsReader& reader, const std::string& arch
        names.empty() ? "" : fmt::format("; its tensors are those of {}", fmt::join(names, ", ")));
 }
 
-ModelConfig saved_config(const fs::path& file, const fs::path& weights, const std::string& arch, int64_t heads) {
-  ModelConfig config = config_from_json(read_text(file, kMostConfigBytes), file.string());
+fs::path folder_of(const fs::path& path) {
+  std::error_code ignored;
+  return fs::is_directory(path, ignored) ? path : path.parent_path();
+}
+
+Description saved_description(const fs::path& file, const fs::path& weights, const std::string& arch, int64_t heads) {
+  const std::string text = read_text(file, kMostConfigBytes);
+  Description model{config_from_json(text, file.string()), config_format(text, file.string())};
+  ModelConfig& config = model.config;
   require(arch.empty() || arch == config.arch || named_architecture(arch).name == config.arch,
           "{}: the architecture is {}, not {}; leave --arch out", file.string(), printable(config.arch), arch);
-  if (config.bos) {  // perhaps the authors'
+  if (model.format) {
+    const SafetensorsReader reader(weights);
+    if (!reader.find(stored_name(reader, model, kHead))) config.tie_embeddings = true;
+    if (model.format->follow_tensors) model.format->follow_tensors(config, reader);
+  } else if (config.bos) {  // perhaps the authors'
     follow_tensors(config, SafetensorsReader(weights));
     config = checked_config(config, weights.string());
   }
@@ -130,17 +158,37 @@ ModelConfig saved_config(const fs::path& file, const fs::path& weights, const st
   const int64_t own = config.heads() + config.branch / config.head_dim;
   require(heads == 0 || heads == own, "{}: the model has {} heads, not {}; leave --heads out", file.string(), own,
           heads);
-  return config;
+  return model;
+}
+
+Description describe(const fs::path& path, const std::string& arch, int64_t heads) {
+  recover_directory(path);
+  std::error_code ignored;
+  require(fs::exists(path, ignored), "{}: does not exist; expected a model's directory or .safetensors file",
+          path.string());
+  for (const char* name : kConfigFiles)
+    if (const fs::path file = folder_of(path) / name; fs::exists(file, ignored))
+      return saved_description(file, path, arch, heads);
+  return {bare_config(SafetensorsReader(path), arch, heads)};
+}
+
+DType matrix_dtype(const SafetensorsReader& reader, WeightDType weights, Device device) {
+  if (weights == WeightDType::bf16) return DType::bf16;
+  // Products of a CPU widen rounded weights as they read them: the results are those of f32.
+  return weights == WeightDType::as_stored && device.is_cpu() ? stored_matrices(reader) : DType::f32;
+}
+
+bool is_matrix(const Plan& plan, const std::string& name) {
+  if (name == kHead) return true;
+  const std::string_view layer = "model.layers.";
+  if (!name.starts_with(layer)) return false;
+  const Weight weight = plan.weight(std::string_view(name).substr(name.find('.', layer.size()) + 1));
+  return weight != kNo && plan.weights[weight].is_matrix();
 }
 
 std::string file_hash(const fs::path& file) {
   const std::string text = read_text(file);
   return hash_text(hash_of_large(std::as_bytes(std::span(text))));
-}
-
-fs::path folder_of(const fs::path& path) {
-  std::error_code ignored;
-  return fs::is_directory(path, ignored) ? path : path.parent_path();
 }
 
 }  // namespace
@@ -161,7 +209,8 @@ std::vector<std::string> load_notes(const fs::path& given) {
   }
   std::vector<std::string> pickles;
   for (const auto& entry : fs::directory_iterator(folder_of(path), ignored))
-    if (std::ranges::count(kPickles, entry.path().extension().string()) > 0)
+    if (std::ranges::count(kPickles, entry.path().extension().string()) > 0 &&
+        !entry.path().filename().string().starts_with(kReadPickles))
       pickles.push_back(printable(entry.path().filename().string()));
   if (pickles.empty()) return notes;
   std::ranges::sort(pickles);
@@ -172,39 +221,91 @@ std::vector<std::string> load_notes(const fs::path& given) {
   return notes;
 }
 
-ModelConfig load_config(const fs::path& given, const std::string& arch, int64_t heads) {
-  const fs::path path = checkpoint_of(given);
-  recover_directory(path);
+const Format* model_format(const fs::path& given) {
   std::error_code ignored;
-  require(fs::exists(path, ignored), "{}: does not exist; expected a model's directory or .safetensors file",
-          path.string());
-  const fs::path file = folder_of(path) / "config.json";
-  return fs::exists(file, ignored) ? saved_config(file, path, arch, heads)
-                                   : bare_config(SafetensorsReader(path), arch, heads);
+  for (const char* name : kConfigFiles)
+    if (const fs::path file = folder_of(checkpoint_of(given)) / name; fs::exists(file, ignored))
+      return config_format(read_text(file, kMostConfigBytes), file.string());
+  return nullptr;
+}
+
+ModelConfig load_config(const fs::path& given, const std::string& arch, int64_t heads) {
+  return describe(checkpoint_of(given), arch, heads).config;
+}
+
+ModelConfig check_model(const fs::path& given, const std::string& arch, int64_t heads) {
+  const fs::path path = checkpoint_of(given);
+  const Description model = describe(path, arch, heads);
+  check_tensors(SafetensorsReader(path), model);
+  return model.config;
+}
+
+DType stored_matrices(const SafetensorsReader& weights) {
+  const StoredTensor* largest = nullptr;
+  for (const StoredTensor& tensor : weights.tensors())
+    if (!largest || tensor.bytes.size() > largest->bytes.size()) largest = &tensor;
+  if (largest && largest->dtype == "BF16") return DType::bf16;
+  return largest && largest->dtype == "F16" ? DType::f16 : DType::f32;
+}
+
+int64_t weight_bytes(const ModelConfig& config, DType matrices, Device device) {
+  const Plan plan = plan_layer(config);
+  int64_t bytes = 0;
+  LanguageModel::visit_parameters(config, [&](const std::string& name, const Shape& shape) {
+    const bool embedding = name == kEmbedding;
+    const bool rounded = embedding ? device.is_cpu() : is_matrix(plan, name);
+    bytes += shape.elements() * static_cast<int64_t>(size_of(rounded ? matrices : DType::f32));
+    if (embedding && config.tie_embeddings && !device.is_cpu() && matrices != DType::f32)  // a rounded head beside it
+      bytes += shape.elements() * static_cast<int64_t>(size_of(matrices));
+  });
+  return bytes;
+}
+
+namespace {
+
+// On its way to a GPU a parameter that is stored in another dtype is converted in the memory of the CPU; one that is
+// drawn has a copy in f32 beside it.
+int64_t largest_parameter(const ModelConfig& config) {
+  int64_t largest = 0;
+  LanguageModel::visit_parameters(
+      config, [&](const std::string&, const Shape& shape) { largest = std::max(largest, shape.elements()); });
+  return largest * static_cast<int64_t>(sizeof(float));
+}
+
+}  // namespace
+
+int64_t check_weight_memory(const std::string& origin, const ModelConfig& config, DType matrices, Device device) {
+  const auto check = [&](std::string_view what, int64_t bytes, Device where) {
+    const Arena::Usage held = Arena::of(where).usage();  // memory that the arena holds unused is available, too
+    const int64_t free = memory::available(where) + static_cast<int64_t>(held.reserved - held.live);
+    require(bytes <= free,
+            "{}: {} {:.2f} GB ({} bytes) of memory on {}, of which {:.2f} GB ({} bytes) are free; use a smaller model, "
+            "or dtype bf16",
+            origin, what, static_cast<double>(bytes) / 1e9, bytes, name_of(where), static_cast<double>(free) / 1e9,
+            free);
+  };
+  const int64_t needed = weight_bytes(config, matrices, device);
+  check("its weights need", needed, device);
+  if (!device.is_cpu()) check("its largest tensor needs", largest_parameter(config), {});
+  return needed;
 }
 
 LanguageModel load_model(const fs::path& given, const std::string& arch, Device device, int64_t heads,
-                         const std::function<void()>& before_each) {
+                         const LoadProgress& progress, WeightDType weights) {
   const fs::path path = checkpoint_of(given);
-  const ModelConfig config = load_config(path, arch, heads);
+  const Description model = describe(path, arch, heads);
   const SafetensorsReader reader(path);
-  check_tensors(reader, config);
+  check_tensors(reader, model);
+  const DType matrices = matrix_dtype(reader, weights, device);
+  const int64_t needed = check_weight_memory(reader.path().string(), model.config, matrices, device);
+  int64_t done = 0;
   const auto fill = [&](const std::string& name, const Tensor& out) {
-    if (before_each) before_each();
-    const Tensor flat = out.view({out.elements()});
-    int64_t done = 0;
-    for (const StoredRange& piece : pieces_of(reader, config, name, out.shape())) {
-      const Tensor part = flat.slice(0, done, piece.elements());
-      done += piece.elements();
-      if (piece.elements() == piece.shape.elements())
-        reader.load_into(piece.name, part.view(piece.shape));
-      else
-        copy_between(
-            part,
-            reader.view(piece.name, DType::f32).view({piece.shape.elements()}).slice(0, piece.first, piece.elements()));
-    }
+    if (progress) progress(done, needed);
+    done += static_cast<int64_t>(out.bytes());
+    const Tensor from = stored_elements(reader, pieces_of(reader, model, name, out.shape()), out.dtype());
+    copy_between(out.view({out.elements()}), from);
   };
-  return LanguageModel(config, fill, device);
+  return LanguageModel(model.config, fill, device, matrices);
 }
 
 void save_model(const fs::path& directory, const LanguageModel& model) {

@@ -1,6 +1,7 @@
 #include "model/config.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "base/error.h"
 #include "base/names.h"
@@ -179,11 +180,16 @@ MixerSpec BlockConfig::mixer() const {
   spec.signed_decay = decay == DecayKind::softplus2 || decay == DecayKind::silu;
   spec.norm = norm;
   spec.scale = scale;
+  spec.window = window;
   return spec;
 }
 
 int64_t ModelConfig::heads() const {
   return std::max({q_heads, k_heads, v_heads});
+}
+
+int64_t ModelConfig::states() const {
+  return std::lcm(std::lcm(k_heads, v_heads), block.decay == DecayKind::none ? 1 : decays());
 }
 
 const std::vector<Preset>& presets() {
@@ -244,14 +250,30 @@ void check_config(const ModelConfig& config) {
   };
   positive("vocabulary", config.vocabulary);
   positive("hidden", config.hidden);
-  positive("intermediate", config.intermediate);
+  if (config.mlp != Mlp::none) positive("intermediate", config.intermediate);
+  require(config.mlp != Mlp::none || (config.intermediate == 0 && !config.mlp_bias),
+          "model: no MLP, but intermediate is {} or there is a bias", config.intermediate);
   positive("layers", config.layers);
   for (int64_t own : {config.q_heads, config.k_heads, config.v_heads})
     require(own >= 1 && config.heads() % own == 0, "model: {} heads, expected a divisor of {}", own, config.heads());
+  require(config.decay_heads == 0 || (config.decay_heads > 0 && config.heads() % config.decay_heads == 0 &&
+                                      block.has_decay_projection() && block.decay != DecayKind::softplus_dt),
+          "model: {} heads of decay need a decay with a projection and without dt, and {} heads that they divide",
+          config.decay_heads, config.heads());
+  require(block.window == 0 || (block.window > 0 && block.score == Score::exponential && block.norm == Norm::sum &&
+                                block.decay == DecayKind::none),
+          "model: a sliding window of {} tokens, but only softmax without decay has one", block.window);
   for (int64_t dim : {config.head_dim, config.qk_dim})
     require(dim >= kSmallestDim && dim <= kLargestDim, "model: head dimension {}, expected {} to {}", dim, kSmallestDim,
             kLargestDim);
   require(config.branch >= 0, "model: branch is {}, expected 0 or more", config.branch);
+  require(block.out_norm_groups == 1 || (block.norm == Norm::none && block.out_norm_groups >= 1 &&
+                                         config.out_width() % block.out_norm_groups == 0),
+          "model: an output norm of {} groups needs no norm in the mixer and a width of {} that they divide",
+          block.out_norm_groups, config.out_width());
+  require(!block.z_gate_sigmoid || (block.z_gate && block.norm == Norm::sum),
+          "model: z_gate_sigmoid needs z_gate and the sum norm");
+  require(!block.qk_norm_per_head || block.qk_norm, "model: qk_norm_per_head needs qk_norm");
   require(block.conv_window == 0 || (block.conv_window >= 2 && block.conv_window <= 4),
           "model: conv window {}, expected 0 (none), 2, 3 or 4", block.conv_window);
   require(block.qk_activation <= Activation::silu,
@@ -281,19 +303,32 @@ void check_config(const ModelConfig& config) {
   require(!block.dt_bias || block.has_dt(), "model: dt bias without a dt: neither discretization nor original decay");
   require(block.dt_limit == 0 || (block.has_dt() && block.dt_limit > 0),
           "model: dt_limit {} needs a dt; use discretize=dt or decay=original, or a dt_limit of 0", block.dt_limit);
+  require(block.dt_least == 0 ||
+              (block.has_dt() && block.dt_least > 0 && (block.dt_limit == 0 || block.dt_least <= block.dt_limit)),
+          "model: dt_least {} needs a dt, and a dt_limit that is not smaller", block.dt_least);
   const bool per_value =
       block.d_residual || block.discretize == Discretization::dt || block.discretize == Discretization::sigmoid;
   require(!per_value || config.v_heads == config.heads(),
           "model: {} heads of V shared by {}, but dt and D are of each head; use as many heads of V, or neither",
           config.v_heads, config.heads());
+  const RopeScaling& scaling = block.rope_scaling;
+  require(scaling == RopeScaling() || (block.rope && scaling.factor > 0 && scaling.original >= 0 &&
+                                       (scaling.original == 0 || scaling.high > scaling.low)),
+          "model: rotary positions scaled by {} from {} to {} turns; expected rope, a positive factor and a range",
+          scaling.factor, scaling.low, scaling.high);
   require(!block.rope || config.qk_dim % 2 == 0, "model: rotary positions need an even head dimension, got {}",
           config.qk_dim);
 }
 
-int64_t cache_numbers(const ModelConfig& config, int64_t length) {
+int64_t state_numbers(const ModelConfig& config) {
   const MixerSpec spec = config.block.mixer();
-  const int64_t key_value = length * (config.k_heads * config.qk_dim + config.v_heads * config.head_dim);
-  const int64_t state = config.heads() * state_rows(spec, config.qk_dim) * state_columns(spec, config.head_dim);
+  return config.states() * state_rows(spec, config.qk_dim) * state_columns(spec, config.head_dim);
+}
+
+int64_t cache_numbers(const ModelConfig& config, int64_t length) {
+  const int64_t kept = config.block.window > 0 ? std::min(length, config.block.window) : length;
+  const int64_t key_value = kept * (config.k_heads * config.qk_dim + config.v_heads * config.head_dim);
+  const int64_t state = state_numbers(config);
   const int64_t conv = std::max<int64_t>(0, config.block.conv_window - 1) * config.qkv_width();
   return config.layers * (conv + (state > 0 ? std::min(key_value, state) : key_value));
 }

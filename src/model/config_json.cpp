@@ -7,6 +7,8 @@
 #include "base/json.h"
 #include "base/names.h"
 #include "base/number.h"
+#include "model/config_reader.h"
+#include "model/formats/format.h"
 #include "model/formats/release.h"
 
 namespace furious {
@@ -14,15 +16,9 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-// Far beyond any model, and whatever is computed from them still fits 64 bits.
-constexpr int64_t kMostWidth = 1 << 22;
-constexpr int64_t kMostHeads = 1 << 14;
-constexpr int64_t kMostLayers = 1 << 14;
-
 constexpr JsonLimits kLimits{.bytes = 1 << 20, .depth = 32, .python_words = true};
 
 constexpr std::string_view kOwnType = "furious";
-constexpr std::string_view kLlamaType = "llama";
 constexpr const char* kAttentionType = "attention_type";  // of the authors' trainer
 
 // In the order of the enumerations.
@@ -40,12 +36,9 @@ const std::vector<std::string> kNames<Discretization> = {"none", "dt", "sigmoid"
 template <>
 const std::vector<std::string> kNames<Activation> = {"none", "relu", "silu"};
 template <>
+const std::vector<std::string> kNames<Mlp> = {"swiglu", "gelu", "none"};
+template <>
 const std::vector<std::string> kNames<RopePairing> = {"halves", "interleaved"};
-
-template <class Number>
-struct Range {
-  Number low, high;
-};
 
 class Writer {
  public:
@@ -76,42 +69,16 @@ class Writer {
   bool all = false;  // also keys that came later and say nothing
 };
 
-class Reader {
+class Reader : public ConfigReader {
  public:
-  using Json = nlohmann::json;  // finds a key fast, however many there are
+  using ConfigReader::ConfigReader;
+  using ConfigReader::operator();
 
-  Reader(Json json, std::string origin) : origin_(std::move(origin)), json_(std::move(json)) {
-    require(json_.is_object(), "{}: not a JSON object; expected the configuration of a model", origin_);
-  }
-
-  void operator()(const char* key, int64_t& value, Range<int64_t> range) const {
-    const Json& found = at(key);
-    const bool fits = found.is_number_integer() && found >= range.low && found <= range.high;
-    if (!fits) unexpected(key, fmt::format("an integer from {} to {}", range.low, range.high));
-    value = found.get<int64_t>();
-  }
-  template <class Real>
-  void operator()(const char* key, Real& value, Range<Real> range) const {
-    const Json& found = at(key);
-    const double number = found.is_number() ? found.get<double>() : std::nan("");
-    // Negated, so that NaN is refused.
-    if (!(number >= static_cast<double>(range.low) && number <= static_cast<double>(range.high)))
-      unexpected(key, fmt::format("a number from {} to {}", range.low, range.high));
-    value = static_cast<Real>(number);
-  }
-  void operator()(const char* key, bool& value) const {
-    if (!at(key).is_boolean()) unexpected(key, "true or false");
-    value = at(key).get<bool>();
-  }
-  void operator()(const char* key, std::string& value) const {
-    if (!at(key).is_string()) unexpected(key, "a string");
-    value = at(key).get<std::string>();
-  }
   template <class Enum>
   void operator()(const char* key, Enum& value) const requires std::is_enum_v<Enum> {
     if constexpr (std::is_same_v<Enum, Discretization>) {  // was a flag when there was one kind only
-      if (at(key).is_boolean()) {
-        value = at(key).get<bool>() ? Discretization::dt : Discretization::none;
+      if (this->value(key).is_boolean()) {
+        value = this->value(key).template get<bool>() ? Discretization::dt : Discretization::none;
         return;
       }
     }
@@ -119,59 +86,23 @@ class Reader {
     (*this)(key, name);
     const auto found = std::ranges::find(kNames<Enum>, name);
     if (found == kNames<Enum>.end())
-      unknown_name(fmt::format("\"{}\" in {}:", key, origin_), printable(name), kNames<Enum>);
+      unknown_name(fmt::format("\"{}\" in {}:", key, origin()), printable(name), kNames<Enum>);
     value = static_cast<Enum>(found - kNames<Enum>.begin());
   }
-
-  const std::string& origin() const { return origin_; }
-  bool contains(const char* key) const { return json_.contains(key); }
-  bool has(const char* key) const { return json_.contains(key) && !json_[key].is_null(); }
 
   template <class Value, class... More>
   void later(const char* key, Value& value, const Value& usual, More... range) const {
     value = usual;
-    optional(key, value, range...);
-  }
-
-  // For a key that may be left out, or null.
-  template <class Value, class... More>
-  void optional(const char* key, Value& value, More... range) const {
     if (has(key)) (*this)(key, value, range...);
   }
-
-  // For a key that may be left out, or null, and can have no other value.
-  void only(const char* key, const Json& expected, std::string_view why) const {
-    if (has(key) && at(key) != expected) unexpected(key, fmt::format("{}: {}", expected.dump(), why));
-  }
-
-  Reader inside(const char* key) const { return {at(key), fmt::format("{}: \"{}\"", origin_, key)}; }
-
-  [[noreturn]] void unexpected(const char* key, std::string_view expected) const {
-    fail("{}: \"{}\" is {}, expected {}", origin_, key, printable(at(key).dump()), expected);
-  }
-
- private:
-  const Json& at(const char* key) const {
-    const auto found = json_.find(key);
-    require(found != json_.end(), "{}: \"{}\" is missing", origin_, key);
-    return *found;
-  }
-
-  std::string origin_;
-  Json json_;
 };
-
-constexpr Range<int64_t> kWidth{1, kMostWidth}, kHeads{1, kMostHeads}, kLayers{1, kMostLayers};
-constexpr Range<int64_t> kHeadDim{kSmallestDim, kLargestDim};
-constexpr Range<float> kEps{1e-20f, 1};
-constexpr Range<double> kRopeBase{1, 1e15};
 
 // What every Llama says too.
 template <class Config, class Keys>
-void each_llama_key(Config& config, Keys& keys) {
+void each_llama_key(Config& config, Keys& keys, int64_t least_intermediate = 1) {
   keys("vocab_size", config.vocabulary, kWidth);
   keys("hidden_size", config.hidden, kWidth);
-  keys("intermediate_size", config.intermediate, kWidth);
+  keys("intermediate_size", config.intermediate, Range<int64_t>{least_intermediate, kMostWidth});
   keys("num_hidden_layers", config.layers, kLayers);
 }
 
@@ -183,34 +114,50 @@ void each_switch(Block& block, Keys& keys) {
   keys.later("score_degree", block.score_degree, int64_t{0}, Range<int64_t>{0, kLargestDegree});
   keys.later("decay_bias", block.decay_bias, false);
   keys.later("square_mask", block.square_mask, false);
+  keys.later("qkv_bias", block.qkv_bias, false);
+  keys.later("out_bias", block.out_bias, false);
+  keys.later("sliding_window", block.window, int64_t{0}, Range<int64_t>{0, int64_t{1} << 40});
   keys("conv_window", block.conv_window, Range<int64_t>{0, 4});
   keys.later("conv_bias", block.conv_bias, true);
   keys("conv_silu", block.conv_silu);
   keys("qk_activation", block.qk_activation);
   keys.later("qk_norm", block.qk_norm, false);
+  keys.later("qk_norm_per_head", block.qk_norm_per_head, false);
+  keys.later("qk_norm_eps", block.qk_norm_eps, 0.0f, Range<float>{0, 1});
   keys("discretize", block.discretize);
   keys("dt_bias", block.dt_bias);
   keys.later("dt_limit", block.dt_limit, 0.0, Range<double>{0, 1e9});
+  keys.later("dt_least", block.dt_least, 0.0, Range<double>{0, 1e9});
   keys("d_residual", block.d_residual);
   keys("z_gate", block.z_gate);
   keys.later("z_gate_bias", block.z_gate_bias, true);
+  keys.later("z_gate_sigmoid", block.z_gate_sigmoid, false);
+  keys.later("out_norm_groups", block.out_norm_groups, int64_t{1}, kHeads);
   keys.later("out_norm_eps", block.out_norm_eps, BlockConfig().out_norm_eps, kEps);
   keys.later("scale", block.scale, 0.0f, Range<float>{0, 1e6f});
   keys("rope", block.rope);
   keys("rope_pairing", block.rope_pairing);
   keys("rope_theta", block.rope_base, kRopeBase);
+  keys.later("rope_factor", block.rope_scaling.factor, 1.0, Range<double>{1e-6, 1e6});
+  keys.later("rope_low_turns", block.rope_scaling.low, 0.0, Range<double>{0, 1e6});
+  keys.later("rope_high_turns", block.rope_scaling.high, 0.0, Range<double>{0, 1e6});
+  keys.later("rope_original_length", block.rope_scaling.original, 0.0, Range<double>{0, 1e12});
 }
 
 // Every key of our own, for both directions.
 template <class Config, class Keys>
 void each_key(Config& config, Keys& keys) {
   keys("arch", config.arch);
-  each_llama_key(config, keys);
+  each_llama_key(config, keys, 0);
   keys("q_heads", config.q_heads, kHeads);
   keys("k_heads", config.k_heads, kHeads);
   keys("v_heads", config.v_heads, kHeads);
   keys("head_dim", config.head_dim, kHeadDim);
   keys.later("qk_dim", config.qk_dim, int64_t{config.head_dim}, kHeadDim);
+  keys.later("decay_heads", config.decay_heads, int64_t{0}, Range<int64_t>{0, kMostWidth});
+  keys.later("mlp", config.mlp, Mlp::swiglu);
+  keys.later("mlp_bias", config.mlp_bias, false);
+  keys.later("layer_norm", config.layer_norm, false);
   keys.later("branch", config.branch, int64_t{0}, Range<int64_t>{0, kMostWidth});
   keys("rms_norm_eps", config.norm_eps, kEps);
   keys("tie_word_embeddings", config.tie_embeddings);
@@ -258,41 +205,6 @@ ModelConfig release_config(const Reader& reader) {
   return config;
 }
 
-constexpr std::string_view kNoScaling = "scaled rotary positions are not computed here";
-
-// A plain Llama is our softmax attention.
-ModelConfig llama_config(const Reader& reader) {
-  ModelConfig config;
-  config.arch = "softmax";
-  config.block = preset(config.arch).block;
-  config.block.rope_pairing = RopePairing::halves;
-  read_llama(config, reader);
-  reader("num_attention_heads", config.q_heads, kHeads);
-  config.k_heads = config.q_heads;
-  reader.optional("num_key_value_heads", config.k_heads, kHeads);
-  config.v_heads = config.k_heads;
-  if (!reader.has("head_dim") && config.hidden % config.q_heads != 0)
-    reader.unexpected("num_attention_heads", "a divisor of \"hidden_size\", or a \"head_dim\"");
-  config.head_dim = config.hidden / config.q_heads;
-  reader.optional("head_dim", config.head_dim, kHeadDim);
-  config.qk_dim = config.head_dim;
-  reader.optional("rope_theta", config.block.rope_base, kRopeBase);
-  if (reader.has("rope_parameters")) {
-    const Reader rope = reader.inside("rope_parameters");
-    rope.optional("rope_theta", config.block.rope_base, kRopeBase);
-    rope.only("rope_type", "default", kNoScaling);
-    rope.only("partial_rotary_factor", 1, "rotary positions turn whole heads here");
-  }
-  if (reader.has("rope_scaling")) {
-    const Reader scaling = reader.inside("rope_scaling");
-    scaling.only("rope_type", "default", kNoScaling);
-    scaling.only("type", "default", kNoScaling);
-    if (!scaling.has("rope_type") && !scaling.has("type"))
-      reader.unexpected("rope_scaling", "null, or a \"rope_type\"");
-  }
-  return config;
-}
-
 }  // namespace
 
 std::string config_to_json(const ModelConfig& config) {
@@ -330,15 +242,18 @@ void set_switch(BlockConfig& block, const std::string& key, const std::string& t
 
 ModelConfig config_from_json(std::string_view text, const std::string& origin) {
   const Reader reader(parse_json(text, origin, kLimits), origin);
-  std::string type;
-  reader("model_type", type);
-  if (type != kOwnType && type != kLlamaType)
-    reader.unexpected("model_type", fmt::format("\"{}\" or \"{}\"", kOwnType, kLlamaType));
-  if (type == kOwnType) {
-    if (reader.contains(kAttentionType)) reader.unexpected(kAttentionType, "no such key in a model of ours");
-    return checked_config(own_config(reader), origin);
+  if (reader.contains(kAttentionType)) {
+    reader.only("model_type", "llama", "a configuration with an attention_type is one of the authors'");
+    return checked_config(release_config(reader), origin);
   }
-  return checked_config(reader.contains(kAttentionType) ? release_config(reader) : llama_config(reader), origin);
+  const std::string type = type_of(reader);
+  if (type == kOwnType) return checked_config(own_config(reader), origin);
+  return checked_config(format_of(type, reader).config(reader), origin);
+}
+
+const Format* config_format(std::string_view text, const std::string& origin) {
+  const Reader reader(parse_json(text, origin, kLimits), origin);
+  return reader.contains(kAttentionType) ? nullptr : find_format(type_of(reader));
 }
 
 ModelConfig checked_config(const ModelConfig& config, const std::string& origin) {

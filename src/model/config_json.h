@@ -10,6 +10,8 @@
 
 namespace furious {
 
+struct Format;
+
 std::string config_to_json(const ModelConfig& config);
 
 // The switches of a block by their keys in config.json. An unknown one is answered with the nearest; an Error says what
@@ -18,9 +20,11 @@ const std::vector<std::string>& switch_names();
 void set_switch(BlockConfig& block, const std::string& key, const std::string& text);
 
 // Takes what config_to_json writes, what the authors' trainer writes (a Llama with an attention_type), and the
-// config.json of a plain Llama, which is `softmax`. Errors name `origin` and the key. Numbers are bounded, so that no
-// size computed from them overflows.
+// configurations of published models (formats/format.h). Errors name `origin` and the key. Numbers are bounded, so that
+// no size computed from them overflows.
 ModelConfig config_from_json(std::string_view text, const std::string& origin);
+// The format of a configuration that config_from_json takes; nullptr: ours, or the authors'.
+const Format* config_format(std::string_view text, const std::string& origin);
 
 // `config` itself; what check_config throws also names `origin`.
 ModelConfig checked_config(const ModelConfig& config, const std::string& origin);

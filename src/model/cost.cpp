@@ -36,6 +36,10 @@ double mixer_flops(const ModelConfig& config, int64_t batch, int64_t length, con
   const std::vector<Segment> segments = segments_of("cost", {}, batch, length);
   double parallel = 0, chunked = 0;
   for (const Pass pass : passes) parallel += parallel_flops(shape, segments, pass);
+  if (spec.window > 0 && spec.window < length) {  // the pairs of a window
+    const auto w = static_cast<double>(spec.window), n = static_cast<double>(length);
+    parallel *= (w * (w + 1) / 2 + (n - w) * w) / (n * (n + 1) / 2);
+  }
   if (shape.state_rows == 0) return parallel;
   const int64_t chunk = default_chunk(spec, shape.qk_dim, shape.v_dim, device, dtype);
   for (const Pass pass : passes) chunked += chunked_flops(shape, segments, chunk, pass);

@@ -10,6 +10,7 @@
 #include "ops/elementwise.h"
 #include "ops/nn/cross_entropy.h"
 #include "ops/nn/embedding.h"
+#include "ops/nn/layer_norm.h"
 #include "ops/nn/linear.h"
 #include "ops/nn/rms_norm.h"
 #include "ops/optim/adamw.h"
@@ -36,21 +37,28 @@ double rms_of(const Tensor& x) {
 class LanguageModel::Maker {
  public:
   Maker(std::vector<Parameter>& parameters, Device device, uint64_t seed, Initialization initialization,
-        std::function<void()> before_each)
+        std::function<void()> before_each, DType matrices)
       : parameters_(parameters),
         device_(device),
+        matrices_(matrices),
         seed_(seed),
         initialization_(initialization),
         before_each_(std::move(before_each)) {}
-  Maker(std::vector<Parameter>& parameters, Device device, Fill fill)
-      : parameters_(parameters), device_(device), fill_(std::move(fill)) {}
+  Maker(std::vector<Parameter>& parameters, Device device, Fill fill, DType matrices)
+      : parameters_(parameters), device_(device), matrices_(matrices), fill_(std::move(fill)) {}
   Maker(std::vector<Parameter>& parameters, Visit visit) : parameters_(parameters), visit_(std::move(visit)) {}
 
-  Variable normal(const std::string& name, const Shape& shape) {
-    return add(name, shape, [&](const Tensor& x, uint64_t stream) { fill_normal(x, 0, 0.02f, seed_, stream); });
+  Variable embedding(const std::string& name, const Shape& shape) {
+    return normal(name, shape, device_.is_cpu() ? matrices_ : DType::f32);
   }
-  Variable uniform(const std::string& name, const Shape& shape, float low, float high) {
-    return add(name, shape, [&](const Tensor& x, uint64_t stream) { fill_uniform(x, low, high, seed_, stream); });
+  Variable head(const std::string& name, const Shape& shape) { return normal(name, shape, matrices_); }
+  Variable normal(const std::string& name, const Shape& shape, DType dtype) {
+    return add(
+        name, shape, [&](const Tensor& x, uint64_t stream) { fill_normal(x, 0, 0.02f, seed_, stream); }, dtype);
+  }
+  Variable uniform(const std::string& name, const Shape& shape, float low, float high, DType dtype = DType::f32) {
+    return add(
+        name, shape, [&](const Tensor& x, uint64_t stream) { fill_uniform(x, low, high, seed_, stream); }, dtype);
   }
   Variable constant(const std::string& name, const Shape& shape, float value) {
     return add(name, shape, [&](const Tensor& x, uint64_t) { furious::fill(x, value); });
@@ -78,8 +86,8 @@ class LanguageModel::Maker {
  private:
   // The weight [out, in] of a linear layer inside the decoder layers, and the bias of one that reads `in` numbers.
   Variable linear(const std::string& name, const Shape& shape) {
-    if (initialization_ != Initialization::pytorch) return normal(name, shape);
-    return around_zero(name, shape, shape[1]);
+    if (initialization_ != Initialization::pytorch) return normal(name, shape, matrices_);
+    return around_zero(name, shape, shape[1], matrices_);
   }
   Variable bias(const std::string& name, int64_t size, int64_t in) {
     return initialization_ == Initialization::pytorch ? around_zero(name, {size}, in) : constant(name, {size}, 0);
@@ -106,30 +114,34 @@ class LanguageModel::Maker {
     });
   }
 
-  Variable around_zero(const std::string& name, const Shape& shape, int64_t fan_in) {
+  Variable around_zero(const std::string& name, const Shape& shape, int64_t fan_in, DType dtype = DType::f32) {
     const float bound = 1 / std::sqrt(static_cast<float>(fan_in));
-    return uniform(name, shape, -bound, bound);
+    return uniform(name, shape, -bound, bound, dtype);
   }
 
   template <class New>
-  Variable add(const std::string& name, const Shape& shape, New&& new_values) {
+  Variable add(const std::string& name, const Shape& shape, New&& new_values, DType dtype = DType::f32) {
     if (visit_) {
       visit_(name, shape);
       return {};
     }
     if (before_each_) before_each_();
-    const Tensor value = Tensor::empty(shape, DType::f32, device_);
-    if (fill_)
+    const Tensor value = Tensor::empty(shape, dtype, device_);
+    if (fill_) {
       fill_(name, value);
-    else
-      new_values(value, hash_of(name));
-    Variable variable(value, true);
+    } else {
+      const Tensor drawn = dtype == DType::f32 ? value : Tensor::empty(shape, DType::f32, device_);
+      new_values(drawn, hash_of(name));
+      if (dtype != DType::f32) copy(value, drawn);
+    }
+    Variable variable(value, dtype == DType::f32);
     parameters_.push_back({name, variable});
     return variable;
   }
 
   std::vector<Parameter>& parameters_;
   Device device_;
+  DType matrices_ = DType::f32;
   uint64_t seed_ = 0;
   Initialization initialization_ = Initialization::furious;
   std::function<void()> before_each_;
@@ -153,16 +165,22 @@ LanguageModel::LanguageModel(const ModelConfig& config, Device device)
     : config_(config), device_(device), plan_(plan_layer(config)) {}
 
 LanguageModel::LanguageModel(const ModelConfig& config, uint64_t seed, Device device, Initialization initialization,
-                             const std::function<void()>& before_each)
+                             const std::function<void()>& before_each, DType matrices)
     : LanguageModel(config, device) {
-  Maker maker(parameters_, device, seed, initialization, before_each);
+  Maker maker(parameters_, device, seed, initialization, before_each, matrices);
   make(maker);
+  round_tied_head(matrices);
 }
 
-LanguageModel::LanguageModel(const ModelConfig& config, const Fill& fill, Device device)
+LanguageModel::LanguageModel(const ModelConfig& config, const Fill& fill, Device device, DType matrices)
     : LanguageModel(config, device) {
-  Maker maker(parameters_, device, fill);
+  Maker maker(parameters_, device, fill, matrices);
   make(maker);
+  round_tied_head(matrices);
+}
+
+void LanguageModel::round_tied_head(DType matrices) {
+  if (!head_ && embedding_.value().dtype() != matrices) head_ = Variable(to_dtype(embedding_.value(), matrices));
 }
 
 void LanguageModel::visit_parameters(const ModelConfig& config, const Visit& visit) {
@@ -172,14 +190,15 @@ void LanguageModel::visit_parameters(const ModelConfig& config, const Visit& vis
 }
 
 void LanguageModel::make(Maker& maker) {
-  embedding_ = maker.normal("model.embed_tokens.weight", {config_.vocabulary, config_.hidden});
+  embedding_ = maker.embedding("model.embed_tokens.weight", {config_.vocabulary, config_.hidden});
   for (int64_t i = 0; i < config_.layers; ++i) {
     std::vector<Variable>& weights = layers_.emplace_back();
     for (const WeightInfo& info : plan_.weights)
       weights.push_back(maker.weight(fmt::format("model.layers.{}.{}", i, info.name), info));
   }
   norm_ = maker.constant("model.norm.weight", {config_.hidden}, 1);
-  if (!config_.tie_embeddings) head_ = maker.normal("lm_head.weight", {config_.vocabulary, config_.hidden});
+  if (config_.layer_norm) norm_bias_ = maker.constant("model.norm.bias", {config_.hidden}, 0);
+  if (!config_.tie_embeddings) head_ = maker.head("lm_head.weight", {config_.vocabulary, config_.hidden});
 }
 
 int64_t LanguageModel::new_version() {
@@ -194,7 +213,9 @@ void LanguageModel::set_compute(const Compute& compute) {
 
 void LanguageModel::round_weights() {
   version_ = new_version();
-  const auto rounded = [](const Variable& weight) { return Variable(to_dtype(weight.value(), DType::bf16)); };
+  const auto rounded = [](const Variable& weight) {
+    return weight.value().dtype() == DType::bf16 ? weight : Variable(to_dtype(weight.value(), DType::bf16));
+  };
   head_ = rounded(output_weight());
   for (std::vector<Variable>& weights : layers_)
     for (size_t i = 0; i < weights.size(); ++i)
@@ -235,7 +256,8 @@ Variable LanguageModel::run(Tape& tape, const Tensor& tokens, const OpsOfLayer& 
     x = compute_.recompute ? recomputed(tape, x, layer) : layer(tape, x);
   }
   const Tape::Label label(tape, kNormWork);
-  x = rms_norm(tape, x, norm_, config_.norm_eps);
+  x = norm_bias_ ? layer_norm(tape, x, norm_, norm_bias_, config_.norm_eps)
+                 : rms_norm(tape, x, norm_, config_.norm_eps);
   seen("model.norm", x);
   return x;
 }
@@ -248,6 +270,11 @@ Variable LanguageModel::run(Tape& tape, const Tensor& tokens, const Tensor& boun
 
 Tensor LanguageModel::hidden(const Tensor& tokens, const OpsOfLayer& ops_of) const {
   return run(Tape::off(), tokens, ops_of).value();
+}
+
+Tensor LanguageModel::last_norm(const Tensor& x) const {
+  return norm_bias_ ? layer_norm_forward(x, norm_.value(), norm_bias_.value(), config_.norm_eps)
+                    : rms_norm_forward(x, norm_.value(), config_.norm_eps).y;
 }
 
 Tensor LanguageModel::checked_ids(std::string_view argument, const Tensor& ids, int64_t smallest) const {

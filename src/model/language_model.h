@@ -34,11 +34,14 @@ class LanguageModel {
  public:
   // New weights, with the same bits on every device.
   // `before_each` is called before every parameter: what it throws ends the making of a large model.
+  // Matrices are of the dtype given, everything else is f32; in bf16 or f16 the model is for reading only. An embedding
+  // on a GPU is f32 in any case. At no time is more than one matrix in memory in f32 too.
   LanguageModel(const ModelConfig& config, uint64_t seed, Device device = {},
-                Initialization initialization = Initialization::furious, const std::function<void()>& before_each = {});
-  // Weights from elsewhere: `fill` is called once for each parameter, with its name and the f32 tensor to write.
+                Initialization initialization = Initialization::furious, const std::function<void()>& before_each = {},
+                DType matrices = DType::f32);
+  // Weights from elsewhere: `fill` is called once for each parameter, with its name and the tensor to write.
   using Fill = std::function<void(const std::string& name, const Tensor& out)>;
-  LanguageModel(const ModelConfig& config, const Fill& fill, Device device = {});
+  LanguageModel(const ModelConfig& config, const Fill& fill, Device device = {}, DType matrices = DType::f32);
 
   // Names and shapes of the parameters of such a model, in order, without making them.
   using Visit = std::function<void(const std::string& name, const Shape& shape)>;
@@ -78,6 +81,7 @@ class LanguageModel {
   const Compute& compute() const { return compute_; }
   const Tensor& embedding_table() const { return embedding_.value(); }
   const Tensor& final_norm() const { return norm_.value(); }
+  Tensor last_norm(const Tensor& x) const;  // the final norm of x
   const Tensor& output_matrix() const { return output_weight().value(); }
   int64_t version() const { return version_; }  // another one when other tensors or other kernels serve
   // Token ids that enter from the CPU, checked, on the model's device.
@@ -91,6 +95,8 @@ class LanguageModel {
   // Makes the parameters, in order.
   class Maker;
   void make(Maker& maker);
+  // An embedding of another dtype does not serve as the output matrix.
+  void round_tied_head(DType matrices);
 
   // Called with the place and what came out of it; "….self_attn.values" are the mixer's.
   using Observer = std::function<void(const std::string& place, const Tensor& out)>;
@@ -107,8 +113,8 @@ class LanguageModel {
   static int64_t new_version();
   std::vector<Parameter> parameters_;
   std::vector<std::vector<Variable>> layers_;  // the weights of the plan
-  Variable embedding_, norm_;
-  Variable head_;  // undefined where the embedding serves
+  Variable embedding_, norm_, norm_bias_;      // the bias: of a layer norm
+  Variable head_;                              // undefined where the embedding serves
 };
 
 }  // namespace furious

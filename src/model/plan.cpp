@@ -13,6 +13,7 @@ HeadFunction time_step_of(const BlockConfig& block) {
   HeadFunction function;
   function.f = block.discretize == Discretization::sigmoid ? Activation::sigmoid : Activation::softplus;
   if (block.dt_limit > 0) function.limit = static_cast<float>(block.dt_limit);
+  if (block.dt_least > 0) function.least = static_cast<float>(block.dt_least);
   return function;
 }
 
@@ -65,7 +66,7 @@ class Builder {
     plan_.mixer_values = scaled_values(v);
     const Value o = mix(q, k, v, log_decay);
     plan_.mixed = project_out(gated(h, o), x);
-    plan_.output = mlp(plan_.mixed);
+    plan_.output = config_.mlp == Mlp::none ? plan_.mixed : mlp(plan_.mixed);
     release_values();
     return std::move(plan_);
   }
@@ -90,13 +91,21 @@ class Builder {
 
   Value norm(const std::string& name, Value x, std::string out) {
     const Value y = like(x, std::move(out));
+    if (config_.layer_norm) {
+      const Weight scale = weight(name + ".weight", {config_.hidden}, Start::ones);
+      add(LayerNormOp{x, y, scale, weight(name + ".bias", {config_.hidden}, Start::zeros), config_.norm_eps});
+      return y;
+    }
     add(RmsNormOp{x, y, kNo, weight(name + ".weight", {config_.hidden}, Start::ones), config_.norm_eps});
     return y;
   }
 
   Value head_norm(const std::string& name, Value x) {
     const Value y = like(x, "norm(" + plan_.values[x].name + ")");
-    add(RmsNormOp{x, y, kNo, mixing_weight(name, {plan_.values[x].dim}, Start::ones), config_.norm_eps});
+    const auto [_, heads, dim] = plan_.values[x];
+    const Shape shape = block_.qk_norm_per_head ? Shape{heads, dim} : Shape{dim};
+    const float eps = block_.qk_norm_eps > 0 ? block_.qk_norm_eps : config_.norm_eps;
+    add(RmsNormOp{x, y, kNo, mixing_weight(name, shape, Start::ones), eps});
     return y;
   }
 
@@ -105,6 +114,10 @@ class Builder {
     LinearOp linear{h, {mixing_weight("qkv_proj.weight", {config_.qkv_width(), config_.hidden})}, {}};
     qkv_ = value("qkv", config_.qkv_width());
     linear.y.push_back(qkv_);
+    if (block_.qkv_bias) {  // a product of several weights has no bias
+      linear.bias = mixing_weight("qkv_proj.bias", {config_.qkv_width()}, Start::zeros);
+      add(std::exchange(linear, LinearOp{h, {}, {}}));
+    }
     if (block_.conv_window > 0) {
       conv_weight_ = mixing_weight("conv1d.weight", {config_.qkv_width(), block_.conv_window}, Start::taps);
       if (block_.conv_bias)
@@ -117,11 +130,11 @@ class Builder {
     }
     if (block_.dt_bias) dt_bias_ = mixing_weight("dt_proj.bias", {heads}, Start::dt_bias);
     if (block_.has_decay_projection()) {
-      linear.weights.push_back(mixing_weight("A_mask_proj.weight", {heads, config_.hidden}));
-      linear.y.push_back(decay_ = value("A_mask_proj", heads));
+      linear.weights.push_back(mixing_weight("A_mask_proj.weight", {config_.decays(), config_.hidden}));
+      linear.y.push_back(decay_ = value("A_mask_proj", config_.decays()));
     }
-    if (block_.decay_bias) decay_bias_ = mixing_weight("A_mask_proj.bias", {heads}, Start::zeros);
-    add(std::move(linear));
+    if (block_.decay_bias) decay_bias_ = mixing_weight("A_mask_proj.bias", {config_.decays()}, Start::zeros);
+    if (!linear.weights.empty()) add(std::move(linear));
   }
 
   std::array<Value, 3> queries_keys_values() {
@@ -145,8 +158,8 @@ class Builder {
     }
     if (block_.rope) {
       const Value from_q = std::exchange(q, like(q, "rope(q)")), from_k = std::exchange(k, like(k, "rope(k)"));
-      add(RopeOp{from_q, q, block_.rope_pairing, block_.rope_base});
-      add(RopeOp{from_k, k, block_.rope_pairing, block_.rope_base});
+      add(RopeOp{from_q, q, block_.rope_pairing, block_.rope_base, block_.rope_scaling});
+      add(RopeOp{from_k, k, block_.rope_pairing, block_.rope_base, block_.rope_scaling});
     }
     return {q, k, v};
   }
@@ -204,8 +217,15 @@ class Builder {
       add(std::move(linear));
     }
     if (block_.norm == Norm::none) {
-      const Value y = value("out_norm", width);
-      add(RmsNormOp{o, y, z, mixing_weight("out_norm.weight", {width}, Start::ones), block_.out_norm_eps});
+      const int64_t groups = block_.out_norm_groups;
+      const Value y = groups > 1 ? value("out_norm", groups, width / groups) : value("out_norm", width);
+      const Shape shape = groups > 1 ? Shape{groups, width / groups} : Shape{width};
+      add(RmsNormOp{o, y, z, mixing_weight("out_norm.weight", shape, Start::ones), block_.out_norm_eps});
+      o = y;
+    } else if (block_.z_gate_sigmoid) {
+      const Value s = value("sigmoid(z)", width), y = value("sigmoid(z) o", width);
+      add(HeadFunctionOp{z, s, kNo, {.f = Activation::sigmoid}});
+      add(DiscretizeOp{o, s, y});
       o = y;
     } else if (z != kNo) {
       const Value y = value("silu(z) o", width);
@@ -221,11 +241,17 @@ class Builder {
   }
 
   // silu(x W_gateᵀ) ⊙ (x W_upᵀ)
-  Value gated_pair(Value x, const std::string& gate, const std::string& up, int64_t width, const std::string& name) {
+  Value gated_pair(Value x, const std::string& gate, const std::string& up, int64_t width, const std::string& name,
+                   bool bias = false) {
     const Weight gate_weight = weight(gate, {width, config_.hidden}, Start::linear);
     const Weight up_weight = weight(up, {width, config_.hidden}, Start::linear);
     const Value a = value(name + " gate", width), b = value(name + " up", width), y = value(name, width);
-    add(LinearOp{x, {gate_weight, up_weight}, {a, b}});
+    if (bias) {
+      add(LinearOp{x, {gate_weight}, {a}, weight(bias_of(gate), {width}, Start::zeros)});
+      add(LinearOp{x, {up_weight}, {b}, weight(bias_of(up), {width}, Start::zeros)});
+    } else {
+      add(LinearOp{x, {gate_weight, up_weight}, {a, b}});
+    }
     add(SwigluOp{a, b, y});
     return y;
   }
@@ -233,16 +259,39 @@ class Builder {
   Value project_out(Value o, Value x) {
     const Value y = like(x, "x + block");
     const int64_t width = config_.branch + config_.out_width();
-    add(LinearOp{o, {mixing_weight("o_proj.weight", {config_.hidden, width})}, {y}, kNo, x});
+    add_to_residual(o, "self_attn.o_proj.weight", width, block_.out_bias, x, y);
     return y;
+  }
+
+  // y = o Wᵀ (+ bias) + x
+  void add_to_residual(Value o, const std::string& name, int64_t width, bool bias, Value x, Value y) {
+    const Weight matrix = weight(name, {config_.hidden, width}, Start::linear);
+    if (!bias) return add(LinearOp{o, {matrix}, {y}, kNo, x});
+    const Value product = like(y, "product");
+    add(LinearOp{o, {matrix}, {product}, weight(bias_of(name), {config_.hidden}, Start::zeros)});
+    add(AddOp{product, x, y});
+  }
+  static std::string bias_of(const std::string& weight) {
+    return weight.substr(0, weight.size() - std::string_view("weight").size()) + "bias";
   }
 
   Value mlp(Value x) {
     const Value m = norm("post_attention_layernorm", x, "m");
-    const Value inner = gated_pair(m, "mlp.gate_proj.weight", "mlp.up_proj.weight", config_.intermediate, "mlp");
+    const int64_t width = config_.intermediate;
+    const std::string up = "mlp.up_proj.weight";
+    Value inner = kNo;
+    if (config_.mlp == Mlp::swiglu) {
+      inner = gated_pair(m, "mlp.gate_proj.weight", up, width, "mlp", config_.mlp_bias);
+    } else {
+      const Value a = value("mlp up", width);
+      inner = value("mlp", width);
+      LinearOp linear{m, {weight(up, {width, config_.hidden}, Start::linear)}, {a}};
+      if (config_.mlp_bias) linear.bias = weight(bias_of(up), {width}, Start::zeros);
+      add(std::move(linear));
+      add(ActivationOp{a, inner, Activation::gelu_tanh});
+    }
     const Value y = like(x, "x + mlp");
-    add(LinearOp{
-        inner, {weight("mlp.down_proj.weight", {config_.hidden, config_.intermediate}, Start::linear)}, {y}, kNo, x});
+    add_to_residual(inner, "mlp.down_proj.weight", width, config_.mlp_bias, x, y);
     return y;
   }
 
@@ -281,6 +330,7 @@ struct Reads {
   std::vector<Value> operator()(const ResidualOp& op) const { return {op.o, op.v}; }
   std::vector<Value> operator()(const SwigluOp& op) const { return {op.gate, op.up}; }
   std::vector<Value> operator()(const ConcatOp& op) const { return {op.a, op.b}; }
+  std::vector<Value> operator()(const AddOp& op) const { return {op.a, op.b}; }
   std::vector<Value> operator()(const auto& op) const { return {op.x}; }
 };
 
@@ -292,6 +342,7 @@ struct Writes {
 
 struct Weighs {
   std::vector<Weight> operator()(const RmsNormOp& op) const { return {op.weight}; }
+  std::vector<Weight> operator()(const LayerNormOp& op) const { return {op.weight, op.bias}; }
   std::vector<Weight> operator()(const LinearOp& op) const {
     std::vector<Weight> weights = op.weights;
     weights.push_back(op.bias);
@@ -319,6 +370,8 @@ struct Role {
     return "products";
   }
   std::string_view operator()(const RmsNormOp&) const { return kNormWork.role; }
+  std::string_view operator()(const LayerNormOp&) const { return kNormWork.role; }
+  std::string_view operator()(const AddOp&) const { return "residual"; }
   std::string_view operator()(const ConvOp&) const { return "convolution"; }
   std::string_view operator()(const SplitOp&) const { return "split"; }
   std::string_view operator()(const ActivationOp&) const { return "activation"; }
@@ -357,7 +410,7 @@ WorkLabel label_of(const Plan& plan, const Op& op) {
 std::string_view name_of(const Op& op) {
   constexpr std::string_view kNames[] = {"rms_norm",   "linear",        "conv",           "split",      "activation",
                                          "rope",       "head_function", "original_decay", "discretize", "mixer",
-                                         "d_residual", "swiglu",        "concat"};
+                                         "d_residual", "swiglu",        "concat",         "layer_norm", "add"};
   static_assert(std::size(kNames) == std::variant_size_v<Op>);
   return kNames[op.index()];
 }
@@ -370,7 +423,8 @@ Plan plan_layer(const ModelConfig& config) {
 int64_t parameter_count(const ModelConfig& config) {
   int64_t layer = 0;
   for (const WeightInfo& weight : plan_layer(config).weights) layer += weight.shape.elements();
-  return config.layers * layer + (config.tie_embeddings ? 1 : 2) * config.vocabulary * config.hidden + config.hidden;
+  return config.layers * layer + (config.tie_embeddings ? 1 : 2) * config.vocabulary * config.hidden +
+         (config.layer_norm ? 2 : 1) * config.hidden;
 }
 
 }  // namespace furious

@@ -41,10 +41,17 @@ struct WeightInfo {
   bool is_matrix() const { return start == Start::linear; }
 };
 
-// y = RMSNorm(x ⊙ silu(gate)) ⊙ weight, over the weight's length: all numbers of a token, or those of a head.
+// y = RMSNorm(x ⊙ silu(gate)) ⊙ weight, over the weight's length: all numbers of a token, or those of a head. A weight
+// [groups, n] has a row for each group of y.
 struct RmsNormOp {
   Value x, y, gate = kNo;
   Weight weight;
+  float eps;
+};
+
+struct LayerNormOp {
+  Value x, y;
+  Weight weight, bias;
   float eps;
 };
 
@@ -81,6 +88,9 @@ struct RopeOp {
   Value x, y;
   RopePairing pairing;
   double base;
+  RopeScaling scaling = {};
+
+  Rope rope(int64_t offset = 0) const { return {pairing, base, offset, {}, {}, scaling}; }
 };
 
 // Per token and head: y = function(x + bias), in f32.
@@ -97,7 +107,7 @@ struct OriginalDecayOp {
   float factor;
 };
 
-// y = x ⊙ dt, for each head of x.
+// y = x ⊙ dt, for each head of x. A y without heads has a dt for each number.
 struct DiscretizeOp {
   Value x, dt, y;
 };
@@ -118,13 +128,18 @@ struct SwigluOp {
   Value gate, up, y;
 };
 
+// y = a + b
+struct AddOp {
+  Value a, b, y;
+};
+
 // y = [a, b]
 struct ConcatOp {
   Value a, b, y;
 };
 
 using Op = std::variant<RmsNormOp, LinearOp, ConvOp, SplitOp, ActivationOp, RopeOp, HeadFunctionOp, OriginalDecayOp,
-                        DiscretizeOp, MixerOp, ResidualOp, SwigluOp, ConcatOp>;
+                        DiscretizeOp, MixerOp, ResidualOp, SwigluOp, ConcatOp, LayerNormOp, AddOp>;
 
 struct Plan {
   std::vector<ValueInfo> values;

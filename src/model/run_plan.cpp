@@ -4,6 +4,7 @@
 
 #include "ops/elementwise.h"
 #include "ops/nn/conv.h"
+#include "ops/nn/layer_norm.h"
 #include "ops/nn/linear.h"
 #include "ops/nn/rms_norm.h"
 #include "ops/nn/swiglu.h"
@@ -24,7 +25,7 @@ Variable WholeSequences::conv(Tape& tape, const ConvOp& op, const Variable& x, c
 }
 
 Variable WholeSequences::rope(Tape& tape, const RopeOp& op, const Variable& x) {
-  return furious::rope(tape, x, {op.pairing, op.base, 0, {}}, boundaries_);
+  return furious::rope(tape, x, op.rope(), boundaries_);
 }
 
 Variable WholeSequences::mixer(Tape& tape, const MixerOp& op, const Variable& q, const Variable& k, const Variable& v,
@@ -50,10 +51,10 @@ std::vector<Variable> joined(Tape& tape, const Variable& x, std::vector<Variable
     width += sizes.back();
   }
   // On a GPU, matrix products and mixers are slow where rows do not begin at a multiple of 16 bytes.
-  constexpr int64_t kAligned = 8;
-  if (width % kAligned != 0 && !x.value().device().is_cpu() && x.value().dtype() == DType::bf16) {
+  const int64_t aligned = precision == MatmulPrecision::fp8 ? 16 : 8;
+  if (width % aligned != 0 && !x.value().device().is_cpu() && x.value().dtype() == DType::bf16) {
     const Tensor& first = weights.front().value();
-    sizes.push_back(kAligned - width % kAligned);
+    sizes.push_back(aligned - width % aligned);
     weights.emplace_back(Tensor::zeros({sizes.back(), first.size(1)}, first.dtype(), first.device()));
   }
   std::vector<Variable> parts = split(tape, joined_linear(tape, x, weights, precision), sizes);
@@ -73,8 +74,19 @@ struct PlanRunner::Visitor {
 
   void operator()(const RmsNormOp& op) const {
     const bool per_head = runner.plan_.values[op.y].heads > 0;
-    const Variable x = per_head ? value(op.x) : flat(tape(), value(op.x));
-    values[op.y] = rms_norm(tape(), x, weight(op.weight), op.eps, value(op.gate));
+    const auto grouped = [&](const Variable& x) {  // as the heads of y
+      const ValueInfo& y = runner.plan_.values[op.y];
+      const Shape& shape = x.value().shape();
+      return !x || (shape.rank() == 4 && shape[2] == y.heads)
+                 ? x
+                 : reshape(tape(), x, {shape[0], shape[1], y.heads, y.dim});
+    };
+    const Variable x = per_head ? grouped(value(op.x)) : flat(tape(), value(op.x));
+    const Variable gate = per_head ? grouped(value(op.gate)) : value(op.gate);
+    values[op.y] = rms_norm(tape(), x, weight(op.weight), op.eps, gate);
+  }
+  void operator()(const LayerNormOp& op) const {
+    values[op.y] = layer_norm(tape(), value(op.x), weight(op.weight), weight(op.bias), op.eps);
   }
   void operator()(const LinearOp& op) const {
     const MatmulPrecision precision = runner.compute_.precision;
@@ -106,12 +118,13 @@ struct PlanRunner::Visitor {
     values[op.y] = original_decay(tape(), value(op.dt), weight(op.a_log), op.factor);
   }
   void operator()(const DiscretizeOp& op) const {
-    const Variable x = value(op.x), dt = value(op.dt);
-    const Shape shape = x.value().shape();
-    if (x.value().rank() == 4) {
-      values[op.y] = discretize(tape(), x, dt);
+    const Variable dt = value(op.dt);
+    if (runner.plan_.values[op.y].heads > 0) {
+      values[op.y] = discretize(tape(), value(op.x), dt);
       return;
     }
+    const Variable x = flat(tape(), value(op.x));
+    const Shape shape = x.value().shape();
     const Variable heads = reshape(tape(), x, {shape[0], shape[1], shape[2], 1});  // heads of one number
     values[op.y] = reshape(tape(), discretize(tape(), heads, dt), shape);
   }
@@ -123,6 +136,9 @@ struct PlanRunner::Visitor {
   }
   void operator()(const SwigluOp& op) const {
     values[op.y] = swiglu(tape(), flat(tape(), value(op.gate)), flat(tape(), value(op.up)));
+  }
+  void operator()(const AddOp& op) const {
+    values[op.y] = add(tape(), flat(tape(), value(op.a)), flat(tape(), value(op.b)));
   }
   void operator()(const ConcatOp& op) const {
     values[op.y] = concat(tape(), flat(tape(), value(op.a)), flat(tape(), value(op.b)));

@@ -39,7 +39,8 @@ struct StoredTensor {
 // The tensors of one file, or of the several files that an index names. Loads F32, BF16, F16, F64, I32, and I64 as i32.
 class SafetensorsReader {
  public:
-  // A .safetensors file, a .safetensors.index.json, or a directory that holds model.safetensors or its index.
+  // A .safetensors file, a pytorch_model.bin (pickle.h), an .index.json of several of either, or a directory that holds
+  // one of them.
   explicit SafetensorsReader(const std::filesystem::path& path);
   // The bytes of a .safetensors file, which must outlive the reader and its views; messages call them `name`.
   SafetensorsReader(const std::filesystem::path& name, std::span<const std::byte> bytes);
@@ -59,6 +60,7 @@ class SafetensorsReader {
   // As load(name, dtype), but without a copy when the file holds that dtype, aligned: the tensor is then a part of the
   // mapping, which it keeps alive, and must not be written to.
   Tensor view(std::string_view name, DType dtype) const;
+  Tensor view(std::string_view name) const;  // in the dtype it is stored in; I64 as i32
 
  private:
   void open(std::shared_ptr<const MappedFile> file);

@@ -15,18 +15,23 @@ namespace furious::fuzz {
 
 // Whether the file was accepted.
 bool safetensors(std::string_view bytes);  // also the index of several, which begins with {
+bool pickle(std::string_view bytes);
 bool config(std::string_view bytes);
 bool state(std::string_view bytes);
 bool manifest(std::string_view bytes);
-bool progress(std::string_view bytes);  // with a corrected checksum
-bool tokenizer(std::string_view bytes);
+bool progress(std::string_view bytes);   // with a corrected checksum
+bool tokenizer(std::string_view bytes);  // a SentencePiece model
+bool tokenizer_json(std::string_view bytes);
+bool request(std::string_view bytes);  // the body of a request to the server
 
 struct Target {
   const char* name;
   bool (*run)(std::string_view);
 };
-inline constexpr Target kTargets[] = {{"safetensors", safetensors}, {"config", config},     {"state", state},
-                                      {"manifest", manifest},       {"progress", progress}, {"tokenizer", tokenizer}};
+inline constexpr Target kTargets[] = {
+    {"safetensors", safetensors}, {"pickle", pickle},     {"config", config},       {"state", state},
+    {"manifest", manifest},       {"progress", progress}, {"tokenizer", tokenizer}, {"tokenizer_json", tokenizer_json},
+    {"request", request}};
 
 // Valid files with the name of their target: the seeds of the corpus.
 std::vector<std::pair<std::string, std::string>> good_files();

@@ -32,15 +32,14 @@ class Oracle {
     }
     for (int64_t layer = 0; layer < config_.layers; ++layer) {
       const std::string name = "model.layers." + std::to_string(layer) + ".";
-      add(x, block(normed(x, name + "input_layernorm.weight", config_.norm_eps), name + "self_attn."));
-      std::vector<Values> m = normed(x, name + "post_attention_layernorm.weight", config_.norm_eps);
-      for (Values& row : m)
-        row = product(name + "mlp.down_proj.weight",
-                      gated(product(name + "mlp.gate_proj.weight", row), product(name + "mlp.up_proj.weight", row)));
+      add(x, block(token_norm(x, name + "input_layernorm."), name + "self_attn."));
+      if (config_.mlp == Mlp::none) continue;
+      std::vector<Values> m = token_norm(x, name + "post_attention_layernorm.");
+      for (Values& row : m) row = product(name + "mlp.down_proj.weight", inner(name + "mlp.", row));
       add(x, m);
     }
     Values all;
-    for (const Values& row : normed(x, "model.norm.weight", config_.norm_eps)) {
+    for (const Values& row : token_norm(x, "model.norm.")) {
       const Values y = product(config_.tie_embeddings ? "model.embed_tokens.weight" : "lm_head.weight", row);
       all.insert(all.end(), y.begin(), y.end());
     }
@@ -62,19 +61,38 @@ class Oracle {
     Values y(weight.size() / x.size());
     for (size_t row = 0; row < y.size(); ++row)
       for (size_t i = 0; i < x.size(); ++i) y[row] += weight[row * x.size() + i] * x[i];
+    for (size_t i = 0; i < y.size(); ++i) y[i] += bias(name.substr(0, name.size() - 6) + "bias", i);
     return y;
+  }
+  Values inner(const std::string& name, const Values& x) const {
+    Values y = product(name + "up_proj.weight", x);
+    if (config_.mlp == Mlp::swiglu) return gated(product(name + "gate_proj.weight", x), y);
+    for (double& v : y) v = 0.5 * v * (1 + std::tanh(std::sqrt(2 / M_PI) * (v + 0.044715 * v * v * v)));
+    return y;
+  }
+  // The RMSNorm or layer norm of whole tokens.
+  std::vector<Values> token_norm(std::vector<Values> x, const std::string& name) const {
+    for (Values& row : x) {
+      double mean = 0;
+      for (const double value : row) mean += value / static_cast<double>(row.size());
+      for (double& value : row) value -= config_.layer_norm ? mean : 0;
+    }
+    x = normed(std::move(x), name + "weight", config_.norm_eps);
+    for (Values& row : x)
+      for (size_t i = 0; i < row.size(); ++i) row[i] += bias(name + "bias", i);
+    return x;
   }
   static Values gated(const Values& gate, const Values& x) {
     Values y = x;
     for (size_t i = 0; i < y.size(); ++i) y[i] *= silu(gate[i]);
     return y;
   }
-  std::vector<Values> normed(std::vector<Values> x, const std::string& name, double eps) const {
+  std::vector<Values> normed(std::vector<Values> x, const std::string& name, double eps, size_t first = 0) const {
     for (Values& row : x) {
       double squares = 0;
       for (const double value : row) squares += value * value;
       const double r = 1 / std::sqrt(squares / static_cast<double>(row.size()) + eps);
-      for (size_t i = 0; i < row.size(); ++i) row[i] *= r * at(name)[i];
+      for (size_t i = 0; i < row.size(); ++i) row[i] *= r * at(name)[first + i];
     }
     return x;
   }
@@ -141,8 +159,11 @@ class Oracle {
     const int64_t dim = config_.qk_dim;
     const bool halves = config_.block.rope_pairing == RopePairing::halves;
     for (int64_t i = 0; i < dim / 2; ++i) {
-      const double angle = static_cast<double>(position) *
-                           std::pow(config_.block.rope_base, -2.0 * static_cast<double>(i) / static_cast<double>(dim));
+      double omega = std::pow(config_.block.rope_base, -2.0 * static_cast<double>(i) / static_cast<double>(dim));
+      const auto& [factor, low, high, original] = config_.block.rope_scaling;
+      const double kept = original > 0 ? std::clamp((original * omega / (2 * M_PI) - low) / (high - low), 0.0, 1.0) : 0;
+      omega *= kept + (1 - kept) / factor;
+      const double angle = static_cast<double>(position) * omega;
       double &first = head[halves ? i : 2 * i], &second = head[halves ? i + dim / 2 : 2 * i + 1];
       const double before = first;
       first = before * std::cos(angle) - second * std::sin(angle);
@@ -178,7 +199,10 @@ class Oracle {
         for (int64_t head = 0; head < config_.q_heads + config_.k_heads; ++head) {
           const auto begin = row.begin() + head * qk_dim;
           const std::string weight = name + (head < config_.q_heads ? "q_norm.weight" : "k_norm.weight");
-          std::ranges::copy(normed({Values(begin, begin + qk_dim)}, weight, config_.norm_eps).front(), begin);
+          const double eps = block.qk_norm_eps > 0 ? block.qk_norm_eps : config_.norm_eps;
+          const int64_t own = head < config_.q_heads ? head : head - config_.q_heads;
+          const int64_t first = block.qk_norm_per_head ? own * qk_dim : 0;
+          std::ranges::copy(normed({Values(begin, begin + qk_dim)}, weight, eps, first).front(), begin);
         }
     if (block.rope)
       for (size_t t = 0; t < length; ++t)
@@ -186,13 +210,14 @@ class Oracle {
     std::vector<Values> dt(length, Values(heads)), total(length, Values(heads));
     for (size_t t = 0; t < length; ++t) {
       const Values x_dt = block.has_dt() ? product(name + "dt_proj.weight", h[t]) : Values(heads);
-      const Values x_a = block.has_decay_projection() ? product(name + "A_mask_proj.weight", h[t]) : Values(heads);
+      const Values x_a =
+          block.has_decay_projection() ? product(name + "A_mask_proj.weight", h[t]) : Values(config_.decays());
       for (int64_t head = 0; head < heads; ++head) {
-        const double x = x_dt[head] + bias(name + "dt_proj.bias", head);
+        const double x = x_dt[head];
         dt[t][head] = block.discretize == Discretization::sigmoid ? sigmoid(x) : softplus(x);
+        dt[t][head] = std::max(dt[t][head], block.dt_least);
         if (block.dt_limit > 0) dt[t][head] = std::min(dt[t][head], block.dt_limit);
-        double a =
-            log_decay(x_a[head] + bias(name + "A_mask_proj.bias", head), dt[t][head], bias(name + "A_log", head));
+        double a = log_decay(x_a[head / (heads / config_.decays())], dt[t][head], bias(name + "A_log", head));
         if (block.square_mask) a *= 2;
         total[t][head] = a + (t > 0 ? total[t - 1][head] : 0);
       }
@@ -208,7 +233,8 @@ class Oracle {
         const int64_t v_at = qk_width + head / (heads / config_.v_heads) * dim;
         Values y(dim);
         double n = 0;
-        for (size_t j = 0; j <= t; ++j) {
+        const auto window = static_cast<size_t>(block.window);
+        for (size_t j = window > 0 && t >= window ? t + 1 - window : 0; j <= t; ++j) {
           double s = 0;
           for (int64_t i = 0; i < qk_dim; ++i) s += qkv[t][q_at + i] * qkv[j][k_at + i];
           const double w = score(scale * s) * std::exp(std::min(total[t][head] - total[j][head], 60.0));
@@ -222,12 +248,16 @@ class Oracle {
         o.insert(o.end(), y.begin(), y.end());
       }
       if (block.z_gate) {
-        Values z = product(name + "z_gate_proj.weight", h[t]);
-        for (size_t i = 0; i < z.size(); ++i) z[i] += bias(name + "z_gate_proj.bias", i);
-        o = gated(z, o);
+        const Values z = product(name + "z_gate_proj.weight", h[t]);
+        if (!block.z_gate_sigmoid) o = gated(z, o);
+        for (size_t i = 0; block.z_gate_sigmoid && i < z.size(); ++i) o[i] *= sigmoid(z[i]);
       }
-      if (block.norm == Norm::none)
-        o = normed({o}, name + "out_norm.weight", static_cast<double>(block.out_norm_eps)).front();
+      const auto group = static_cast<int64_t>(o.size()) / block.out_norm_groups;
+      for (auto at = o.begin(); block.norm == Norm::none && at != o.end(); at += group) {
+        const auto first = static_cast<size_t>(at - o.begin());
+        const auto eps = static_cast<double>(block.out_norm_eps);
+        std::ranges::copy(normed({Values(at, at + group)}, name + "out_norm.weight", eps, first).front(), at);
+      }
       if (config_.branch > 0) {
         Values both =
             gated(product(name + "branch_gate_proj.weight", h[t]), product(name + "branch_proj.weight", h[t]));

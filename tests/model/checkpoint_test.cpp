@@ -1,10 +1,14 @@
 #include "model/checkpoint.h"
 
+#include <fmt/ranges.h>
+
+#include <algorithm>
 #include <fstream>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <span>
 
+#include "base/error.h"
 #include "base/file.h"
 #include "model/little.h"
 #include "model/safetensors.h"
@@ -150,7 +154,7 @@ TEST(Switches, AreSetByTheirKeys) {
   expected.conv_silu = expected.rope = true;
   expected.rope_base = 5e5;
   EXPECT_EQ(block, expected);
-  EXPECT_EQ(switch_names().size(), 22u);
+  EXPECT_EQ(switch_names().size(), 34u);
   for (const std::string& key : switch_names())  // each key has a valid value
     expect_error([&] { set_switch(block, key, "[]"); }, {key});
   expect_error([&] { set_switch(block, "conv_windw", "2"); }, {"unknown switch", "did you mean \"conv_window\""});
@@ -158,6 +162,50 @@ TEST(Switches, AreSetByTheirKeys) {
   expect_error([&] { set_switch(block, "score", "squard"); }, {"score", "did you mean \"squared\""});
   expect_error([&] { set_switch(block, "rope", "yes"); }, {"rope", "true or false"});
   EXPECT_EQ(block, expected);
+}
+
+TEST_F(Checkpoint, LoadingReportsItsProgress) {
+  const LanguageModel model = saved(little("2mamba"));
+  std::vector<int64_t> reports;
+  const auto report = [&](int64_t done, int64_t all) {
+    EXPECT_EQ(all, weight_bytes(model.config(), DType::f32));
+    reports.push_back(done);
+  };
+  expect_same_logits(model, load_model(directory_.path(), "", {}, 0, report));
+  ASSERT_EQ(reports.size(), model.parameters().size());
+  EXPECT_EQ(reports.front(), 0);
+  EXPECT_TRUE(std::ranges::is_sorted(reports));
+  EXPECT_EQ(reports.back(), weight_bytes(model.config(), DType::f32) -
+                                static_cast<int64_t>(model.parameters().back().value.value().bytes()));
+  const auto stop = [](int64_t done, int64_t) { require(done == 0, "enough"); };
+  expect_error([&] { load_model(directory_.path(), "", {}, 0, stop); }, {"enough"});
+}
+
+// A file of 9 TB, most of it a hole: nothing is read or allocated before the error.
+TEST_F(Checkpoint, RefusesWhatDoesNotFitIntoMemory) {
+  ModelConfig config = little("softmax");
+  config.vocabulary = int64_t{1} << 22;
+  config.hidden = int64_t{1} << 19;
+  config.layers = 1;
+  config.tie_embeddings = true;
+  uint64_t bytes = 0;
+  std::string header = "{";
+  LanguageModel::visit_parameters(config, [&](const std::string& name, const Shape& shape) {
+    const uint64_t end = bytes + 4 * static_cast<uint64_t>(shape.elements());
+    header += fmt::format(R"({}"{}":{{"dtype":"F32","shape":[{}],"data_offsets":[{},{}]}})", bytes > 0 ? "," : "", name,
+                          fmt::join(shape.begin(), shape.end(), ","), bytes, end);
+    bytes = end;
+  });
+  header += "}";
+  const uint64_t length = header.size();
+  write_text(config_, config_to_json(config));
+  write_text(weights_, std::string(reinterpret_cast<const char*>(&length), 8) + header);
+  std::error_code error;
+  fs::resize_file(weights_, 8 + length + bytes, error);
+  if (error) GTEST_SKIP() << "no files of " << bytes << " bytes here: " << error.message();
+  EXPECT_EQ(check_model(directory_.path()), config);
+  expect_refused(
+      {"its weights need", fmt::format("({} bytes)", weight_bytes(config, DType::f32)), "on cpu", "are free"});
 }
 
 TEST_F(Checkpoint, TiedEmbeddingsAndGroupedHeads) {
@@ -426,8 +474,8 @@ TEST_F(LlamaCheckpoint, ReadsInfinityAndNaNAsNull) {
     return load_config(directory_.path());
   };
   const ModelConfig expected = load_config(directory_.path());
-  EXPECT_EQ(with(R"(, "time_step_limit": [0.0, Infinity], "low": -Infinity, "no": NaN)"), expected);
-  EXPECT_EQ(with(R"(, "text": "Infinity \\\" NaN", "\\\\": Infinity)"), expected);
+  EXPECT_EQ(with(R"(, "bos_token_id": [0.0, Infinity], "low": -Infinity, "no": NaN)"), expected);
+  EXPECT_EQ(with(R"(, "_name_or_path": "Infinity \\\" NaN", "\\\\": Infinity)"), expected);
   expect_error([&] { with(R"(, "a": Infinit)"); }, {"not JSON"});
 }
 
@@ -435,15 +483,18 @@ TEST_F(LlamaCheckpoint, RefusesWhatWouldBeComputedWrongly) {
   const auto refused = [&](const std::string& key, const Json& value, const std::vector<std::string>& parts) {
     expect_value_refused(llama_, key, value, parts);
   };
-  refused("attention_bias", true, {"is true, expected false", "bias"});
-  refused("mlp_bias", true, {"is true, expected false", "bias"});
-  refused("rope_scaling", {{"factor", 8.0}, {"rope_type", "llama3"}}, {"rope_scaling", "llama3", "\"default\""});
-  refused("rope_scaling", {{"factor", 8.0}, {"type", "linear"}}, {"rope_scaling", "linear", "\"default\""});
+  refused("attention_bias", 1, {"is 1, expected true or false"});
+  refused("rope_scaling", {{"factor", 8.0}, {"rope_type", "llama3"}}, {"low_freq_factor", "missing"});
+  refused("rope_scaling", {{"factor", 0.0}, {"type", "linear"}}, {"factor"});
+  refused("rope_scaling", {{"factor", 8.0}, {"rope_type", "yarn"}}, {"yarn", "\"default\", \"linear\" or \"llama3\""});
+  refused("logit_scale", 0.5, {"not known", "may change"});
+  refused("quantization_config", {{"bits", 4}}, {"not known"});
+  refused("rope_interleaved", true, {"expected false"});
   refused("rope_scaling", {{"factor", 8.0}}, {"rope_scaling", "expected null"});
   refused("rope_parameters", {{"rope_type", "yarn"}}, {"yarn", "default"});
   refused("rope_parameters", {{"rope_theta", "500"}}, {"rope_theta"});
   refused("hidden_act", "gelu", {"gelu", "silu"});
-  refused("model_type", "mistral", {"mistral", "\"furious\" or \"llama\""});
+  refused("model_type", "mistrall", {"mistrall", "did you mean \"mistral\""});
   refused("num_attention_heads", 5, {"divisor"});
   refused("hidden_size", nullptr, {"null", "an integer"});
   write(llama_);
@@ -566,7 +617,7 @@ TEST_F(Checkpoint, NamesTheKeyThatIsWrong) {
   refused("score", "sqared", {"sqared", "did you mean \"squared\""});
   refused("decay", 3, {"is 3, expected a string"});
   refused("num_attention_heads", 7, {"is 7, expected 3"});
-  refused("model_type", "fast", {"expected \"furious\""});
+  refused("model_type", "fast", {"known: furious, llama"});
   for (const auto& item : valid.items()) {
     if (item.key() == "architectures" || item.key() == "torch_dtype" || item.key().starts_with("num_attention") ||
         item.key().starts_with("num_key"))

@@ -38,6 +38,17 @@ TEST(TrainingCosts, CountBytesOfATensorOnce) {
   EXPECT_EQ(bytes(kOptimizerWork, StepPass::update, DType::bf16), 32.0 * static_cast<double>(parameter_count(config)));
 }
 
+// Beyond a window of one token, what attention costs is linear in the length.
+TEST(TrainingCosts, CountTheTokensOfAWindow) {
+  ModelConfig config = model_config("softmax", "mini", 4096), short_window = config, long_window = config;
+  short_window.block.window = 1;
+  long_window.block.window = 128;
+  const auto flops = [](const ModelConfig& c, int64_t length) { return training_flops(c, 1, length); };
+  EXPECT_EQ(flops(long_window, 128), flops(config, 128));
+  EXPECT_LT(flops(long_window, 256), flops(config, 256));
+  EXPECT_NEAR(flops(short_window, 256) / flops(short_window, 128), 2, 1e-12);
+}
+
 TEST(TrainingCosts, EveryOperationHasARole) {
   for (const Preset& preset : presets()) {
     const Plan plan = plan_layer(model_config(preset.name, "mini", 4096));

@@ -18,6 +18,37 @@ inline ModelConfig little(const Preset& preset) {
   return config;
 }
 
+// A preset, or "shared": heads that share a state, or "window": softmax with a sliding window.
+inline ModelConfig little_named(const std::string& name) {
+  ModelConfig config = little(preset(name == "shared" ? "2mamba" : name == "window" ? "softmax" : name));
+  if (name == "shared") config.k_heads = config.v_heads = config.decay_heads = 1;
+  if (name == "window") config.block.window = 37;
+  return config;
+}
+
+// What published models have beyond the paper's blocks.
+inline void add_published_switches(Random& random, ModelConfig& config) {
+  BlockConfig& block = config.block;
+  block.qkv_bias = random.coin();
+  block.out_bias = random.coin();
+  block.qk_norm_per_head = block.qk_norm && random.coin();
+  if (block.qk_norm && random.coin()) block.qk_norm_eps = 1e-3f;
+  if (block.has_dt() && block.dt_limit == 0 && !block.dt_bias) block.dt_least = random.coin() ? 0.4 : 0;
+  block.z_gate_sigmoid = block.z_gate && block.norm == Norm::sum && random.coin();
+  if (block.norm == Norm::none && random.coin()) block.out_norm_groups = 3;
+  if (block.rope) {
+    block.rope_pairing = random.pick<RopePairing>({RopePairing::halves, RopePairing::interleaved});
+    block.rope_scaling = random.pick<RopeScaling>({{}, {4, 0, 0, 0}, {8, 1, 4, 64}});
+  }
+  config.mlp = random.pick<Mlp>({Mlp::swiglu, Mlp::gelu, Mlp::none});
+  if (config.mlp == Mlp::none) config.intermediate = 0;
+  config.mlp_bias = config.mlp != Mlp::none && random.coin();
+  config.layer_norm = random.coin();
+  if (block.has_decay_projection() && block.decay != DecayKind::softplus_dt) config.decay_heads = random.coin() ? 1 : 0;
+  if (block.score == Score::exponential && block.norm == Norm::sum && block.decay == DecayKind::none)
+    block.window = random.pick<int64_t>({0, 1, 5, 40});
+}
+
 // A model with random switches and dimensions. Scores are those that have a preset in every
 // combination: linear, squared and exponential.
 inline ModelConfig random_config(Random& random) {
@@ -55,6 +86,7 @@ inline ModelConfig random_config(Random& random) {
       block.d_residual || block.discretize == Discretization::dt || block.discretize == Discretization::sigmoid;
   if (!per_value && config.q_heads == 3) config.v_heads = random.pick<int64_t>({1, 3});
   config.tie_embeddings = random.coin();
+  add_published_switches(random, config);
   return config;
 }
 
