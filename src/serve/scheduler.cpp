@@ -1,0 +1,582 @@
+#include "serve/scheduler.h"
+
+#include <algorithm>
+#include <csignal>
+#include <optional>
+#include <utility>
+#include <variant>
+
+#include "base/boundary.h"
+#include "base/error.h"
+#include "base/parallel.h"
+#include "decode/model_parts.h"
+#include "ops/sampling/sampling.h"
+
+namespace furious::serve {
+namespace {
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+std::shared_ptr<const ApiError> error_of(int status, const std::string& message, const std::string& code) {
+  return std::make_shared<const ApiError>(status, message, code);
+}
+
+// In a catch block: what a client is told.
+std::shared_ptr<const ApiError> current_error() {
+  try {
+    throw;
+  } catch (const ApiError& error) {
+    return std::make_shared<const ApiError>(error);
+  } catch (const StateExists& error) {
+    return error_of(409, error.what(), "state_exists");
+  } catch (const StoreFull& error) {
+    return error_of(507, error.what(), "store_full");
+  } catch (...) {
+    return error_of(500, words_of(std::current_exception()), "internal_error");
+  }
+}
+
+// The longest stored prefix that ends where a pass over the prompt ends.
+std::optional<StateStore::Match> find_usable(StateStore& store, const Prompt& prompt, std::span<const size_t> ends) {
+  size_t limit = SIZE_MAX;
+  while (std::optional<StateStore::Match> match = store.find(prompt, limit)) {
+    if (match->ids == 0) break;
+    if (match->by_transcript || std::ranges::binary_search(ends, match->ids)) return match;
+    limit = match->ids - 1;
+  }
+  return std::nullopt;
+}
+
+// The prompt with the ids that a snapshot has read in place of its own.
+void rebase(Prompt& prompt, const StateStore::Match& match) {
+  std::vector<int32_t> ids = match.snapshot->ids;
+  const auto shift = static_cast<int64_t>(ids.size()) - static_cast<int64_t>(match.ids);
+  ids.insert(ids.end(), prompt.ids.begin() + static_cast<int64_t>(match.ids), prompt.ids.end());
+  std::erase_if(prompt.boundaries, [&](const Prompt::Boundary& one) { return one.ids < match.ids; });
+  for (Prompt::Boundary& one : prompt.boundaries) one.ids = static_cast<size_t>(static_cast<int64_t>(one.ids) + shift);
+  prompt.ids = std::move(ids);
+}
+
+// The transcript of the first `ids` ids; empty where it has no boundary there.
+std::string transcript_at(const Prompt& prompt, size_t ids) {
+  const auto boundary = std::ranges::find(prompt.boundaries, ids, &Prompt::Boundary::ids);
+  return boundary == prompt.boundaries.end() ? std::string() : prompt.transcript.substr(0, boundary->transcript);
+}
+
+void block_signals() {
+  sigset_t all;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, nullptr);
+}
+
+}  // namespace
+
+std::vector<size_t> chunk_ends(const Prompt& prompt, size_t chunk) {
+  std::vector<size_t> ends;
+  size_t begin = 0;
+  const auto cut_until = [&](size_t end) {
+    for (size_t at = begin + chunk; at < end; at += chunk) ends.push_back(at);
+    if (end > begin) ends.push_back(end);
+    begin = std::max(begin, end);
+  };
+  for (const Prompt::Boundary& boundary : prompt.boundaries) cut_until(std::min(boundary.ids, prompt.ids.size()));
+  cut_until(prompt.ids.size());
+  return ends;
+}
+
+// One answer of a job.
+struct Scheduler::Writing {
+  Running* job = nullptr;
+  int32_t slot = -1;
+  TextStream stream;
+  AnswerPart part;  // that was not sent yet
+  std::vector<int32_t> ids = {};
+  int32_t last = -1;  // token, of the prompt before the first
+  Clock::time_point last_time = {};
+  bool ended = false;
+};
+
+struct Scheduler::Running : std::enable_shared_from_this<Running> {
+  enum class Phase { waiting, searching, reading, writing, ended };
+
+  Job job;
+  Clock::time_point submitted = Clock::now();
+  std::atomic<bool> cancelled{false};
+  std::atomic<bool> searched{false};
+  std::optional<StateStore::Match> match = {};  // of the search, once `searched`
+
+  // Of the scheduler's thread.
+  Phase phase = Phase::waiting;
+  std::vector<size_t> ends = {};  // of passes over the prompt
+  std::vector<size_t> keep = {};  // of them those with a snapshot
+  size_t at = 0;                  // ids read
+  size_t kept = 0;                // of them in a snapshot
+  int32_t slot = -1;              // until it writes
+  int64_t slots = 0;              // that it has or will need
+  std::list<Writing> writings = {};
+  bool wrote = false;
+  Usage usage = {};
+
+  void plan(size_t chunk) {
+    ends = chunk_ends(job.prompt, chunk);
+    keep = job.keep;
+    keep.push_back(job.prompt.ids.size());
+    // Texts that begin alike find the last pass that they have in common.
+    const auto is_boundary = [&](size_t end) {
+      return std::ranges::find(job.prompt.boundaries, end, &Prompt::Boundary::ids) != job.prompt.boundaries.end();
+    };
+    if (ends.size() >= 2 && !is_boundary(ends[ends.size() - 2])) keep.push_back(ends[ends.size() - 2]);
+  }
+};
+
+struct Scheduler::Delivery {
+  Ticket job;
+  std::variant<AnswerPart, JobResult> what;
+};
+
+Scheduler::Scheduler(const Model& model, StateStore* store, SchedulerOptions options)
+    : model_(model),
+      store_(store),
+      options_(std::move(options)),
+      decoder_(model.parts().language_model, options_.slots, model.parts().tokenizer->vocabulary_size()),
+      free_(options_.slots) {
+  require(options_.chunk >= 1, "scheduler: chunks of {} tokens, expected 1 or more", options_.chunk);
+  thread_ = std::thread([this] {
+    block_signals();
+    run();
+  });
+}
+
+Scheduler::~Scheduler() {
+  {
+    const std::lock_guard lock(mutex_);
+    draining_ = stopping_ = true;
+  }
+  wake_.notify_all();
+  thread_.join();
+  std::unique_lock lock(mutex_);
+  ended_.wait(lock, [&] { return searches_ == 0; });
+}
+
+void Scheduler::check(const Job& job) const {
+  const auto vocabulary = static_cast<int32_t>(model_.vocabulary());
+  // Ids that can be chosen: a model may have more than its tokenizer knows.
+  const auto known = std::min(vocabulary, static_cast<int32_t>(model_.parts().tokenizer->vocabulary_size()));
+  const auto bad = [](const std::string& message, const char* param) {
+    throw ApiError(400, message, "invalid_request", param);
+  };
+  if (job.prompt.ids.empty()) bad("the prompt is empty, and the tokenizer has no mark before a text", "prompt");
+  if (std::max(job.choices, 1) > options_.slots)
+    bad(fmt::format("n is {}, but the server has {} slots", job.choices, options_.slots), "n");
+  for (const int32_t id : job.prompt.ids)
+    if (id < 0 || id >= vocabulary) bad(fmt::format("token {}, expected 0 to {}", id, vocabulary - 1), "prompt");
+  for (const LogitBias& bias : job.sampling.logit_bias)
+    if (bias.id < 0 || bias.id >= known)
+      bad(fmt::format("logit_bias: token {}, expected 0 to {}", bias.id, known - 1), "logit_bias");
+  try {
+    check_sampling(job.sampling);
+    (void)TextStream(job.stop);
+  } catch (const Error& error) {
+    bad(error.what(), "");
+  }
+}
+
+Scheduler::Ticket Scheduler::submit(Job job) {
+  check(job);
+  const auto running = std::make_shared<Running>();
+  running->job = std::move(job);
+  running->plan(static_cast<size_t>(options_.chunk));
+  {
+    const std::lock_guard lock(mutex_);
+    const bool background = running->job.background;
+    if (draining_ && (!background || stopping_))
+      throw ApiError(503, "the server is shutting down; try again later", "shutting_down");
+    const auto tokens = static_cast<int64_t>(running->job.prompt.ids.size());
+    const bool is_full = queued_ >= options_.queue || (queued_ > 0 && queued_tokens_ + tokens > options_.queue_tokens);
+    if (!background && is_full) {
+      counters_.refused.fetch_add(1);
+      const int64_t rounds = queued_ / options_.slots;
+      throw too_busy(fmt::format("{} requests are waiting already; try again later", queued_),
+                     static_cast<int>(std::clamp<int64_t>(rounds, 1, 60)));
+    }
+    ++jobs_;
+    if (!background) {
+      counters_.waiting.store(++queued_);
+      queued_tokens_ += tokens;
+    }
+    inbox_.push_back(running);
+  }
+  wake_.notify_all();
+  return running;
+}
+
+void Scheduler::cancel(const Ticket& ticket) {
+  ticket->cancelled.store(true);
+  {
+    const std::lock_guard lock(mutex_);
+    changed_ = true;
+  }
+  wake_.notify_all();
+}
+
+void Scheduler::drain(std::chrono::milliseconds limit) {
+  std::unique_lock lock(mutex_);
+  draining_ = true;
+  if (ended_.wait_for(lock, limit, [&] { return jobs_ == 0; })) return;
+  cancel_all_ = changed_ = true;
+  wake_.notify_all();
+  ended_.wait(lock, [&] { return jobs_ == 0; });
+}
+
+void Scheduler::run() {
+  const ThreadLimit limit(model_.parts().threads);
+  while (collect()) {
+    drop_ended();
+    admit();
+    try {
+      read_prompts(write_tokens());
+    } catch (...) {  // a defect: nobody may wait for ever
+      const auto error = current_error();
+      for (const Ticket& job : std::vector(active_)) end(*job, error);
+    }
+    std::erase_if(active_, [](const Ticket& job) { return job->phase == Running::Phase::ended; });
+    counters_.used_slots.store(options_.slots - free_, std::memory_order_relaxed);
+    flush();
+  }
+  const auto error = error_of(503, "the server is shutting down", "shutting_down");
+  for (auto* const jobs : {&waiting_, &background_})
+    for (const Ticket& job : *jobs) end(*job, error);
+  for (const Ticket& job : active_) end(*job, error);
+  flush();
+}
+
+// Takes what came in; waits where there is nothing to do. false: the end.
+bool Scheduler::collect() {
+  using Phase = Running::Phase;
+  const bool busy = std::ranges::any_of(active_, [](const Ticket& job) {
+    return job->phase == Phase::reading || job->phase == Phase::writing ||
+           (job->phase == Phase::searching && job->searched.load());
+  });
+  const bool idle = !busy && active_.empty() && waiting_.empty();
+  std::unique_lock lock(mutex_);
+  const auto is_due = [&] { return stopping_ || changed_ || !inbox_.empty() || (idle && !background_.empty()); };
+  if (!busy) {
+    if (idle)
+      wake_.wait(lock, is_due);
+    else  // deadlines are looked at now and then
+      wake_.wait_for(lock, std::chrono::milliseconds(200), is_due);
+  }
+  changed_ = false;
+  for (Ticket& job : inbox_) (job->job.background ? background_ : waiting_).push_back(std::move(job));
+  inbox_.clear();
+  if (std::exchange(cancel_all_, false)) {
+    for (auto* const jobs : {&waiting_, &background_})
+      for (const Ticket& job : *jobs) job->cancelled.store(true);
+    for (const Ticket& job : active_) job->cancelled.store(true);
+  }
+  return !stopping_;
+}
+
+// Cancelled jobs, and those whose time is over.
+void Scheduler::drop_ended() {
+  const Clock::time_point now = Clock::now();
+  const auto end_if_due = [&](const Ticket& job) {
+    if (job->cancelled.load())
+      end(*job, error_of(499, "the request was cancelled", "cancelled"));
+    else if (now >= job->job.deadline)
+      end(*job, error_of(408, "the request took longer than the server allows; ask for fewer tokens", "timeout"));
+    return job->phase == Running::Phase::ended;
+  };
+  std::erase_if(active_, end_if_due);
+  std::erase_if(waiting_, end_if_due);
+  std::erase_if(background_, end_if_due);
+  while (static_cast<int64_t>(background_.size()) > options_.background) {
+    counters_.dropped.fetch_add(1);
+    end(*background_.front(), error_of(503, "dropped: the server is busy", "dropped"));
+    background_.pop_front();
+  }
+}
+
+// In order: a job that needs many slots is not overtaken, but by background jobs, which give way.
+void Scheduler::admit() {
+  if (!waiting_.empty() && std::max(waiting_.front()->job.choices, 1) > free_)
+    for (const Ticket& job : active_)
+      if (job->job.background) end(*job, error_of(503, "dropped: the server is busy", "dropped"));
+  while (!waiting_.empty() && std::max(waiting_.front()->job.choices, 1) <= free_) {
+    const Ticket job = std::move(waiting_.front());
+    waiting_.pop_front();
+    start(job);
+  }
+  if (!active_.empty() || !waiting_.empty() || background_.empty()) return;
+  const Ticket job = std::move(background_.front());
+  background_.pop_front();
+  start(job);
+}
+
+void Scheduler::start(const Ticket& job) {
+  job->slots = std::max(job->job.choices, 1);
+  free_ -= job->slots;
+  active_.push_back(job);
+  leave_queue(*job);
+  job->phase = Running::Phase::searching;
+  if (store_ == nullptr) {
+    job->searched.store(true);
+    return;
+  }
+  const auto search = [this, job] {
+    try {
+      job->match = find_usable(*store_, job->job.prompt, job->ends);
+    } catch (const std::exception&) {  // the store has said why; the prompt is read
+    }
+    job->searched.store(true);
+    // Notified under the lock: after it the scheduler may be destroyed.
+    const std::lock_guard lock(mutex_);
+    --searches_;
+    changed_ = true;
+    wake_.notify_all();
+    ended_.notify_all();
+  };
+  {
+    const std::lock_guard lock(mutex_);
+    ++searches_;
+  }
+  if (options_.search)
+    options_.search(search);
+  else
+    search();
+}
+
+void Scheduler::begin_reading(Running& job) {
+  job.phase = Running::Phase::reading;
+  job.slot = decoder_.start();
+  if (job.match) {
+    try {
+      decoder_.restore(job.slot, job.match->snapshot->restored());
+      if (job.match->by_transcript) rebase(job.job.prompt, *job.match);
+      job.at = job.kept = job.match->snapshot->ids.size();
+      job.plan(static_cast<size_t>(options_.chunk));
+    } catch (const Error&) {  // of another model after all: the prompt is read
+      decoder_.stop(job.slot);
+      job.slot = decoder_.start();
+    }
+    job.match.reset();
+  }
+  job.usage.prompt_tokens = static_cast<int64_t>(job.job.prompt.ids.size());
+  job.usage.cached_tokens = static_cast<int64_t>(job.at);
+  counters_.prompt_tokens.fetch_add(job.usage.prompt_tokens);
+  counters_.cached_tokens.fetch_add(job.usage.cached_tokens);
+  if (job.at == job.job.prompt.ids.size()) begin_writing(job);
+}
+
+// Chunks of prompts in turn, for about so many seconds, at least one.
+void Scheduler::read_prompts(double seconds) {
+  const Clock::time_point start = Clock::now();
+  size_t without = 0;  // jobs in a row that have nothing to read
+  while (without < active_.size()) {
+    const Ticket job = active_[turn_++ % active_.size()];
+    try {
+      if (job->phase == Running::Phase::searching && job->searched.load()) begin_reading(*job);
+      if (job->phase != Running::Phase::reading) {
+        ++without;
+        continue;
+      }
+      without = 0;
+      read_chunk(*job);
+    } catch (...) {
+      end(*job, current_error());
+    }
+    if (seconds_since(start) >= seconds) return;
+  }
+}
+
+void Scheduler::read_chunk(Running& job) {
+  const size_t end = *std::ranges::upper_bound(job.ends, job.at);
+  decoder_.read(job.slot, std::span(job.job.prompt.ids).subspan(job.at, end - job.at));
+  job.at = end;
+  if (std::ranges::find(job.keep, end) != job.keep.end()) keep_snapshot(job);
+  if (end == job.job.prompt.ids.size()) begin_writing(job);
+}
+
+// Whether a snapshot is worth its time, which all jobs wait for: a tenth of it where there are others.
+bool Scheduler::may_keep(const Running& job) {
+  constexpr double kShare = 0.1, kMostSeconds = 1;
+  if (store_ == nullptr) return false;
+  if (job.job.background) return true;
+  if (static_cast<int64_t>(job.at - job.kept) < options_.least_tokens) return false;
+  allowance_ = std::min(kMostSeconds, allowance_ + kShare * seconds_since(std::exchange(allowed_, Clock::now())));
+  return allowance_ > 0 || active_.size() == 1;
+}
+
+void Scheduler::keep_snapshot(Running& job) {
+  if (!may_keep(job)) return;
+  const Clock::time_point start = Clock::now();
+  const std::vector<int32_t>& ids = job.job.prompt.ids;
+  store_->put({ids.begin(), ids.begin() + static_cast<int64_t>(job.at)}, decoder_.contents(job.slot),
+              transcript_at(job.job.prompt, job.at));
+  job.kept = job.at;
+  allowance_ = std::max(-1.0, allowance_ - seconds_since(start));
+}
+
+void Scheduler::begin_writing(Running& job) {
+  job.phase = Running::Phase::writing;
+  if (!job.job.name.empty()) {
+    require(store_ != nullptr, "the server keeps no states");
+    store_->create(job.job.name, job.job.prompt.ids, decoder_.contents(job.slot),
+                   transcript_at(job.job.prompt, job.at));
+  }
+  if (job.job.choices == 0) return end(job, nullptr);
+  const int32_t first = std::exchange(job.slot, -1);  // a slot has one owner, also where the next lines throw
+  for (int i = 0; i < job.job.choices; ++i) {
+    Writing& row = job.writings.emplace_back(Writing{&job, -1, TextStream(job.job.stop), {.choice = i}});
+    row.slot = i == 0 ? first : decoder_.fork(first);
+    row.last = job.job.prompt.ids.back();
+    Sampling sampling = job.job.sampling;
+    sampling.seed += static_cast<uint64_t>(i);
+    decoder_.set_sampling(row.slot, sampling);
+  }
+  if (job.job.max_tokens > 0) return;
+  for (Writing& row : job.writings) end_writing(row, Finish::length);
+}
+
+// One token of every answer; the seconds that it took.
+double Scheduler::write_tokens() {
+  std::vector<Writing*> rows;
+  for (const Ticket& job : active_)
+    if (job->phase == Running::Phase::writing)
+      for (Writing& row : job->writings)
+        if (!row.ended) rows.push_back(&row);
+  if (rows.empty()) return 0;
+  const Clock::time_point start = Clock::now();
+  try {
+    if (!options_.exact) {
+      step(rows);
+    } else {
+      for (Writing*& row : rows) step({&row, 1});
+    }
+  } catch (...) {
+    const auto error = current_error();
+    for (const Writing* row : rows) end(*row->job, error);
+  }
+  counters_.steps.fetch_add(1, std::memory_order_relaxed);
+  return seconds_since(start);
+}
+
+void Scheduler::step(std::span<Writing*> rows) {
+  std::vector<int32_t> slots;
+  for (const Writing* row : rows) slots.push_back(row->slot);
+  const ChosenTokens chosen = decoder_.step(slots);
+  // The device reads the tokens while their text is made here.
+  for (size_t i = 0; i < rows.size(); ++i) {
+    Running& job = *rows[i]->job;
+    if (job.phase == Running::Phase::ended) continue;  // with another of its answers
+    if (chosen.finite(i))
+      take_token(*rows[i], chosen, i);
+    else
+      end(job, error_of(500, "a logit of the model is not finite; check its weights, or the state that it went on from",
+                        "not_finite"));
+  }
+}
+
+void Scheduler::take_token(Writing& row, const ChosenTokens& chosen, size_t index) {
+  Running& job = *row.job;
+  const Tokenizer& tokenizer = *model_.parts().tokenizer;
+  WrittenToken token = chosen.token(index);
+  const Clock::time_point now = Clock::now();
+  if (row.ids.empty()) {
+    if (!std::exchange(job.wrote, true))
+      counters_.first_token.observe(std::chrono::duration<double>(now - job.submitted).count());
+  } else {
+    counters_.per_token.observe(std::chrono::duration<double>(now - row.last_time).count());
+  }
+  row.last_time = now;
+  row.ids.push_back(token.id);
+  ++job.usage.completion_tokens;
+  counters_.written_tokens.fetch_add(1, std::memory_order_relaxed);
+  const bool starts = row.last == tokenizer.bos() || row.last == tokenizer.eos();
+  row.last = token.id;
+  const bool is_end =
+      token.id == tokenizer.eos() || std::ranges::find(job.job.stop_ids, token.id) != job.job.stop_ids.end();
+  const std::string bytes = is_end ? "" : starts ? tokenizer.first_piece(token.id) : tokenizer.piece(token.id);
+  if (job.job.sampling.log_probabilities >= 0 && !is_end) {
+    TokenText text{std::move(token), bytes, {}};
+    for (const TokenLogProbability& other : text.token.most_probable)
+      text.most_probable_bytes.push_back(tokenizer.piece(other.id));
+    row.part.tokens.push_back(std::move(text));
+  }
+  row.part.text += row.stream.push(bytes);
+  if (is_end || row.stream.stopped()) return end_writing(row, Finish::stop);
+  if (static_cast<int64_t>(row.ids.size()) >= job.job.max_tokens) return end_writing(row, Finish::length);
+  if (!job.job.stream || (row.part.text.empty() && row.part.tokens.empty())) return;
+  send(job.shared_from_this(), std::exchange(row.part, {.choice = row.part.choice}));
+}
+
+void Scheduler::end_writing(Writing& row, Finish finish) {
+  Running& job = *row.job;
+  row.ended = true;
+  row.part.text += row.stream.finish();
+  row.part.finish = finish;
+  send(job.shared_from_this(), std::move(row.part));
+  decoder_.stop(row.slot);
+  row.slot = -1;
+  ++free_;
+  --job.slots;
+  if (std::ranges::all_of(job.writings, &Writing::ended)) end(job, nullptr);
+}
+
+void Scheduler::end(Running& job, std::shared_ptr<const ApiError> error) {
+  if (job.phase == Running::Phase::ended) return;
+  if (job.phase == Running::Phase::waiting) leave_queue(job);
+  job.phase = Running::Phase::ended;
+  if (job.slot >= 0) decoder_.stop(std::exchange(job.slot, -1));
+  JobResult result{job.usage, {}, error};
+  for (Writing& row : job.writings) {
+    if (row.slot >= 0) decoder_.stop(std::exchange(row.slot, -1));
+    result.written.push_back(std::move(row.ids));
+  }
+  free_ += std::exchange(job.slots, 0);
+  (!error ? counters_.finished : error->status == 499 ? counters_.cancelled : counters_.failed).fetch_add(1);
+  deliveries_.push_back({job.shared_from_this(), std::move(result)});
+}
+
+void Scheduler::leave_queue(const Running& job) {
+  if (job.job.background) return;
+  const std::lock_guard lock(mutex_);
+  counters_.waiting.store(--queued_);
+  queued_tokens_ -= static_cast<int64_t>(job.job.prompt.ids.size());
+}
+
+void Scheduler::send(const Ticket& job, AnswerPart part) {
+  deliveries_.push_back({job, std::move(part)});
+}
+
+// Calls the callbacks of this iteration, in one go.
+void Scheduler::flush() {
+  if (deliveries_.empty()) return;
+  const auto ends = std::ranges::count_if(
+      deliveries_, [](const Delivery& one) { return std::holds_alternative<JobResult>(one.what); });
+  const auto all = std::make_shared<std::vector<Delivery>>(std::exchange(deliveries_, {}));
+  const auto call = [all] {
+    for (Delivery& one : *all) {
+      Job& job = one.job->job;
+      if (AnswerPart* const part = std::get_if<AnswerPart>(&one.what)) {
+        if (job.on_part) job.on_part(std::move(*part));
+        continue;
+      }
+      if (job.on_end) job.on_end(std::move(std::get<JobResult>(one.what)));
+      job.on_part = {};  // what they hold may hold the job
+      job.on_end = {};
+    }
+  };
+  if (options_.deliver)
+    options_.deliver(call);
+  else
+    call();
+  if (ends == 0) return;
+  const std::lock_guard lock(mutex_);
+  jobs_ -= ends;
+  ended_.notify_all();
+}
+
+}  // namespace furious::serve
