@@ -44,7 +44,8 @@ FURIOUS_API const char* furious_last_error(void);
 
 typedef struct furious_load_options {
   const char* arch;      /* for weights without a config.json: a preset; NULL: that of the checkpoint */
-  const char* tokenizer; /* "byte", a SentencePiece model or a folder with one; NULL: that of the checkpoint */
+  const char* tokenizer; /* "byte", a SentencePiece model, a tokenizer.json or a folder with one of them; NULL: that of
+                            the checkpoint */
   const char* device;    /* "cpu", "cuda", "cuda:1", or "auto": a GPU if there is one */
   const char* dtype;     /* "f32" or "bf16", of the products; NULL: bf16 on a GPU, f32 on the CPU */
   int32_t threads;       /* of the CPU, for each session; 0: all cores that the program may use */
@@ -107,6 +108,11 @@ FURIOUS_API furious_status furious_session_bytes(const furious_session* session,
  * bit; after a failed load it is as it was before. */
 FURIOUS_API furious_status furious_session_save(const furious_session* session, const char* path);
 FURIOUS_API furious_status furious_session_load(furious_session* session, const char* path);
+/* The bytes of such a file, in memory. `bytes` receives their number; a buffer of NULL with capacity 0 asks for it
+ * alone. It stays the same until more is read. */
+FURIOUS_API furious_status furious_session_save_bytes(const furious_session* session, void* buffer, size_t capacity,
+                                                      size_t* bytes);
+FURIOUS_API furious_status furious_session_load_bytes(furious_session* session, const void* buffer, size_t bytes);
 
 #ifdef __cplusplus
 }

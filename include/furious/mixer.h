@@ -20,7 +20,8 @@
 //   initial_state  [N, H, D, C]     f32 (f64); N is B, or the number of packed sequences
 //   out            [B, T, H, V]     of the dtype of v
 //
-// H is the largest number of heads of q, k and v; each may have a divisor of it, whose heads serve neighbouring ones.
+// H is the largest number of heads of q, k and v; each, and log_decay, may have a divisor
+// of it, whose heads serve neighbouring ones.
 // D is state_rows(spec, K), C is V, or V + 1 with norm sum: the last column is the state of n.
 //
 // All failures are a furious::Error that names the argument, before anything is written. Threads may call at the same

@@ -44,13 +44,19 @@
 namespace furious {
 
 struct LoadOptions {
-  std::string arch;             // for weights without a config.json: a preset, or an attention_type of the authors
-  std::string tokenizer;        // "byte", a SentencePiece model or a folder with one; empty: the one of the checkpoint
+  std::string arch;  // for weights without a config.json: a preset, or an attention_type of the authors
+  // "byte", a SentencePiece model, a tokenizer.json or a folder with one of them; empty: the one of the checkpoint.
+  std::string tokenizer;
   std::string device = "auto";  // where it runs: "cpu", "cuda", "cuda:1", or "auto": a GPU if there is one
   std::string dtype;            // "f32" or "bf16", in which products are computed; empty: bf16 on a GPU, f32 on the CPU
   int64_t heads = 0;            // for weights without a config.json whose tensors do not tell it; 0: not known
   int threads = 0;              // of the CPU, for each session that runs on it; 0: all cores that the program may use
-  bool bos = false;  // texts begin with bos; otherwise only where the model was trained so, as far as is known
+  // Texts begin with bos; otherwise only where the model was trained so, or where the tokenizer.json of a published
+  // model puts bos there.
+  bool bos = false;
+  // Called again and again while weights are read: bytes of them in memory by now, and of all. What it throws ends the
+  // loading.
+  std::function<void(int64_t done, int64_t all)> progress = {};
 };
 
 // A token and the logarithm of the probability that the model gave it: before bias, penalties and temperature.

@@ -163,8 +163,8 @@ struct TokenBatch {
 
 struct TrainerSetup {
   int64_t vocabulary = 0;  // number of token ids; 0: that of the tokenizer, of TrainOptions::data or of ::init
-  // Saved with checkpoints, so that Model::load finds it: "byte", a SentencePiece model or a folder with one; empty:
-  // that of TrainOptions::data or ::init, if there is one.
+  // Saved with checkpoints, so that Model::load finds it: "byte", a SentencePiece model, a tokenizer.json or a folder
+  // with one of them; empty: that of TrainOptions::data or ::init, if there is one.
   std::string tokenizer = {};
   std::function<bool()> cancel = {};  // as TrainObserver::cancel
 };

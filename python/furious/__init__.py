@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ._furious import Error, Text, TrainOptions, TrainResult, TrainStep, cuda_devices, mixer_names, synchronize
 from ._furious import version as _version
 from ._mixer import mixer, mixer_step, state_shape
-from ._model import Model, SequenceState, Session
+from ._model import Model, SequenceBatch, SequenceState, Session
 from ._presets import config_of_preset, normal_config, presets
 from ._train import Trainer, options_of_run, read_log, train
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 __version__ = _version()
 __all__ = [
-    "Error", "Model", "SequenceState", "Session", "Text", "TrainOptions", "TrainResult", "TrainStep", "Trainer",
-    "config_of_preset", "cuda_devices", "hf", "mixer", "mixer_names", "mixer_step", "nn", "normal_config",
+    "Error", "Model", "SequenceBatch", "SequenceState", "Session", "Text", "TrainOptions", "TrainResult", "TrainStep",
+    "Trainer", "config_of_preset", "cuda_devices", "hf", "mixer", "mixer_names", "mixer_step", "nn", "normal_config",
     "options_of_run", "presets", "read_log", "state_shape", "synchronize", "train",
 ]
 

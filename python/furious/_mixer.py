@@ -126,7 +126,8 @@ def _step_shape(q: Any, k: Any, v: Any) -> tuple[int, ...]:
 
 def _numpy_mixer(call: _furious.MixerCall, q: Any, k: Any, v: Any, log_decay: Any, initial_state: Any,
                  starts: list[int]) -> tuple[np.ndarray, np.ndarray | None]:
-    out = normalizer = maximum = final_state = None
+    out: Any = None
+    normalizer = maximum = final_state = None
     # Where a shape cannot be right, the library gets no memory and says what is wrong.
     if all(isinstance(x, np.ndarray) and x.ndim == 4 for x in (q, k, v)):
         batch, length, _, v_dim = v.shape

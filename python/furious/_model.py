@@ -1,4 +1,4 @@
-"""Models and sessions of the library."""
+"""Models, sessions and batches of sequences of the library."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ class Model:
         Args:
             device: "cpu", "cuda", "cuda:1", or "auto": a GPU if there is one.
             dtype: "f32" or "bf16", in which products are computed; "": bf16 on a GPU, f32 on the CPU.
-            tokenizer: "byte", a SentencePiece model or a folder with one; "": the one of the checkpoint.
+            tokenizer: "byte", a SentencePiece model, a tokenizer.json or a folder with one of them; "": the one of the
+                checkpoint.
             arch, heads: for weights without a config.json.
             threads: of the CPU for each session; 0: all cores.
             bos: texts begin with bos.
@@ -286,6 +287,118 @@ class Session:
         self._session.close()
 
     def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+class SequenceBatch:
+    """Sequences with prompts, lengths and sampling of their own, which join and leave while others go on.
+
+    ::
+
+        batch = furious.SequenceBatch(model, 8)
+        a, b = batch.add(temperature=0), batch.add(seed=7)
+        batch.prefill({a: "One", b: model.prompt("Another")})
+        for id, log_probability, most_probable in batch.step([a, b]): ...
+        batch.remove(a)                                         # b goes on, and another may be added
+
+    What a sequence computes depends on its own tokens alone, but for rounding. Used by one thread at a time. After
+    ``close()`` (or the end of a ``with`` block) every call is an Error.
+    """
+
+    def __init__(self, model: Model, capacity: int):
+        if not isinstance(model, Model):
+            raise TypeError(f"sequence batch: got a {type(model).__name__}, expected a furious.Model")
+        self.model = model
+        self.capacity = capacity  #: at most so many sequences at a time
+        self._batch = _furious.SequenceBatch(model._model, capacity)
+
+    def add(self, state: SequenceState | None = None, **sampling: Any) -> int:
+        """A sequence, empty or from a state, with sampling as in ``Model.generate``; the number that it is known by."""
+        options = _sampling(**sampling)
+        sequence = self._batch.add() if state is None else self._batch.add_state(state._dict())
+        return self._with_sampling(sequence, options)
+
+    def _with_sampling(self, sequence: int, options: _furious.Sampling) -> int:
+        try:
+            self._batch.set_sampling(sequence, options)
+        except Error:
+            self._batch.remove(sequence)
+            raise
+        return sequence
+
+    def fork(self, sequence: int, **sampling: Any) -> int:
+        """Another sequence that goes on from what this one has read, with sampling of its own."""
+        options = _sampling(**sampling)
+        return self._with_sampling(self._batch.fork(sequence), options)
+
+    def remove(self, sequence: int) -> None:
+        """Frees the place of a sequence. Its number may be used again."""
+        self._batch.remove(sequence)
+
+    @property
+    def sequences(self) -> list[int]:
+        """Numbers in use, in ascending order."""
+        return self._batch.sequences()
+
+    def set_sampling(self, sequence: int, **sampling: Any) -> None:
+        self._batch.set_sampling(sequence, _sampling(**sampling))
+
+    def prefill(self, prompts: dict[int, str | Ids], progress: Callable[[int, int], bool | None] | None = None) -> bool:
+        """Goes on reading, in several sequences together.
+
+        Args:
+            prompts: by the number of the sequence a text, or token ids. The mark before a document is added to the
+                first text of a sequence, and never to ids.
+            progress: called with the tokens read and all; False stops.
+
+        Returns:
+            Whether all was read.
+        """
+        return self._batch.read([(sequence, self._prompt(sequence, text)) for sequence, text in prompts.items()],
+                                progress)
+
+    def _prompt(self, sequence: int, text: str | Ids) -> np.ndarray:
+        if isinstance(text, str):
+            text = self.model.encode(text) if self._batch.tokens(sequence) else self.model.prompt(text)
+        return _ids(text)
+
+    def step(self, sequences: Sequence[int] | None = None,
+             ids: Ids | None = None) -> list[tuple[int, float, list[tuple[int, float]]]] | None:
+        """Advances sequences (``None``: all) by one token.
+
+        Without ``ids`` a token is chosen in each and read. Returns (id, log P, most probable) of each, in their order;
+        log P is 0 where the sampling option log_probabilities asks for none. With ``ids`` these are read instead.
+        """
+        own = self.sequences if sequences is None else list(sequences)
+        if ids is None:
+            return self._batch.step(own)
+        self._batch.step_ids(own, _ids(ids))
+        return None
+
+    def logits(self, sequence: int) -> np.ndarray:
+        """After the last token of a sequence: float32 ``[vocabulary]``."""
+        return self._batch.logits(sequence)
+
+    def state(self, sequence: int) -> SequenceState:
+        """What a sequence remembers, as arrays."""
+        return SequenceState(**self._batch.state(sequence))
+
+    def tokens(self, sequence: int) -> int:
+        """Read and written so far."""
+        return self._batch.tokens(sequence)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all states now."""
+        return self._batch.bytes()
+
+    def close(self) -> None:
+        self._batch.close()
+
+    def __enter__(self) -> SequenceBatch:
         return self
 
     def __exit__(self, *_: Any) -> None:

@@ -63,3 +63,11 @@ def normal_config(config: dict[str, Any] | str) -> dict[str, Any]:
     """
     text = config if isinstance(config, str) else json.dumps(config)
     return _complete(_furious.normal_config(text))
+
+
+def check_modules(config: dict[str, Any]) -> None:
+    """An Error where the modules of furious.nn do not compute what a configuration says."""
+    other = sorted(set(config) - set(config_of_preset("2mamba", "tiny", 1)))
+    if other:
+        raise _furious.Error(f"furious.nn does not compute {other[0]!r} of this model; use furious.Model, or write a "
+                             "directory for transformers with `furious export --to hf`")

@@ -10,8 +10,9 @@ import numpy as np
 
 from ._furious import Error
 
-_DTYPES = {"F32": np.dtype("<f4"), "F64": np.dtype("<f8"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2"),
-           "I32": np.dtype("<i4"), "I64": np.dtype("<i8"), "U8": np.dtype("u1")}
+_DTYPES: dict[str, np.dtype[Any]] = {
+    name: np.dtype(dtype) for name, dtype in {"F32": "<f4", "F64": "<f8", "F16": "<f2", "BF16": "<u2", "I32": "<i4",
+                                              "I64": "<i8", "U8": "u1"}.items()}
 _NAMES = {"float32": "F32", "float64": "F64", "float16": "F16", "int32": "I32", "int64": "I64", "uint8": "U8"}
 
 

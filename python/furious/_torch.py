@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
-from typing import Any
+from typing import Any, Callable
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -19,18 +19,13 @@ from ._furious import Error
 from ._mixer import call_of, shape_of_state, starts_of
 
 Tensor = torch.Tensor
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 HAS_OPERATOR = hasattr(torch.library, "register_autograd") and hasattr(torch.library, "register_fake")
 
 
-def _is_tracing() -> bool:
-    return False
-
-
-if HAS_OPERATOR:
-    _is_tracing = torch.compiler.is_compiling  # noqa: F811
+_is_tracing: Callable[[], bool] = getattr(torch, "compiler").is_compiling if HAS_OPERATOR else (lambda: False)
 
 
 def stream_of(x: Tensor) -> int | None:
@@ -48,6 +43,8 @@ def _pack(x: Tensor | None) -> Any:
 
 def _check(name: str, x: Any, optional: bool = False) -> None:
     if x is None and optional:
+        return
+    if type(x) in _PLAIN and x.dtype in _DTYPES and x.layout is torch.strided and (x.is_cuda or x.device.type == "cpu"):
         return
     if not isinstance(x, torch.Tensor):
         raise TypeError(f'mixer: argument "{name}" is a {type(x).__name__}, expected a tensor of torch like "q"')
@@ -74,16 +71,15 @@ def _empty_results(call: _furious.MixerCall, q: Tensor, k: Tensor, v: Tensor, se
     batch, length, heads, v_dim = v.shape
     heads = max(q.shape[2], k.shape[2], heads)
     accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = torch.empty((batch, length, heads, v_dim), dtype=v.dtype, device=v.device)
+    out = v.new_empty((batch, length, heads, v_dim))
     normalizer = maximum = final_state = None
     if call.has_normalizer:
-        normalizer = torch.empty((batch, heads, length), dtype=accumulator, device=v.device)
+        normalizer = v.new_empty((batch, heads, length), dtype=accumulator)
     if call.has_maximum:
-        maximum = torch.empty((batch, heads, length), dtype=accumulator, device=v.device)
+        maximum = v.new_empty((batch, heads, length), dtype=accumulator)
     if call.final_state:
         rows, columns = shape_of_state(call, q.shape[3], v_dim)
-        final_state = torch.empty((batch if sequences is None else sequences, heads, rows, columns), dtype=accumulator,
-                                  device=v.device)
+        final_state = v.new_empty((batch if sequences is None else sequences, heads, rows, columns), dtype=accumulator)
     return out, normalizer, maximum, final_state
 
 
@@ -105,8 +101,9 @@ def _backward(call: _furious.MixerCall, form: int, chunk: int, states: Tensor | 
     d_out = torch.zeros_like(results[0]) if d_out is None else d_out
     if d_out.stride(-1) != 1:
         d_out = d_out.contiguous()
-    _furious.mixer_backward(call, form, chunk, _pack(states), *map(_pack, inputs), starts, *map(_pack, results),
-                            to_dlpack(d_out), _pack(d_state), *map(_pack, gradients), stream_of(q))
+    arguments: list[Any] = [*map(_pack, inputs), starts, *map(_pack, results), to_dlpack(d_out), _pack(d_state),
+                            *map(_pack, gradients), stream_of(q)]
+    _furious.mixer_backward(call, form, chunk, _pack(states), *arguments)
     return gradients
 
 
@@ -160,7 +157,7 @@ def mixer_step(call: _furious.MixerCall, q: Tensor, k: Tensor, v: Tensor, log_de
             raise Error(f'mixer_step: argument "{name}" requires a gradient, but a step has none; use torch.no_grad(), '
                         "or mixer() with initial_state")
     heads = max(x.shape[1] if x.dim() == 3 else 1 for x in (q, k, v))
-    out = torch.empty((v.shape[0], heads, v.shape[2]), dtype=v.dtype, device=v.device) if v.dim() == 3 else None
+    out: Any = torch.empty((v.shape[0], heads, v.shape[2]), dtype=v.dtype, device=v.device) if v.dim() == 3 else None
     _furious.mixer_step(call, to_dlpack(q), to_dlpack(k), to_dlpack(v), _pack(log_decay), to_dlpack(state), _pack(out),
                         stream_of(q))
     return out
@@ -239,6 +236,7 @@ if HAS_OPERATOR:
     for _device in ("CPU", "CUDA"):
         _library.impl("mixer", _operator, _device)
         _library.impl("mixer_backward", _operator_backward, _device)
-    torch.library.register_fake("furious::mixer", _fake_operator, lib=_library)
-    torch.library.register_fake("furious::mixer_backward", _fake_operator_backward, lib=_library)
-    torch.library.register_autograd("furious::mixer", _traced_backward, setup_context=_setup_context, lib=_library)
+    _of_library: Any = torch.library  # of any version
+    _of_library.register_fake("furious::mixer", _fake_operator, lib=_library)
+    _of_library.register_fake("furious::mixer_backward", _fake_operator_backward, lib=_library)
+    _of_library.register_autograd("furious::mixer", _traced_backward, setup_context=_setup_context, lib=_library)

@@ -1,25 +1,28 @@
 """Checkpoints of furious in Hugging Face's transformers.
 
-    furious.hf.register()
-    model = transformers.AutoModelForCausalLM.from_pretrained("run/latest")     a module on furious.mixer
+    model = furious.hf.from_pretrained("run")     a module on furious.mixer; the newest checkpoint of a training run
 
-A training run is a folder of checkpoints, and ``latest`` in it is the newest. ``generate()`` of transformers computes
-the whole sequence for every token; furious.Model decodes with a state.
+    furious.hf.register()
+    model = transformers.AutoModelForCausalLM.from_pretrained("run/latest")     the same
+
+``generate()`` of transformers computes the whole sequence for every token; furious.Model decodes with a state.
+`furious export` writes directories that transformers loads without this package.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from ._furious import Error
-from ._presets import config_of_preset, normal_config
+from ._presets import normal_config
 from .nn import LanguageModel, _Trunk
 
-__all__ = ["register"]
+__all__ = ["from_pretrained", "register"]
 
 
 @functools.lru_cache(maxsize=None)
@@ -35,9 +38,13 @@ def register() -> tuple[type, type]:
         model_type = "furious"
 
         def furious(self) -> dict[str, Any]:
-            """The keys of furious alone."""
-            keys = config_of_preset("2mamba", "tiny", 1)
-            return normal_config({**keys, **{key: value for key, value in self.to_dict().items() if key in keys}})
+            """The keys of furious alone, also those that config.json leaves out."""
+            keys = {key: value for key, value in self.to_dict().items() if key not in ("dtype", "torch_dtype")}
+            return normal_config(keys)
+
+        def to_diff_dict(self) -> dict[str, Any]:
+            """Also what is as transformers has it by default: furious asks for it."""
+            return {**super().to_diff_dict(), "tie_word_embeddings": self.tie_word_embeddings}
 
     class FuriousForCausalLM(transformers.PreTrainedModel, transformers.GenerationMixin):
         config_class = FuriousConfig
@@ -78,3 +85,14 @@ def register() -> tuple[type, type]:
     transformers.AutoModelForCausalLM.register(FuriousConfig, FuriousForCausalLM)
     return FuriousConfig, FuriousForCausalLM
 
+
+def from_pretrained(path: str | os.PathLike[str], **options: Any) -> Any:
+    """A checkpoint directory, or the newest checkpoint of a training run, as a module of transformers.
+
+    ``options``: of ``AutoModelForCausalLM.from_pretrained``.
+    """
+    register()
+    import transformers
+
+    newest = os.path.join(path, "latest")
+    return transformers.AutoModelForCausalLM.from_pretrained(newest if os.path.isdir(newest) else path, **options)

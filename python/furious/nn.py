@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from . import _safetensors
 from ._furious import Error
 from ._mixer import mixer, mixer_step, starts_of, state_shape
-from ._presets import config_of_preset, normal_config
+from ._presets import check_modules, config_of_preset, normal_config
 
 __all__ = ["LanguageModel", "Mixer", "MixerState", "TwoMambaBlock"]
 
@@ -31,13 +31,13 @@ __all__ = ["LanguageModel", "Mixer", "MixerState", "TwoMambaBlock"]
 class MixerState:
     """What a Mixer remembers of the tokens that it has read."""
 
-    def __init__(self, conv: Tensor | None, memory: Tensor | None):
+    def __init__(self, conv: Any, memory: Tensor | None):
         self.tokens = 0
-        self.conv = conv  #: [B, window - 1, channels]: the last inputs of the convolution
+        self.conv = conv  #: [B, window - 1, channels]: the last inputs of the convolution; None: there is none
         self.memory = memory  #: [B, H, D, V + 1] float32; None: keys and values are kept
-        self.k: Tensor | None = None  #: [B, T, Hq, K] of a score without state
-        self.v: Tensor | None = None
-        self.log_decay: Tensor | None = None  #: [B, T, H], summed up
+        self.k: Any = None  #: [B, T, Hq, K] of a score without state
+        self.v: Any = None
+        self.log_decay: Any = None  #: [B, T, H], summed up
 
     def clone(self) -> MixerState:
         copy = MixerState(*(None if x is None else x.clone() for x in (self.conv, self.memory)))
@@ -87,7 +87,7 @@ class _Conv(nn.Module):
         """x [B, T, C]; before [B, window - 1, C]; positions [T] in packed sequences."""
         window, length = self.weight.shape[2], x.shape[1]
         padded = torch.cat([before, x], 1)
-        y = None if self.bias is None else self.bias.to(x.dtype)
+        y: Any = None if self.bias is None else self.bias.to(x.dtype)
         for back in range(window):
             at = window - 1 - back
             tap = padded[:, at : at + length] * self.weight[:, 0, at].to(x.dtype)
@@ -134,6 +134,7 @@ class _OfConfig(nn.Module):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
+        check_modules(config)
         module = cls.__new__(cls)
         nn.Module.__init__(module)
         module._make(config)
@@ -168,19 +169,22 @@ class Mixer(_OfConfig):
         has_dt = values in ("dt", "sigmoid") or decay in ("original", "softplus_dt")
         self.qkv_proj = _linear(hidden, sum(self.widths))
         self.conv1d = _Conv(sum(self.widths), c["conv_window"], c["conv_bias"]) if c["conv_window"] > 0 else None
-        self.dt_proj = _Bias(hidden, heads, c["dt_bias"]) if has_dt else None
-        self.A_mask_proj = _Bias(hidden, heads, c["decay_bias"]) if decay not in ("none", "original") else None
-        if c["dt_bias"]:
+        # Modules and parameters that the switches leave out are None.
+        self.dt_proj: Any = _Bias(hidden, heads, c["dt_bias"]) if has_dt else None
+        self.A_mask_proj: Any = _Bias(hidden, heads, c["decay_bias"]) if decay not in ("none", "original") else None
+        if self.dt_proj is not None and c["dt_bias"]:
             steps = torch.empty(heads).uniform_(math.log(0.001), math.log(0.1)).exp()
-            self.dt_proj.bias.data = steps + torch.log(-torch.expm1(-steps))
-        self.A_log = nn.Parameter(torch.empty(heads).uniform_(1, 16).log()) if decay == "original" else None
+            bias: Any = self.dt_proj.bias
+            with torch.no_grad():
+                bias.copy_(steps + torch.log(-torch.expm1(-steps)))
+        self.A_log: Any = nn.Parameter(torch.empty(heads).uniform_(1, 16).log()) if decay == "original" else None
         self.D = nn.Parameter(torch.ones(heads, self.head_dim)) if c["d_residual"] else None
         self.q_norm = RMSNorm(self.qk_dim, c["rms_norm_eps"]) if c["qk_norm"] else None
-        self.k_norm = RMSNorm(self.qk_dim, c["rms_norm_eps"]) if c["qk_norm"] else None
+        self.k_norm: Any = RMSNorm(self.qk_dim, c["rms_norm_eps"]) if c["qk_norm"] else None
         self.z_gate_proj = _linear(hidden, width, c["z_gate_bias"]) if c["z_gate"] else None
         self.out_norm = RMSNorm(width, c["out_norm_eps"]) if c["norm"] == "none" else None
         branch = c["branch"]
-        self.branch_gate_proj = _linear(hidden, branch) if branch > 0 else None
+        self.branch_gate_proj: Any = _linear(hidden, branch) if branch > 0 else None
         self.branch_proj = _linear(hidden, branch) if branch > 0 else None
         self.o_proj = _linear(branch + width, hidden)
         self.options = dict(score=c["score"], norm=c["norm"], scale=c["scale"] or None, degree=c["score_degree"],
@@ -280,7 +284,7 @@ class Mixer(_OfConfig):
             return -factor * raw * F.softplus(raw)
         return -factor * F.silu(raw) if kind == "silu" else factor * F.logsigmoid(raw)
 
-    def _scaled_values(self, v: Tensor, dt: Tensor | None) -> Tensor:
+    def _scaled_values(self, v: Tensor, dt: Any) -> Tensor:
         kind = self.config["discretize"]
         if kind in ("dt", "sigmoid"):
             return (v * dt[..., None]).to(v.dtype)
@@ -300,7 +304,7 @@ class Mixer(_OfConfig):
             state.log_decay = total
         wide = [y.float().repeat_interleave(self.heads // y.shape[2], 2).transpose(1, 2) for y in (q, k, v)]
         scores = wide[0] @ wide[1].transpose(2, 3) * (self.options["scale"] or 1 / math.sqrt(self.qk_dim))
-        between = 0.0
+        between: Any = 0.0
         if total is not None:
             total = total.transpose(1, 2)
             between = total[:, :, first:, None] - total[:, :, None, :]
@@ -380,6 +384,7 @@ class TwoMambaBlock(_OfConfig):
 class _Trunk(nn.Module):
     def __init__(self, config: dict[str, Any]):
         super().__init__()
+        check_modules(config)
         self.embed_tokens = nn.Embedding(config["vocab_size"], config["hidden_size"])
         nn.init.normal_(self.embed_tokens.weight, 0, 0.02)
         self.layers = nn.ModuleList(TwoMambaBlock.from_config(config) for _ in range(config["num_hidden_layers"]))

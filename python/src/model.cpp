@@ -1,8 +1,9 @@
-// furious/model.h: models and sessions.
+// furious/model.h: models, sessions and batches of sequences.
 #include "furious/model.h"
 
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -36,7 +37,7 @@ furious::Model load(const std::string& path, const std::string& arch, const std:
   return furious::Model::load(path, {arch, tokenizer, device, dtype, heads, threads, bos});
 }
 
-nb::object logits_of(const furious::Model& model, const Ids& ids) {
+nb::ndarray<nb::numpy, float> logits_of(const furious::Model& model, const Ids& ids) {
   const auto vocabulary = static_cast<size_t>(model.vocabulary());
   std::vector<float> values(ids.size() * vocabulary);
   {
@@ -137,7 +138,7 @@ void set_states(GuardedSession& session, const nb::list& list) {
   session.with([&](furious::Session& s) { s.set_states(own); });
 }
 
-nb::object session_logits(GuardedSession& session, int sequence) {
+nb::ndarray<nb::numpy, float> session_logits(GuardedSession& session, int sequence) {
   std::vector<float> values = session.with([&](furious::Session& own) { return own.logits(sequence); });
   const size_t size = values.size();
   return array_of(std::move(values), {size});
@@ -157,9 +158,10 @@ const char* name_of(furious::Ending ending) {
   return "";
 }
 
-nb::list log_probabilities(const furious::Text& text) {
+// (id, log P, [(id, log P) most probable]) of each.
+nb::list tuples_of(const std::vector<furious::WrittenToken>& tokens) {
   nb::list list;
-  for (const furious::WrittenToken& token : text.log_probabilities) {
+  for (const furious::WrittenToken& token : tokens) {
     nb::list most;
     for (const furious::TokenLogProbability& other : token.most_probable)
       most.append(nb::make_tuple(other.id, other.log_probability));
@@ -183,6 +185,63 @@ furious::Sampling sampling(double temperature, int64_t top_k, double top_p, doub
   own.log_probabilities = log_probabilities;
   for (const auto& [id, value] : logit_bias) own.logit_bias.push_back({nb::cast<int32_t>(id), nb::cast<double>(value)});
   return own;
+}
+
+using GuardedBatch = Guarded<furious::SequenceBatch>;
+
+bool batch_read(GuardedBatch& batch, const std::vector<std::pair<int, Ids>>& prompts, const nb::object& progress) {
+  std::vector<furious::SequenceBatch::Prompt> own_prompts;
+  own_prompts.reserve(prompts.size());
+  for (const auto& [sequence, ids] : prompts) own_prompts.push_back({sequence, vector_of(ids)});
+  return batch.with([&](furious::SequenceBatch& own) { return own.read(own_prompts, progress_of(progress)); });
+}
+
+nb::list batch_step(GuardedBatch& batch, const std::vector<int>& sequences) {
+  return tuples_of(batch.with([&](furious::SequenceBatch& own) { return own.step(sequences); }));
+}
+
+void bind_batch(nb::module_& module) {
+  using Batch = furious::SequenceBatch;
+  nb::class_<GuardedBatch>(module, "SequenceBatch")
+      .def(
+          "__init__",
+          [](GuardedBatch* self, const furious::Model& model, int capacity) {
+            new (self) GuardedBatch("sequence batch", model, capacity);
+          },
+          nb::arg("model"), nb::arg("capacity"))
+      .def("add", [](GuardedBatch& batch) { return batch.with([](Batch& own) { return own.add(); }); })
+      .def("add_state",
+           [](GuardedBatch& batch, const nb::dict& state) {
+             const furious::SequenceState given = state_of(state);
+             return batch.with([&](Batch& own) { return own.add(given); });
+           })
+      .def("fork",
+           [](GuardedBatch& batch, int sequence) { return batch.with([&](Batch& own) { return own.fork(sequence); }); })
+      .def("remove", [](GuardedBatch& batch, int sequence) { batch.with([&](Batch& own) { own.remove(sequence); }); })
+      .def("sequences", [](GuardedBatch& batch) { return batch.with([](Batch& own) { return own.sequences(); }); })
+      .def("read", &batch_read, nb::arg("prompts"), nb::arg("progress").none())
+      .def("set_sampling",
+           [](GuardedBatch& batch, int sequence, const furious::Sampling& sampling) {
+             batch.with([&](Batch& own) { own.set_sampling(sequence, sampling); });
+           })
+      .def("step", &batch_step)
+      .def("step_ids",
+           [](GuardedBatch& batch, const std::vector<int>& sequences, const Ids& ids) {
+             const std::vector<int32_t> given = vector_of(ids);
+             batch.with([&](Batch& own) { own.step(sequences, given); });
+           })
+      .def("logits",
+           [](GuardedBatch& batch, int sequence) {
+             std::vector<float> values = batch.with([&](Batch& own) { return own.logits(sequence); });
+             const size_t size = values.size();
+             return array_of(std::move(values), {size});
+           })
+      .def("state", [](GuardedBatch& batch,
+                       int sequence) { return dict_of(batch.with([&](Batch& own) { return own.state(sequence); })); })
+      .def("tokens", [](GuardedBatch& batch,
+                        int sequence) { return batch.with([&](Batch& own) { return own.tokens(sequence); }); })
+      .def("bytes", [](GuardedBatch& batch) { return batch.with([](Batch& own) { return own.bytes(); }); })
+      .def("close", &GuardedBatch::close);
 }
 
 void bind_session(nb::module_& module) {
@@ -283,9 +342,12 @@ void bind_model(nb::module_& module) {
       .def_prop_ro(
           "ending", [](const furious::Text& text) { return name_of(text.ending); },
           "Why it ended: tokens, eos, stop or interrupted.")
-      .def_prop_ro("log_probabilities", &log_probabilities, "For each token (id, log P, [(id, log P) most probable]).")
+      .def_prop_ro(
+          "log_probabilities", [](const furious::Text& text) { return tuples_of(text.log_probabilities); },
+          "For each token (id, log P, [(id, log P) most probable]).")
       .def("__str__", [](const furious::Text& text) { return text_of(text.text); });
   bind_session(module);
+  bind_batch(module);
 }
 
 }  // namespace furious_python

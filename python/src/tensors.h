@@ -25,10 +25,10 @@ nb::capsule capsule_of(const furious::ops::Tensor& tensor);
 
 // An array of NumPy that owns the values.
 template <class T>
-nb::object array_of(std::vector<T> values, const std::vector<size_t>& shape) {
+nb::ndarray<nb::numpy, T> array_of(std::vector<T> values, const std::vector<size_t>& shape) {
   auto* const kept = new std::vector<T>(std::move(values));
   const nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
-  return nb::cast(nb::ndarray<nb::numpy, T>(kept->data(), shape.size(), shape.data(), owner));
+  return nb::ndarray<nb::numpy, T>(kept->data(), shape.size(), shape.data(), owner);
 }
 
 void bind_tensor(nb::module_& module);

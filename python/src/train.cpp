@@ -53,13 +53,13 @@ nb::dict dict_of(furious::TokenBatch batch) {
   const std::vector<size_t> shape{static_cast<size_t>(batch.rows), static_cast<size_t>(batch.length)};
   nb::dict dict;
   dict["ids"] = array_of(std::move(batch.ids), shape);
-  dict["targets"] = batch.targets.empty() ? nb::none() : array_of(std::move(batch.targets), shape);
-  dict["weights"] = batch.weights.empty() ? nb::none() : array_of(std::move(batch.weights), shape);
+  dict["targets"] = batch.targets.empty() ? nb::none() : nb::cast(array_of(std::move(batch.targets), shape));
+  dict["weights"] = batch.weights.empty() ? nb::none() : nb::cast(array_of(std::move(batch.weights), shape));
   dict["documents"] = batch.documents;
   return dict;
 }
 
-nb::object copy_of(furious::NamedArray array) {
+nb::ndarray<nb::numpy, float> copy_of(furious::NamedArray array) {
   const std::vector<size_t> shape(array.shape.begin(), array.shape.end());
   return array_of(std::move(array.values), shape);
 }

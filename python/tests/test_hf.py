@@ -20,11 +20,15 @@ def test_auto_model(changes, tmp_path):
     furious.nn.LanguageModel(config).save(tmp_path / "a")
     engine = furious.Model.load(tmp_path / "a", tokenizer="byte", device="cpu")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/latest").symlink_to(tmp_path / "a")
     ids = np.random.default_rng(1).integers(0, 256, 20)
     batch = torch.from_numpy(ids)[None]
     result = model(batch, labels=batch)
     wanted = engine.logits(ids)
     assert np.abs(result.logits[0].detach().numpy() - wanted).max() < 1e-4 * max(1, np.abs(wanted).max())
+    newest = furious.hf.from_pretrained(tmp_path / "run")  # the folder of a run
+    assert torch.equal(newest(batch).logits, result.logits)
     result.loss.backward()
     assert model.model.layers[0].self_attn.qkv_proj.weight.grad is not None
     written = model.generate(batch[:, :5], max_new_tokens=4, do_sample=False)

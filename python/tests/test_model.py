@@ -126,6 +126,60 @@ def test_several_sequences(model):
     session.write(4, show=lambda piece, sequence: pieces.append(sequence))
 
 
+def test_sequence_batch(model, tmp_path, device):
+    if device != "cpu":
+        make_checkpoint(tmp_path)
+        model = furious.Model.load(tmp_path, tokenizer="byte", device=device, dtype="f32")
+
+    def alone(text, count):
+        session = model.session()
+        session.prefill(text)
+        ids = []
+        for _ in range(count):
+            ids.append(int(np.argmax(session.logits())))
+            session.step(ids[-1])
+        return ids
+
+    batch = furious.SequenceBatch(model, 3)
+    a, b = batch.add(temperature=0), batch.add(temperature=0, log_probabilities=2)
+    seen = []
+    assert batch.prefill({a: "One", b: model.prompt("Another text")}, progress=lambda *n: seen.append(n))
+    assert seen[-1][0] == seen[-1][1] and batch.tokens(a) == len(model.prompt("One"))
+    first, second = [], []
+    for _ in range(3):
+        (id, log_probability, most), other = batch.step([a, b])
+        assert log_probability == 0 and most == []
+        assert other[1] < 0 and len(other[2]) == 2 and other[2][0][0] == other[0]
+        first.append(id)
+        second.append(other[0])
+    # One leaves for a while, and others take its place.
+    state = batch.state(a)
+    batch.remove(a)
+    c, d = batch.add(seed=9), batch.fork(b, temperature=0)
+    assert batch.sequences == sorted([b, c, d]) and np.array_equal(batch.logits(b), batch.logits(d))
+    with pytest.raises(furious.Error, match="3"):
+        batch.add()
+    batch.prefill({c: "A third"})
+    chosen = {sequence: token[0] for sequence, token in zip(batch.sequences, batch.step())}
+    assert chosen[b] == chosen[d]
+    second.append(chosen[b])
+    assert batch.step([c], ids=[65]) is None and batch.state(c).recent[-1] == 65
+    batch.remove(c)
+    batch.remove(d)
+    a = batch.add(state, temperature=0)
+    for _ in range(4):
+        first.append(batch.step([a])[0][0])
+    assert first == alone("One", 7) and second == alone("Another text", 4)
+    assert batch.nbytes > 0
+    refused("temperature", lambda: batch.add(temperature=-1))
+    refused("sequence", lambda: batch.step([a, 7]))
+    refused("Model", lambda: furious.SequenceBatch("runs/stories", 2))
+    assert batch.sequences == sorted([a, b])
+    with batch:
+        pass
+    refused("closed", lambda: batch.step())
+
+
 def refused(words, call):
     with pytest.raises((furious.Error, TypeError)) as caught:
         call()

@@ -128,3 +128,10 @@ def test_bad_input(tmp_path):
         furious.nn.Mixer(64, 4, conv_window=9)
     with pytest.raises(furious.Error, match="config.json"):
         furious.nn.LanguageModel.load(tmp_path)
+
+
+@pytest.mark.parametrize("key, value", [("qkv_bias", True), ("sliding_window", 3)])
+def test_refuses_what_it_does_not_compute(key, value):
+    config = furious.config_of_preset("softmax", "tiny", 100, hidden_size=32, heads=2)
+    with pytest.raises(furious.Error, match=key):
+        furious.nn.LanguageModel({**config, key: value})

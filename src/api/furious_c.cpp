@@ -351,14 +351,31 @@ furious_status furious_session_bytes(const furious_session* session, int64_t* by
   });
 }
 
+namespace {
+
+std::vector<SlotContents> contents_to_save(const char* function, const furious_session& own) {
+  require(own.decoder->tokens(own.slot) > 0, "{}: nothing has been read yet; read a token first", function);
+  return {own.decoder->contents(own.slot)};
+}
+
+// A session that fails to restore the state stays as it was.
+void replace_state(furious_session& session, std::string_view source, const std::vector<SlotContents>& saved) {
+  require(saved.size() == 1, "{}: the state of {} sequences, expected one; load it with furious::Session", source,
+          saved.size());
+  furious_session loaded(session.model);
+  loaded.decoder->restore(loaded.slot, saved[0]);
+  session = std::move(loaded);
+}
+
+}  // namespace
+
 furious_status furious_session_save(const furious_session* session, const char* path) {
   return guarded([&] {
     constexpr const char* kFunction = "furious_session_save";
     const furious_session& own = session_of(kFunction, session);
     given(kFunction, "path", path);
-    require(own.decoder->tokens(own.slot) > 0, "{}: nothing has been read yet; read a token first", kFunction);
     const ThreadLimit limit(own.model.parts().threads);
-    save_state(path, {own.decoder->contents(own.slot)}, own.model.parts().language_model.config(),
+    save_state(path, contents_to_save(kFunction, own), own.model.parts().language_model.config(),
                own.model.parts().fingerprint());
   });
 }
@@ -368,13 +385,33 @@ furious_status furious_session_load(furious_session* session, const char* path) 
     constexpr const char* kFunction = "furious_session_load";
     given(kFunction, "session", session);
     given(kFunction, "path", path);
-    const ThreadLimit limit(session->model.parts().threads);
-    const std::vector<SlotContents> saved =
-        load_state(path, session->model.parts().language_model.config(), session->model.parts().fingerprint());
-    require(saved.size() == 1, "{}: the state of {} sequences, expected one; load it with furious::Session", path,
-            saved.size());
-    furious_session loaded(session->model);
-    loaded.decoder->restore(loaded.slot, saved[0]);
-    *session = std::move(loaded);
+    const Model::Parts& parts = session->model.parts();
+    const ThreadLimit limit(parts.threads);
+    replace_state(*session, path, load_state(path, parts.language_model.config(), parts.fingerprint()));
+  });
+}
+
+furious_status furious_session_save_bytes(const furious_session* session, void* buffer, size_t capacity,
+                                          size_t* bytes) {
+  return guarded([&] {
+    constexpr const char* kFunction = "furious_session_save_bytes";
+    const furious_session& own = session_of(kFunction, session);
+    given(kFunction, "bytes", bytes);
+    const ThreadLimit limit(own.model.parts().threads);
+    const std::vector<std::byte> state = state_bytes(
+        contents_to_save(kFunction, own), own.model.parts().language_model.config(), own.model.parts().fingerprint());
+    give<std::byte>(kFunction, state, static_cast<std::byte*>(buffer), capacity, bytes);
+  });
+}
+
+furious_status furious_session_load_bytes(furious_session* session, const void* buffer, size_t bytes) {
+  return guarded([&] {
+    constexpr const char* kFunction = "furious_session_load_bytes";
+    given(kFunction, "session", session);
+    given(kFunction, "buffer", buffer);
+    const Model::Parts& parts = session->model.parts();
+    const ThreadLimit limit(parts.threads);
+    const std::span state(static_cast<const std::byte*>(buffer), bytes);
+    replace_state(*session, kFunction, load_state(state, parts.language_model.config(), parts.fingerprint()));
   });
 }

@@ -1,6 +1,7 @@
 // The C interface: what it computes, and that whatever goes wrong is a status with a message. tests/package/c_api calls
 // it from C.
 #include <algorithm>
+#include <filesystem>
 #include <thread>
 
 #include "furious/furious.h"
@@ -109,20 +110,36 @@ TEST_F(CInterface, StepsForksAndStatesGoOnAlike) {
   const std::string file = (folder_ / "state").string();
   ASSERT_EQ(furious_session_save(read, file.c_str()), FURIOUS_OK);
   ASSERT_EQ(furious_session_load(stepped, file.c_str()), FURIOUS_OK);
+  furious_session* const restored = session("another text");
+  size_t size = 0, written = 0;
+  ASSERT_EQ(furious_session_save_bytes(read, nullptr, 0, &size), FURIOUS_OK);
+  EXPECT_EQ(size, std::filesystem::file_size(file));
+  std::vector<char> state(size);
+  EXPECT_EQ(furious_session_save_bytes(read, state.data(), size - 1, &written), FURIOUS_BUFFER_TOO_SMALL);
+  EXPECT_EQ(written, size);
+  ASSERT_EQ(furious_session_save_bytes(read, state.data(), size, &written), FURIOUS_OK);
+  state[size / 2] = static_cast<char>(state[size / 2] ^ 1);
+  const std::vector<float> before = logits(restored);
+  EXPECT_EQ(furious_session_load_bytes(restored, state.data(), size), FURIOUS_ERROR);  // damaged
+  EXPECT_EQ(furious_session_load_bytes(restored, state.data(), 0), FURIOUS_ERROR);
+  EXPECT_EQ(logits(restored), before);
+  state[size / 2] = static_cast<char>(state[size / 2] ^ 1);
+  ASSERT_EQ(furious_session_load_bytes(restored, state.data(), size), FURIOUS_OK) << furious_last_error();
   for (int i = 0; i < 80; ++i) {
-    int32_t chosen[3] = {-1, -2, -3};
+    int32_t chosen[4] = {-1, -2, -3, -4};
     ASSERT_EQ(furious_session_sample(read, nullptr, &chosen[0]), FURIOUS_OK);
     ASSERT_EQ(furious_session_sample(forked, nullptr, &chosen[1]), FURIOUS_OK);
     ASSERT_EQ(furious_session_sample(stepped, nullptr, &chosen[2]), FURIOUS_OK);
-    EXPECT_EQ(chosen[0], chosen[1]);
-    EXPECT_EQ(chosen[0], chosen[2]);
+    ASSERT_EQ(furious_session_sample(restored, nullptr, &chosen[3]), FURIOUS_OK);
+    for (const int32_t token : chosen) EXPECT_EQ(token, chosen[0]);
   }
   EXPECT_EQ(logits(read), logits(forked));
   EXPECT_EQ(logits(read), logits(stepped));
+  EXPECT_EQ(logits(read), logits(restored));
   int64_t bytes = 0;
   EXPECT_EQ(furious_session_bytes(read, &bytes), FURIOUS_OK);
   EXPECT_GT(bytes, 0);
-  for (furious_session* used : {read, stepped, forked}) furious_session_free(used);
+  for (furious_session* used : {read, stepped, forked, restored}) furious_session_free(used);
   furious_session* empty = nullptr;
   ASSERT_EQ(furious_session_new(model_, &empty), FURIOUS_OK);
   ASSERT_EQ(furious_session_fork(empty, &forked), FURIOUS_OK);
@@ -188,6 +205,10 @@ TEST_F(CInterface, NullPointersAreRefused) {
       furious_session_save(own, nullptr),
       furious_session_load(nullptr, "path"),
       furious_session_load(own, nullptr),
+      furious_session_save_bytes(nullptr, nullptr, 0, &size),
+      furious_session_save_bytes(own, nullptr, 0, nullptr),
+      furious_session_load_bytes(nullptr, "x", 1),
+      furious_session_load_bytes(own, nullptr, 1),
   };
   for (size_t i = 0; i < std::size(refused); ++i) EXPECT_EQ(refused[i], FURIOUS_INVALID_ARGUMENT) << "call " << i;
   EXPECT_EQ(model, nullptr);

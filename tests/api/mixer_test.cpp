@@ -315,7 +315,7 @@ TEST(PublicMixer, BadInputs) {
   refuse_forward([](Spec, In in, Options) { in.v = zeros({2, 5, 2, 7}); }, {"\"v\"", "dimension 7"});
   refuse_forward([](Spec, In in, Options) { in.q = zeros({2, 5, 3, 8}); }, {"heads"});
   refuse_forward([](Spec, In in, Options) { in.q = with_gaps({2, 5, 1, 8}, DType::f32, 2); }, {"\"q\"", "stride 2"});
-  refuse_forward([](Spec, In in, Options) { in.log_decay = zeros({2, 5, 1}); }, {"log_decay", "[2, 5, 1]"});
+  refuse_forward([](Spec, In in, Options) { in.log_decay = zeros({2, 5, 3}); }, {"log_decay", "[2, 5, 3]"});
   refuse_forward([](Spec, In in, Options) { in.log_decay.data<float>()[3] = 1; }, {"log_decay", "at most 0"});
   refuse_forward(
       [](Spec, In in, Options) {
