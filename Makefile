@@ -1,20 +1,23 @@
 # Shortcuts for CMake presets. `make test` on a fresh Debian machine installs missing packages, builds and tests.
-.PHONY: help setup build demo test install asan tsan fuzz python cuda test-cuda bench findings format tidy clean
+.PHONY: help setup build demo test test-serve test-interop install asan tsan fuzz python cuda test-cuda bench findings format tidy clean
 JOBS ?= $(shell nproc)
 PREFIX ?= /usr/local
 FUZZ_SECONDS ?= 20
 PYTHON ?= /usr/bin/python3
+INTEROP_VENV ?= build/interop-venv
 
 help:
 	@echo "make setup   install the packages that the build needs (Debian, Ubuntu)"
 	@echo "make build   build build/release/furious"
 	@echo "make demo    train three small models side by side and compare them"
 	@echo "make test    install packages, build, and run all tests"
+	@echo "make test-serve   test the server with the openai package and Chromium (installs them)"
 	@echo "make install PREFIX=/usr/local   install the binary, libfurious and its headers"
 	@echo "make asan    run the fast tests under the address and undefined-behaviour sanitizers"
 	@echo "make tsan    run the tests with threads under the thread sanitizer"
 	@echo "make fuzz    run the fuzzers of tests/fuzz, FUZZ_SECONDS=20 each (needs clang)"
 	@echo "make python  build the wheel of the Python package with the library of the release build, and run its tests"
+	@echo "make test-interop   load exported models and tokenizers with Hugging Face's library (downloads torch: gigabytes)"
 	@echo "make cuda    build the CUDA preset (needs nvcc)"
 	@echo "make test-cuda   build the CUDA preset and run all GPU tests (needs nvcc and a GPU)"
 	@echo "make bench   measure mixer speed beside the floor of this machine"
@@ -37,6 +40,10 @@ demo:
 
 test: build
 	ctest --preset release -j $(JOBS)
+
+test-serve: build
+	@scripts/setup.sh python3-venv chromium chromium-driver curl
+	tests/serve_interop/run.sh build/release/furious build
 
 install: build
 	cmake --install build/release --prefix $(PREFIX)
@@ -62,12 +69,27 @@ fuzz:
 python: build
 	@scripts/setup.sh python3-dev python3-venv python3-numpy python3-torch
 	$(PYTHON) -m venv --system-site-packages build/python-venv
-	build/python-venv/bin/pip install -q scikit-build-core nanobind pytest
+	build/python-venv/bin/pip install -q scikit-build-core nanobind pytest mypy
 	rm -rf build/python-wheel
 	build/python-venv/bin/pip wheel -q . --no-build-isolation --no-deps -w build/python-wheel \
 	  --config-settings=cmake.define.FURIOUS_LIBRARY=build/release/libfurious.so
 	build/python-venv/bin/pip install -q --force-reinstall --no-deps build/python-wheel/furious-*.whl
+	build/python-venv/bin/mypy
 	build/python-venv/bin/python -m pytest -q python/tests
+
+# Exported directories in Hugging Face's library. torch and transformers come from the package index and need some
+# gigabytes; INTEROP_VENV names a virtual environment that has them already. FURIOUS_FIXTURES=DIR adds checkpoints of other
+# programs (tests/model/fixtures_test.cpp).
+test-interop: build
+	@scripts/setup.sh python3-dev python3-venv
+	test -x $(INTEROP_VENV)/bin/python || $(PYTHON) -m venv $(INTEROP_VENV)
+	$(INTEROP_VENV)/bin/pip install -q torch 'transformers>=4.57' tokenizers safetensors sentencepiece numpy pytest \
+	  scikit-build-core nanobind
+	rm -rf build/interop-wheel
+	$(INTEROP_VENV)/bin/pip wheel -q . --no-build-isolation --no-deps -w build/interop-wheel \
+	  --config-settings=cmake.define.FURIOUS_LIBRARY=build/release/libfurious.so
+	$(INTEROP_VENV)/bin/pip install -q --force-reinstall --no-deps build/interop-wheel/furious-*.whl
+	FURIOUS=build/release/furious $(INTEROP_VENV)/bin/python -m pytest -q tests/interop python/tests/test_hf.py
 
 cuda: setup
 	cmake --preset cuda

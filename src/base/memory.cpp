@@ -22,13 +22,24 @@ int64_t free_of_machine() {
   return std::numeric_limits<int64_t>::max();
 }
 
+// Pages of files, which the system drops when memory is needed.
+int64_t file_pages_of_group() {
+  std::ifstream file("/sys/fs/cgroup/memory.stat");
+  std::string key;
+  int64_t sum = 0;
+  for (int64_t bytes = 0; file >> key >> bytes;)
+    if (key == "inactive_file" || key == "active_file") sum += bytes;
+  return sum;
+}
+
 }  // namespace
 
 int64_t available_memory() {
   int64_t bytes = free_of_machine();
   const int64_t limit = number_in("/sys/fs/cgroup/memory.max");
   const int64_t used = number_in("/sys/fs/cgroup/memory.current");
-  if (limit >= 0 && used >= 0) bytes = std::min(bytes, std::max<int64_t>(0, limit - used));
+  if (limit >= 0 && used >= 0)
+    bytes = std::min(bytes, std::max<int64_t>(0, limit - std::max<int64_t>(0, used - file_pages_of_group())));
   return bytes;
 }
 

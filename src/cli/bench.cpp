@@ -165,6 +165,7 @@ void add_bench(CLI::App& app) {
   add_bench_step(*bench);
   add_bench_decode(*bench);
   add_bench_sampling(*bench);
+  add_bench_serve(*bench);
   add_bench_auto(*bench);
   add_bench_recurrent(*bench);
   add_bench_mixer(*bench);

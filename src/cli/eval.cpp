@@ -62,7 +62,9 @@ void EvalCommand::run() const {
   const Split part = split == name_of(Split::test) ? Split::test : Split::train;
   const DatasetBatches batches(dataset, part, options);
   const int64_t steps = max_batches > 0 ? std::min(max_batches, batches.steps()) : batches.steps();
-  LanguageModel language_model = load_model(model, load.arch, where, load.heads);
+  ProgressLine loading("eval");
+  LanguageModel language_model = load_model(model, load.arch, where, load.heads, show_loading(loading));
+  loading.clear();
   language_model.set_compute(compute_in(bf16 ? DType::bf16 : DType::f32, where));
 
   stop_on_signals();

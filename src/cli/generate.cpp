@@ -15,6 +15,7 @@
 #include "cli/json_file.h"
 #include "cli/load_flags.h"
 #include "cli/progress.h"
+#include "cli/sampling_flags.h"
 #include "furious/model.h"
 
 namespace furious::cli {
@@ -106,8 +107,7 @@ void GenerateCommand::run() const {
   JsonFile file(json);
   if (!save_state.empty()) AtomicFile(save_state, 0);  // a place that cannot be written is said first
   const std::string text = prompt_text();
-  show_notes(model);
-  const Model loaded = Model::load(model, load);
+  const Model loaded = load_and_show("generate", model, load);
   Session session(loaded, sequences);
   if (!load_state.empty()) session.load(load_state);
 
@@ -152,65 +152,6 @@ void GenerateCommand::run() const {
                                     {"sequences", written}});
 }
 
-void set_biases(Sampling& sampling, const std::vector<std::string>& texts) {
-  for (const std::string& text : texts) {
-    const size_t equal = text.find('=');
-    LogitBias bias;
-    const bool is_pair = equal != std::string::npos && CLI::detail::lexical_cast(text.substr(0, equal), bias.id) &&
-                         CLI::detail::lexical_cast(text.substr(equal + 1), bias.value);
-    if (!is_pair) throw CLI::ValidationError("--logit-bias", fmt::format("{} is not ID=VALUE, such as 42=-1.5", text));
-    sampling.logit_bias.push_back(bias);
-  }
-}
-
-void add_sampling(CLI::App& command, Sampling& sampling) {
-  command.add_option("--temperature", sampling.temperature, "Sampling temperature; 0: always the most probable token")
-      ->check(at_least(0))
-      ->capture_default_str();
-  command.add_option("--top-k", sampling.top_k, "Sample only from the K most probable tokens; 0: from all")
-      ->check(at_least(0))
-      ->capture_default_str();
-  command
-      .add_option("--top-p", sampling.top_p,
-                  "Sample only from the most probable tokens that together have this probability; 1: from all")
-      ->check(CLI::Range(1e-9, 1.0))
-      ->capture_default_str();
-  command
-      .add_option(
-          "--repetition-penalty", sampling.repetition_penalty,
-          "Divide the positive logits of the last 256 tokens by this factor, and multiply the negative ones; 1: off")
-      ->check(at_least(1e-3))
-      ->capture_default_str();
-  command
-      .add_option("--min-p", sampling.min_p,
-                  "Sample only from tokens with at least this fraction of the largest probability; 0: from all")
-      ->check(CLI::Range(0.0, 1.0))
-      ->capture_default_str();
-  command
-      .add_option("--frequency-penalty", sampling.frequency_penalty,
-                  "Subtract this from the logit of a token for each time it is among the last 256 tokens")
-      ->capture_default_str();
-  command
-      .add_option("--presence-penalty", sampling.presence_penalty,
-                  "Subtract this from the logit of a token that is among the last 256 tokens")
-      ->capture_default_str();
-  command
-      .add_option_function<std::vector<std::string>>(
-          "--logit-bias", [&sampling](const std::vector<std::string>& texts) { set_biases(sampling, texts); },
-          "Add VALUE to the logit of token ID, as ID=VALUE; -inf: never choose it; several with commas")
-      ->delimiter(',')
-      ->allow_extra_args(false);
-  command
-      .add_option(
-          "--logprobs", sampling.log_probabilities,
-          "After the text, print a line for each token: its id, text and log-probability, and those of the N most "
-          "probable tokens, at most 20")
-      ->type_name("N")
-      ->check(CLI::Range(0, 20));
-  command.add_option("--seed", sampling.seed, "Seed of the sampling; sequence i uses seed + i - 1")
-      ->capture_default_str();
-}
-
 }  // namespace
 
 void add_generate(CLI::App& app) {
@@ -229,6 +170,13 @@ void add_generate(CLI::App& app) {
       ->check(at_least(0))
       ->capture_default_str();
   add_sampling(*command, options->write.sampling);
+  command
+      ->add_option(
+          "--logprobs", options->write.sampling.log_probabilities,
+          "After the text, print a line for each token: its id, text and log-probability, and those of the N most "
+          "probable tokens, at most 20")
+      ->type_name("N")
+      ->check(CLI::Range(0, 20));
   command->add_option("--stop", options->write.stop, "Stop before this text is written; may be given several times")
       ->allow_extra_args(false);
   command->add_option("--sequences", options->sequences, "Number of texts to generate from the same prompt")
@@ -237,13 +185,7 @@ void add_generate(CLI::App& app) {
   command->add_option("--save-state", options->save_state, "Save the state (cache) after the last token to this file");
   command->add_option("--load-state", options->load_state,
                       "Start from a state saved by --save-state; the prompt is appended");
-  add_load_flags(*command, options->load);
-  command->add_option(
-      "--tokenizer", options->load.tokenizer,
-      "Tokenizer to use instead of that of the checkpoint: a SentencePiece model, a folder with one, or \"byte\"");
-  add_threads(*command, options->load.threads);
-  add_device(*command, options->load.device);
-  add_dtype(*command, options->load.dtype);
+  add_text_model_flags(*command, options->load);
   command->add_option("--json", options->json, "Also write the texts and rates to this JSON file");
   command->footer(
       "A text begins with eos, which precedes every document of training data; with bos where the checkpoint was\n"

@@ -60,12 +60,16 @@ int main(int argc, char** argv) {
   furious::cli::add_train(app);
   furious::cli::add_eval(app);
   furious::cli::add_generate(app);
+  furious::cli::add_serve(app);
+  furious::cli::add_chat(app);
   furious::cli::add_ablate(app);
   furious::cli::add_plot(app);
   furious::cli::add_niah(app);
   furious::cli::add_recall(app);
   furious::cli::add_memory(app);
   furious::cli::add_verify(app);
+  furious::cli::add_inspect(app);
+  furious::cli::add_export(app);
   furious::cli::add_bench(app);
   furious::cli::add_help(app);
   try {

@@ -117,8 +117,7 @@ std::vector<NeedleResult> NiahCommand::ask_models(const TrainOptions& options) c
   std::vector<NeedleResult> results;
   ProgressLine line("niah");
   for (size_t i = 0; i < models.size(); ++i) {
-    show_notes(models[i]);
-    const Model model = Model::load(models[i], load[i]);
+    const Model model = load_and_show("niah", models[i], load[i]);
     check_expressible(questions_to_ask, *model.parts().tokenizer);
     const double began = line.seconds();
     const auto all = static_cast<int64_t>(questions_to_ask.size());
@@ -224,9 +223,9 @@ NiahCommand::NiahCommand(CLI::App& command) : flags(command), heads(command.get_
       ->check(CLI::Range(1, 1 << 20));
   with_commas(command.add_option("--haystack", hay,
                                  "Text files to make the haystacks of, with commas; default: built-in sentences"));
-  command.add_option(
-      "--tokenizer", tokenizer,
-      "Tokenizer to use instead of that of the checkpoint: a SentencePiece model, a folder with one, or \"byte\"");
+  command.add_option("--tokenizer", tokenizer,
+                     "Tokenizer to use instead of that of the checkpoint: a SentencePiece model, a tokenizer.json, a "
+                     "folder with one, or \"byte\"");
   command.add_flag("--train", train, "Train small models on the task first, and ask those");
   with_commas(
       command.add_option("--arch", archs,

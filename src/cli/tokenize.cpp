@@ -60,7 +60,10 @@ void add_tokenize(CLI::App& app) {
       ->add_option("input", options->inputs,
                    "Input: .txt and .jsonl files (also .gz, .zst), .parquet files, folders, globs")
       ->required();
-  command->add_option("--tokenizer", options->tokenizer, "Tokenizer: a SentencePiece model, or \"byte\"")->required();
+  command
+      ->add_option("--tokenizer", options->tokenizer,
+                   "Tokenizer: a SentencePiece model, a tokenizer.json, a folder with one, or \"byte\"")
+      ->required();
   command->add_option("--out", options->out, "Folder of the shards to write")->required();
   command
       ->add_option("--field", options->reader.field,

@@ -86,7 +86,8 @@ void add_tokenizer_show(CLI::App& tokenizer) {
   auto text = std::make_shared<std::string>();
   CLI::App* command = tokenizer.add_subcommand("show", "Show the properties of a tokenizer, and the tokens of a text");
   command
-      ->add_option("tokenizer", *name, "Tokenizer: a SentencePiece model, a folder with a tokenizer.model, or \"byte\"")
+      ->add_option("tokenizer", *name,
+                   "Tokenizer: a SentencePiece model, a tokenizer.json, a folder with one, or \"byte\"")
       ->required();
   command->add_option("--text", *text, "Text to encode");
   command->footer("Example: furious tokenizer show tokenizer.model --text \"Two mambas met.\"");

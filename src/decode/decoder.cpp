@@ -21,7 +21,7 @@ namespace {
 constexpr int64_t kPrefillChunk = 4096;
 
 MixerCache::Sizes cache_sizes(const ModelConfig& config, int64_t slots) {
-  return {slots, config.q_heads, config.k_heads, config.v_heads, config.qk_dim, config.head_dim};
+  return {slots, config.q_heads, config.k_heads, config.v_heads, config.qk_dim, config.head_dim, config.decays()};
 }
 
 // [rows, 1, …] as [rows, …].
@@ -60,6 +60,10 @@ std::vector<int32_t> ChosenTokens::wait() const {
   return ids;
 }
 
+bool ChosenTokens::finite(size_t row) const {
+  return ids_.wait().data<int32_t>()[2 * row + 1] == 1;
+}
+
 WrittenToken ChosenTokens::token(size_t row) const {
   const int32_t id = ids_.wait().data<int32_t>()[2 * row];
   if (!best_) return {{id, 0}, {}};
@@ -91,7 +95,8 @@ class Decoder::StepOps : public SequenceOps {
     return with_length(conv_step(layer_.conv, rows_, without_length(x), weight.value(), bias.value(), op.activation));
   }
   Variable rope(Tape&, const RopeOp& op, const Variable& x) override {
-    return Variable(rope_forward(x.value(), {op.pairing, op.base, 0, layer_.mixer.positions(), rows_.table}));
+    return Variable(
+        rope_forward(x.value(), {op.pairing, op.base, 0, layer_.mixer.positions(), rows_.table, op.scaling}));
   }
   Variable mixer(Tape&, const MixerOp&, const Variable& q, const Variable& k, const Variable& v,
                  const Variable& log_decay) override {
@@ -160,9 +165,9 @@ class Decoder::PrefillOps : public SequenceOps {
     return y;
   }
   Variable rope(Tape&, const RopeOp& op, const Variable& x) override {
-    if (chunks_.boundaries) return Variable(rope_forward(x.value(), {op.pairing, op.base}, chunks_.boundaries));
+    if (chunks_.boundaries) return Variable(rope_forward(x.value(), op.rope(), chunks_.boundaries));
     return chunks_.by_slot(x.value(), [&](const Tensor& part, int64_t slot) {
-      return rope_forward(part, {op.pairing, op.base, layer_.mixer.tokens(slot)});
+      return rope_forward(part, op.rope(layer_.mixer.tokens(slot)));
     });
   }
   Variable mixer(Tape&, const MixerOp&, const Variable& q, const Variable& k, const Variable& v,
@@ -395,8 +400,10 @@ void Decoder::forward(std::span<const int32_t> slots, const Tensor& ids) {
 
 bool Decoder::runs_as_program(int64_t rows) const {
   const Compute& compute = model_->compute();
-  return program_fits_ && compute.token_program && compute.activations == DType::bf16 &&
-         model_->output_matrix().dtype() == DType::bf16 && TokenProgram::missing(model_->device(), plan_, rows).empty();
+  // The kernel has been tested with layers that end with an MLP.
+  return program_fits_ && compute.token_program && model_->config().intermediate > 0 && !model_->config().layer_norm &&
+         compute.activations == DType::bf16 && model_->output_matrix().dtype() == DType::bf16 &&
+         TokenProgram::missing(model_->device(), plan_, rows).empty();
 }
 
 std::shared_ptr<TokenProgram> Decoder::new_program(const SlotRows& rows) const {
@@ -485,8 +492,8 @@ Tensor Decoder::token_pass(const SlotRows& rows, const Tensor& tokens) {
   const TokenInput in{x.view({rows.size(), config.hidden}), {}, model_->final_norm(), config.norm_eps};
   const Tensor logits = Tensor::empty({rows.size(), config.vocabulary}, DType::f32, model_->device());
   const TokenPart part{.weight = model_->output_matrix(), .out = logits};
-  if (token_linear(in, {&part, 1})) return logits;
-  return logits_forward(rms_norm_forward(in.x, in.norm, in.eps).y, model_->output_matrix());
+  if (!config.layer_norm && token_linear(in, {&part, 1})) return logits;
+  return logits_forward(model_->last_norm(in.x), model_->output_matrix());
 }
 
 namespace {

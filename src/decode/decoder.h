@@ -48,6 +48,7 @@ class ChosenTokens {
   explicit ChosenTokens(const Choice& choice);
   // In the order of the step's slots; a logit that is not finite is an error.
   std::vector<int32_t> wait() const;
+  bool finite(size_t row) const;  // whether the logits of a row were; where not, its token means nothing
   // The token of a row, with the log-probabilities that its slot asked for.
   WrittenToken token(size_t row) const;
   // Of the chosen tokens and of the most probable ones, as Choice has them, on the CPU; undefined if no slot asked.

@@ -13,7 +13,8 @@
 #include "tensor/device.h"
 
 namespace furious {
-Model::Parts::Parts(LanguageModel model, std::shared_ptr<const Tokenizer> its_tokenizer, bool bos, int its_threads)
+Model::Parts::Parts(LanguageModel model, std::shared_ptr<const Tokenizer> its_tokenizer, bool bos, int its_threads,
+                    bool published)
     : language_model(std::move(model)), threads(its_threads), tokenizer(std::move(its_tokenizer)) {
   const int64_t known = language_model.config().vocabulary;
   require(tokenizer->vocabulary_size() <= known,
@@ -21,8 +22,10 @@ Model::Parts::Parts(LanguageModel model, std::shared_ptr<const Tokenizer> its_to
           tokenizer->vocabulary_size(), known);
   require(!bos || tokenizer->bos() >= 0,
           "the option bos is set, but the tokenizer has no bos token; unset it, or use another tokenizer");
-  const bool wants_bos = bos || language_model.config().bos || tokenizer->eos() < 0;
-  start = wants_bos ? tokenizer->bos() : tokenizer->eos();
+  const bool says_it = published && tokenizer->kind() == "tokenizer.json";
+  const bool wants_bos =
+      bos || (says_it ? tokenizer->begins_with_bos() : language_model.config().bos || tokenizer->eos() < 0);
+  start = wants_bos ? tokenizer->bos() : says_it ? -1 : tokenizer->eos();
 }
 
 const std::string& Model::Parts::fingerprint() const {
@@ -34,6 +37,7 @@ const std::string& Model::Parts::fingerprint() const {
 std::vector<int32_t> Model::Parts::prompt(std::string_view text) const {
   std::vector<int32_t> ids;
   if (start >= 0) ids.push_back(start);
+  if (text.empty() && ids.empty() && tokenizer->eos() >= 0) ids.push_back(tokenizer->eos());
   if (text.empty()) return ids;
   const std::vector<int32_t> own = tokenizer->encode(text);
   ids.insert(ids.end(), own.begin(), own.end());
@@ -55,12 +59,13 @@ Model Model::load(const std::filesystem::path& given, const LoadOptions& options
   const std::string dtype = !options.dtype.empty() ? options.dtype : device.is_cpu() ? "f32" : "bf16";
   require(dtype == "f32" || dtype == "bf16", "dtype is {}, expected f32 or bf16", dtype);
   const std::filesystem::path path = checkpoint_of(given);
-  LanguageModel model = load_model(path, options.arch, device, options.heads);
+  LanguageModel model = load_model(path, options.arch, device, options.heads, options.progress,
+                                   dtype == "bf16" ? WeightDType::bf16 : WeightDType::as_stored);
   model.set_compute(compute_in(dtype_from_name(dtype), device));
-  if (dtype == "bf16") model.round_weights();
   const auto folder = std::filesystem::is_directory(path) ? path : path.parent_path();
   auto tokenizer = load_tokenizer(options.tokenizer.empty() ? folder.string() : options.tokenizer);
-  return Model(std::make_shared<const Parts>(std::move(model), std::move(tokenizer), options.bos, options.threads));
+  return Model(std::make_shared<const Parts>(std::move(model), std::move(tokenizer), options.bos, options.threads,
+                                             model_format(path) != nullptr));
 } catch (...) {
   rethrow_as_error();
 }

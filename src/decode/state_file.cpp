@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cstring>
 #include <iterator>
 #include <span>
 
@@ -32,6 +33,19 @@ Tensor history_tensor(const std::vector<int32_t>& history) {
   int32_t* const out =
       std::fill_n(tensor.data<int32_t>(), kRepetitionWindow - static_cast<int64_t>(history.size()), -1);
   std::ranges::copy(history, out);
+  return tensor;
+}
+
+constexpr std::string_view kIds = "ids";
+constexpr std::string_view kText = "text";
+
+// Bytes as numbers, padded with zeros.
+Tensor words_of(const void* bytes, size_t count) {
+  const size_t words = (count + sizeof(int32_t) - 1) / sizeof(int32_t);
+  Tensor tensor = Tensor::empty({static_cast<int64_t>(words)}, DType::i32);
+  if (words == 0) return tensor;
+  tensor.data<int32_t>()[words - 1] = 0;
+  std::memcpy(tensor.raw(), bytes, count);
   return tensor;
 }
 
@@ -128,7 +142,9 @@ struct StateFile {
 };
 
 StateFile state_file_of(const std::vector<SlotContents>& sequences, const ModelConfig& config,
-                        const std::string& model_fingerprint) {
+                        const std::string& model_fingerprint, const std::vector<ReadTokens>& read) {
+  require(read.empty() || read.size() == sequences.size(), "state file: tokens of {} sequences, expected {}",
+          read.size(), sequences.size());
   StateFile file;
   auto& [tensors, metadata] = file;
   metadata = {{"format", std::string(kFormat)},
@@ -142,6 +158,11 @@ StateFile state_file_of(const std::vector<SlotContents>& sequences, const ModelC
     for (const auto& [name, tensor] : contents.tensors) tensors[fmt::format("{}.{}", i, name)] = tensor;
     tensors[fmt::format("{}.logits", i)] = contents.logits;
     tensors[fmt::format("{}.history", i)] = history_tensor(contents.sampling.history);
+    if (!read.empty()) {
+      tensors[fmt::format("{}.{}", i, kIds)] = words_of(read[i].ids.data(), read[i].ids.size() * sizeof(int32_t));
+      tensors[fmt::format("{}.{}", i, kText)] = words_of(read[i].text.data(), read[i].text.size());
+      metadata[count_key(kText, i)] = count_text(static_cast<int64_t>(read[i].text.size()));
+    }
     counts.emplace_back(contents.tokens, contents.pending);
     metadata[count_key("tokens", i)] = count_text(contents.tokens);
     metadata[count_key("pending", i)] = count_text(contents.pending);
@@ -190,6 +211,8 @@ std::vector<SlotContents> contents_of(const SafetensorsReader& reader, const Mod
       contents.tensors.erase(found);
       return tensor;
     };
+    contents.tensors.erase(std::string(kIds));  // read_tokens
+    contents.tensors.erase(std::string(kText));
     contents.logits = take("logits");
     const Tensor history = take("history");
     check.dense("logits", contents.logits, DType::f32, {config.vocabulary});
@@ -202,9 +225,29 @@ std::vector<SlotContents> contents_of(const SafetensorsReader& reader, const Mod
 
 }  // namespace
 
+std::optional<ReadTokens> read_tokens(const SafetensorsReader& reader) {
+  const Metadata metadata(reader);
+  if (reader.find(fmt::format("0.{}", kIds)) == nullptr) return std::nullopt;
+  const auto load = [&](std::string_view name) {
+    const Tensor tensor = reader.load(fmt::format("0.{}", name));
+    if (tensor.dtype() != DType::i32 || tensor.rank() != 1)
+      metadata.damaged(fmt::format("tensor \"{}\" is not a list of i32", name));
+    return tensor;
+  };
+  const Tensor ids = load(kIds), text = load(kText);
+  const int64_t bytes = metadata.count(count_key(kText, 0));
+  if (ids.elements() != metadata.count(count_key("tokens", 0)))
+    metadata.damaged(fmt::format("{} ids do not fit the number of tokens", ids.elements()));
+  if (text.elements() != bytes / 4 + (bytes % 4 != 0)) metadata.damaged("the length of its text is wrong");
+  ReadTokens read;
+  read.ids.assign(ids.data<int32_t>(), ids.data<int32_t>() + ids.elements());
+  if (bytes > 0) read.text.assign(static_cast<const char*>(text.raw()), static_cast<size_t>(bytes));
+  return read;
+}
+
 void save_state(const std::filesystem::path& file, const std::vector<SlotContents>& sequences,
-                const ModelConfig& config, const std::string& model_fingerprint) {
-  const StateFile contents = state_file_of(sequences, config, model_fingerprint);
+                const ModelConfig& config, const std::string& model_fingerprint, const std::vector<ReadTokens>& read) {
+  const StateFile contents = state_file_of(sequences, config, model_fingerprint, read);
   write_safetensors(file, contents.tensors, contents.metadata);
 }
 
@@ -214,8 +257,8 @@ std::vector<SlotContents> load_state(const std::filesystem::path& file, const Mo
 }
 
 std::vector<std::byte> state_bytes(const std::vector<SlotContents>& sequences, const ModelConfig& config,
-                                   const std::string& model_fingerprint) {
-  const StateFile contents = state_file_of(sequences, config, model_fingerprint);
+                                   const std::string& model_fingerprint, const std::vector<ReadTokens>& read) {
+  const StateFile contents = state_file_of(sequences, config, model_fingerprint, read);
   return safetensors_bytes(contents.tensors, contents.metadata);
 }
 

@@ -142,11 +142,13 @@ std::vector<TrainOption> make_table() {
   t.number("eps", &O::eps, 1e-30, 1, "Epsilon of AdamW, added to the root of the second moment");
   t.number("clip", &O::clip, 0, 1e9, "Clip the gradient to this norm; 0: no clipping");
   t.text("device", &O::device, "Device: cpu, cuda or cuda:N; auto: a GPU if there is one");
-  t.text(
-      "dtype", &O::dtype,
-      "Dtype of matrix products, on a GPU also of activations: f32, bf16, or tf32 (f32 with products in TF32); auto: "
-      "bf16 on a GPU, f32 on a CPU",
-      {"auto", "f32", "tf32", "bf16"});
+  t.text("dtype", &O::dtype,
+         "Dtype of matrix products, on a GPU also of activations: f32, bf16, tf32 (f32 with products in TF32), or fp8 "
+         "(bf16 "
+         "with the products of linear layers in 8 bits, each matrix with a scale of its own); auto: bf16 on a GPU, f32 "
+         "on a "
+         "CPU",
+         {"auto", "f32", "tf32", "bf16", "fp8"});
   t.text("mixer-precision", &O::mixer_precision,
          "Precision of the products inside the mixer, on a GPU: bf16, tf32, tf32x3, f32; auto: that of the activations",
          mixer_precision_names());
@@ -359,7 +361,9 @@ ModelConfig model_config(const TrainOptions& options, int64_t vocabulary) {
 }
 
 Compute compute_options(const TrainOptions& options, Device device) {
-  Compute compute = compute_in(options.dtype == "bf16" ? DType::bf16 : DType::f32, device);
+  const bool fp8 = options.dtype == "fp8";
+  Compute compute = compute_in(fp8 || options.dtype == "bf16" ? DType::bf16 : DType::f32, device);
+  if (fp8) compute.precision = MatmulPrecision::fp8;
   if (options.dtype == "tf32") compute.precision = MatmulPrecision::tf32;
   compute.recompute = options.recompute;
   compute.mixer = mixer_precision_from_name(options.mixer_precision);

@@ -66,7 +66,7 @@ Training::Training(const TrainOptions& options, const ModelConfig& config, Train
   model_ = std::make_unique<LanguageModel>(
       options.init.empty() ? LanguageModel(config, options.seed, device_,
                                            initialization_from_name(options.initialization), [this] { check_cancel(); })
-                           : load_model(options.init, "", device_, 0, [this] { check_cancel(); }));
+                           : load_model(options.init, "", device_, 0, [this](int64_t, int64_t) { check_cancel(); }));
   if (data_.dataset) model_->set_bos(options.bos || data_.begins_with_bos());
   optimizer_ = std::make_unique<Optimizer>(*model_, parallel_, reduce_dtype(options_));
   prepare();
@@ -89,7 +89,8 @@ Training::Training(const TrainOptions& options, const fs::path& checkpoint, Trai
           "train: {} was trained on other data than {}; start a new run with --init to train on new data",
           checkpoint.string(), options.data);
   check_memory(rank_options_, load_config(checkpoint), parallel_);
-  model_ = std::make_unique<LanguageModel>(load_model(checkpoint, "", device_, 0, [this] { check_cancel(); }));
+  model_ = std::make_unique<LanguageModel>(
+      load_model(checkpoint, "", device_, 0, [this](int64_t, int64_t) { check_cancel(); }));
   optimizer_ = std::make_unique<Optimizer>(*model_, parallel_, reduce_dtype(options_));
   optimizer_->load(file);
   step_ = saved.step;
@@ -102,6 +103,14 @@ Training::~Training() {
 
 void Training::prepare() {
   const Compute compute = compute_options(options_, device_);
+  require(compute.precision != MatmulPrecision::fp8 || matmul_supports(compute.precision, device_),
+          "train: {} has no products in fp8; use --dtype bf16, or a GPU of compute capability 8.9 or later",
+          device_.is_cpu() ? "a CPU" : "this GPU");
+  const int64_t rows = step_options_.batch / step_options_.accumulate * step_options_.length;
+  require(
+      compute.precision != MatmulPrecision::fp8 || rows % 16 == 0,
+      "train: {} tokens in a micro-batch, expected a multiple of 16 for fp8; change --batch, --length or --accumulate",
+      rows);
   require(matmul_supports(compute.precision, device_), "train: {} has no bf16 products on this CPU; use --dtype f32",
           matmul_library(device_));
   require(options_.dtype != "tf32" || !device_.is_cpu(), "train: TF32 is not supported on a CPU; use --dtype f32");

@@ -12,6 +12,7 @@
 #include <filesystem>
 #include <fstream>
 #include <limits>
+#include <memory>
 #include <mutex>
 #include <set>
 #include <thread>
@@ -275,6 +276,11 @@ TEST(Parallel, RunsSeriallyIfThreadsCannotBeCreated) {
                   ::pthread_attr_setstacksize(&attributes, size_t{1} << 30) != 0 ||
                   ::pthread_setattr_default_np(&attributes) != 0)
                 return false;
+              // Small blocks are still allocated, from memory that the process has got before.
+              constexpr int kBlocks = 16, kBytes = 6000;
+              std::vector<std::unique_ptr<std::byte[]>> blocks;
+              for (int i = 0; i < kBlocks; ++i) blocks.push_back(std::make_unique<std::byte[]>(kBytes));
+              blocks.clear();
               const rlimit little{1 << 20, 1 << 20};
               if (::setrlimit(RLIMIT_AS, &little) != 0) return false;
               const ThreadLimit limit(8);

@@ -79,7 +79,35 @@ TEST(BenchCommand, TimesTheRecurrentForm) {
 TEST(BenchCommand, TimesDecoding) {
   expect_run("bench decode --preset mamba2 --size mini --vocab 300 --batch 1,2 --context 3 --tokens 2", 0,
              {"tokens/s", "of floor", "     2 "});
+  expect_run("bench serve --vocab 300 --clients 1,3 --prompt 5 --tokens 4 --long-prompt 0", 0,
+             {"clients", "cpu ratio"});
   expect_run("bench decode --preset mamba3", 1, {"did you mean \"mamba2\""});
+}
+
+// A published model's shape, with weights made in the dtype that they are kept in.
+TEST(BenchCommand, TimesTheModelOfAConfiguration) {
+  const testing::TemporaryDirectory directory;
+  const auto config = directory / "config.json", rows = directory / "rows.json";
+  write_text(config, R"({"model_type": "brumby", "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48,
+                         "num_hidden_layers": 2, "num_attention_heads": 10, "num_key_value_heads": 2, "head_dim": 16})");
+  const std::string command = "bench decode --device cpu --config " + config.string();
+  expect_run(command + " --dtype bf16 --batch 1,3 --context 7 --tokens 2 --json " + rows.string(), 0,
+             {"prompt t/s", "of floor", config.string()});
+  const auto json = nlohmann::json::parse(read_text(rows));
+  ASSERT_EQ(json.size(), 2u);
+  // Matrices of two layers and of the output.
+  const int64_t layer = 32 * (10 + 2 + 2) * 16 + 32 * 2 + 32 * 160 + 3 * 32 * 48;
+  EXPECT_GE(json[0].at("weight_bytes").get<int64_t>(), 2 * (2 * layer + 97 * 32));
+  EXPECT_LE(json[0].at("weight_bytes").get<int64_t>(), 2 * (2 * layer + 97 * 32) + 4096);
+  EXPECT_GT(json[1].at("prompt_tokens_per_second").get<double>(), 0);
+  EXPECT_EQ(json[1].at("batch"), 3);
+  expect_run(command + " --size tiny", 2, {"--config", "--size"});
+  expect_run("bench decode --config none.json", 2, {"none.json"});
+  write_text(config,
+             R"({"model_type": "brumby", "vocab_size": 151936, "hidden_size": 51200, "intermediate_size": 174080,
+                         "num_hidden_layers": 400, "num_attention_heads": 400, "num_key_value_heads": 80,
+                         "head_dim": 128})");
+  expect_run(command, 1, {"its weights need", "GB", "bytes) are free"});
 }
 
 // The operations of a step and what lies between them are the whole step.

@@ -79,7 +79,7 @@ TEST_F(EvalCommand, Failures) {
   data = folder.path("other");
   tokenized(folder.write("t.model", testing::small_model()), data);
   expect_run(eval(), 1, {"tokenized with fnv1a64:", "trained with byte"});
-  fs::remove(model + "/tokenizer_config.json");
+  for (const char* name : kTokenizerFiles) fs::remove(model + "/" + name);
   expect_run(eval(), 1, {"400 token ids", "258"});
 }
 

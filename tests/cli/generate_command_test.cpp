@@ -2,6 +2,7 @@
 #include <filesystem>
 #include <nlohmann/json.hpp>
 
+#include "cli/letter_model.h"
 #include "cli/run.h"
 #include "data/corpus.h"
 #include "data/tokenizer.h"
@@ -18,19 +19,7 @@ using testing::TemporaryFolder;
 
 class GenerateCommand : public ::testing::Test {
  protected:
-  GenerateCommand() {
-    fs::create_directories(model);
-    // Only letters have a logit other than 0, so that what it writes can be read.
-    testing::Random random(1);
-    const auto weights = [&](const std::string& name, const Tensor& out) {
-      copy(out, random.normal_tensor(out.shape(), 0.5));
-      if (name != "lm_head.weight") return;
-      fill(out.slice(0, 0, 'a'), 0);
-      fill(out.slice(0, 'z' + 1, 257 - 'z'), 0);
-    };
-    save_model(model, LanguageModel(model_config("2mamba", "tiny", 258), weights));
-    save_tokenizer(model, *load_tokenizer("byte"));
-  }
+  GenerateCommand() { testing::save_letter_model(model); }
   std::string generate(const std::string& more) const { return fmt::format("generate {} {}", model, more); }
   // What it writes, without the rates.
   std::string text_of(const std::string& more) const {
@@ -134,7 +123,7 @@ TEST_F(GenerateCommand, Failures) {
   expect_run(generate("--prompt x --stop ''"), 1, {"stop string is empty"});
   const std::string large = folder.write("t.model", testing::small_model());
   expect_run(generate("--prompt x --tokenizer " + large), 1, {"400 token ids", "258"});
-  fs::remove(model + "/tokenizer_config.json");
+  for (const char* name : kTokenizerFiles) fs::remove(model + "/" + name);
   expect_run(generate("--prompt x"), 1, {"tokenizer"});
   expect_run(generate("--prompt x --tokens 1 --tokenizer byte"), 0, {});
 }

@@ -189,7 +189,7 @@ TEST_F(NiahCommand, Failures) {
   expect_run(niah("--from nowhere.json"), 1, {"--from asks no model"});
   expect_run("niah --from nowhere.json", 1, {"nowhere.json"});
   expect_run("niah --from " + folder.write("bad.json", "{\"unit\": \"needles\"}"), 1, {"bad.json", "models"});
-  fs::remove(model + "/tokenizer_config.json");
+  for (const char* name : kTokenizerFiles) fs::remove(model + "/" + name);
   expect_run(niah(""), 1, {"tokenizer"});
   for (const char* bad : {"--depths 101", "--lengths 0", "--questions 0"})
     expect_run(niah(bad), 2, {std::string(bad).substr(0, std::string(bad).find(' '))});

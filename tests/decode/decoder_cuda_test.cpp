@@ -24,6 +24,7 @@ constexpr int64_t kFirst = 40, kLength = 200;  // several folds
 std::vector<ModelConfig> presets_and_random_switches(Random& random) {
   std::vector<ModelConfig> configs;
   for (const Preset& preset : presets()) configs.push_back(little(preset));
+  for (const char* name : {"shared", "window"}) configs.push_back(little_named(name));
   for (int i = 0; i < 8; ++i) configs.push_back(random_config(random));
   return configs;
 }

@@ -47,7 +47,7 @@ class DecoderOf : public ::testing::TestWithParam<const char*> {};
 // Slots with prompts, lengths and sampling of their own that start and stop at different times, in changing orders.
 TEST_P(DecoderOf, SlotsAreIndependent) {
   Random random(2);
-  const LanguageModel model = lively_model(little(preset(GetParam())));
+  const LanguageModel model = lively_model(little_named(GetParam()));
   struct Sequence {
     std::vector<int32_t> prompt, text;
     Sampling sampling;
@@ -94,7 +94,7 @@ TEST_P(DecoderOf, SlotsAreIndependent) {
 
 TEST_P(DecoderOf, LogitsMatchTheFullPass) {
   Random random(3);
-  const LanguageModel model = lively_model(little(preset(GetParam())));
+  const LanguageModel model = lively_model(little_named(GetParam()));
   const std::vector<int32_t> text = random_text(random, 150, model.config().vocabulary);
   const Tensor full = model.logits(int_tensor_of(text, {1, 150}));
   Decoder decoder(model, 3);
@@ -112,7 +112,7 @@ TEST_P(DecoderOf, LogitsMatchTheFullPass) {
 // Several prompts at once, some of them of slots that have read already, some cut into chunks.
 TEST_P(DecoderOf, PromptsReadTogetherEqualThoseReadAlone) {
   Random random(8);
-  const LanguageModel model = lively_model(little(preset(GetParam())));
+  const LanguageModel model = lively_model(little_named(GetParam()));
   const int64_t vocabulary = model.config().vocabulary;
   // New ones that do not fold yet; new ones that fold and have chunks; further ones of all; one token of each.
   for (const std::vector<std::vector<int64_t>>& rounds :
@@ -151,7 +151,7 @@ TEST_P(DecoderOf, PromptsReadTogetherEqualThoseReadAlone) {
 // Chunks of a prompt, and then tokens, against all of it in one pass.
 TEST_P(DecoderOf, DecodesAfterChunksAsAfterOnePass) {
   Random random(9);
-  const LanguageModel model = lively_model(little(preset(GetParam())));
+  const LanguageModel model = lively_model(little_named(GetParam()));
   const std::vector<int32_t> text = random_text(random, 300, model.config().vocabulary);
   Decoder decoder(model, 2);
   const std::vector<int32_t> slots{decoder.start(), decoder.start()};
@@ -171,7 +171,7 @@ TEST_P(DecoderOf, DecodesAfterChunksAsAfterOnePass) {
 
 TEST_P(DecoderOf, ForksContinueBitForBit) {
   Random random(4);
-  const LanguageModel model = lively_model(little(preset(GetParam())));
+  const LanguageModel model = lively_model(little_named(GetParam()));
   const std::vector<int32_t> prompt = random_text(random, 210, model.config().vocabulary);
   Decoder decoder(model, 3);
   const int32_t a = decoder.start();
@@ -198,7 +198,7 @@ TEST_P(DecoderOf, ForksContinueBitForBit) {
 TEST_P(DecoderOf, SnapshotsContinueBitForBit) {
   Random random(5);
   const TemporaryDirectory folder;
-  const LanguageModel model = lively_model(little(preset(GetParam())));
+  const LanguageModel model = lively_model(little_named(GetParam()));
   Decoder decoder(model, 2), other(model, 4);
   (void)other.start();
   const Sampling sampling{.temperature = 0.9, .top_k = 9, .repetition_penalty = 1.3, .seed = 8};
@@ -229,7 +229,8 @@ TEST_P(DecoderOf, SnapshotsContinueBitForBit) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Presets, DecoderOf,
-                         ::testing::Values("2mamba", "softmax", "mamba2", "mamba2-paper", "2mamba-e"),
+                         ::testing::Values("2mamba", "softmax", "mamba2", "mamba2-paper", "2mamba-e", "shared",
+                                           "window"),
                          [](const auto& test) {
                            std::string name = test.param;
                            std::ranges::replace(name, '-', '_');

@@ -340,7 +340,7 @@ class LettersOnly final : public Tokenizer {
   int32_t eos() const override { return -1; }
   std::string kind() const override { return "letters"; }
   std::string fingerprint() const override { return "letters"; }
-  std::string model() const override { return {}; }
+  TokenizerFiles files(bool) const override { return {}; }
 };
 
 TEST(Needle, RefusesTokenizersThatLoseTheAnswer) {

@@ -5,7 +5,7 @@
 #include "data/corpus.h"
 #include "furious/model.h"
 #include "furious/train.h"
-#include "train/small_run.h"
+#include "train/trainer_run.h"
 
 namespace furious {
 namespace {
@@ -40,35 +40,12 @@ std::vector<std::vector<float>> gradients_of(const Trainer& trainer) {
   return all;
 }
 
-// The same losses, gradient norms, learning rates and checkpoints, to the bit.
 TEST(Trainer, EqualsARunOnTheSameBatches) {
   for (const char* packing : {"packed", "isolated", "rows"}) {
     const TemporaryFolder folder;
     TrainOptions options = small_options(small_data(folder), folder.path("run"));
     options.packing = packing;
-    options.accumulate = 2;
-    options.clip = 1;
-    std::vector<TrainStep> steps;
-    TrainObserver observer;
-    observer.step = [&](const TrainStep& step) { steps.push_back(step); };
-    const TrainResult result = train(options, observer);
-    ASSERT_EQ(steps.size(), 12u);
-    Trainer trainer(options);
-    for (const TrainStep& expected : steps) {
-      const TrainStep step = trainer.step(trainer.data_batch(expected.step));
-      EXPECT_EQ(step.step, expected.step);
-      EXPECT_EQ(step.loss, expected.loss) << packing << " " << step.step;
-      EXPECT_EQ(step.gradient_norm, expected.gradient_norm) << packing << " " << step.step;
-      EXPECT_EQ(step.lr, expected.lr);
-      EXPECT_EQ(step.tokens, expected.tokens);
-      if (expected.test_loss) {
-        EXPECT_EQ(trainer.test_loss(), expected.test_loss);
-      }
-    }
-    trainer.save(folder.path("own"));
-    for (const char* file : {"model.safetensors", "training.safetensors", "config.json", "tokenizer_config.json"})
-      EXPECT_TRUE(read_file(folder.path(std::string("own/") + file)) == read_file(result.checkpoint + "/" + file))
-          << packing << " " << file;
+    expect_trainer_equals_run(options, folder.path("own"));
     EXPECT_EQ(Model::load(folder.path("own")).vocabulary(), 258);
   }
 }

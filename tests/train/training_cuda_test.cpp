@@ -71,6 +71,28 @@ std::string bits_of(const Training& trainer) {
 }
 
 // Two trainers alternate, so that each sometimes finds its memory in use by the other.
+TEST_F(TrainingCuda, Fp8LearnsWhatBf16Learns) {
+  SKIP_WITHOUT_GPU();
+  if (!matmul_supports(MatmulPrecision::fp8, kGpu)) GTEST_SKIP() << "no 8-bit floats on this GPU";
+  for (const char* arch : {"2mamba", "softmax", "mamba2"}) {
+    TrainOptions options = options_for("run");
+    options.arch = arch;
+    options.hidden = options.intermediate = 64;
+    options.heads = 1;
+    options.steps = 200;
+    options.length = 64;
+    options.lr = 1e-3;
+    options.clip = 1;
+    options.dtype = "bf16";
+    const double expected = learned(options);
+    options.dtype = "fp8";
+    const double got = learned(options);
+    EXPECT_NEAR(got, expected, 0.15) << arch;
+    EXPECT_NE(got, expected) << arch;
+    EXPECT_EQ(learned(options), got) << arch;  // same bits again
+  }
+}
+
 TEST_F(TrainingCuda, ACapturedStepHasTheBitsOfOneLaunchedKernelByKernel) {
   SKIP_WITHOUT_GPU();
   for (const char* arch : {"2mamba", "mamba2", "softmax"})

@@ -153,6 +153,17 @@ TEST_F(TrainingTest, ModelRecordsWhetherTextsBeginWithBos) {
   }
 }
 
+TEST_F(TrainingTest, RefusesInitialWeightsOfAnotherTokenizer) {
+  const std::string path = folder.path("model");
+  std::filesystem::create_directories(path);
+  Training(options).save(path);
+  options.init = path;
+  EXPECT_GT(Training(options).step().loss, 0);
+  std::filesystem::remove(path + "/tokenizer_config.json");
+  folder.write("model/tokenizer.model", small_model());
+  expect_error([&] { Training{options}; }, {data, "tokenized with byte", "model's tokenizer"});
+}
+
 TEST_F(TrainingTest, ClippingBoundsTheGradientNotItsReport) {
   Training free(options);
   options.clip = 1e-3;
@@ -180,6 +191,8 @@ TEST_F(TrainingTest, SyntheticTasksNeedNoFiles) {
 TEST_F(TrainingTest, Bf16ProductsLearnTheSame) {
   options.dtype = "tf32";
   expect_error([&] { Training{options}; }, {"TF32", "--dtype f32"});
+  options.dtype = "fp8";
+  expect_error([&] { Training{options}; }, {"a CPU", "fp8", "--dtype bf16", "8.9"});
   options.dtype = "bf16";
   if (!matmul_supports(MatmulPrecision::bf16)) {
     expect_error([&] { Training{options}; }, {"bf16", "--dtype f32"});
