@@ -415,16 +415,19 @@ Tensor MixerCache::prefill(int64_t index, const MixerInputs& inputs, const Mixer
           "{}: boundaries, an initial state and a first query are not supported; the cache is the state", kOperation);
   keep_as(inputs.q.dtype());
   slot.prepared = false;
-  if (slot.tokens > 0 && !has_state()) {
+  const bool folds = has_state() && (slot.state || slot.pending + given.length >= first_fold_);
+  // What is no state yet is read as it is: to make a state of all of it for every chunk would take quadratic time.
+  if (slot.tokens > 0 && !folds) {
     append(index, inputs);
-    const Tensor out = mixer_forward(spec_, all_pending(slot, inputs.q), options).out;
+    MixerOptions forward = options;
+    if (forward.form == Form::chunked) forward.form = Form::automatic;
+    const Tensor out = mixer_forward(spec_, all_pending(slot, inputs.q), forward).out;
     if (drop_passed(slot)) changed(index);
     return out;
   }
   MixerInputs with_state = inputs;
   MixerOptions forward = options;
-  // Tokens that still fit into the first window stay plain, also when earlier ones were read through a state.
-  forward.final_state = has_state() && (slot.state || slot.pending + given.length >= first_fold_);
+  forward.final_state = folds;
   if (slot.tokens > 0) with_state.initial_state = state(index);
   const MixerResult result = mixer_forward(spec_, with_state, forward);
   if (!forward.final_state) {
