@@ -8,7 +8,6 @@
 #include <boost/asio/ip/tcp.hpp>
 #include <boost/asio/post.hpp>
 #include <boost/asio/steady_timer.hpp>
-#include <boost/asio/write.hpp>
 #include <boost/beast/core/string.hpp>
 #include <boost/beast/http/parser.hpp>
 #include <boost/beast/http/string_body.hpp>
@@ -39,7 +38,29 @@ struct Shared {
   asio::io_context io{1};
   std::set<std::shared_ptr<Connection>> connections = {};  // of the thread
   std::atomic<int64_t> count{0};
-  bool closing = false;  // connections end after their answer
+  std::atomic<uint64_t> held{0};  // bytes of bodies
+  bool closing = false;           // connections end after their answer
+};
+
+// The bytes of one body, from its first until a handler takes it, in the count of all.
+class HeldBytes {
+ public:
+  explicit HeldBytes(std::shared_ptr<Shared> shared) : shared_(std::move(shared)) {}
+  ~HeldBytes() { set(0); }
+  HeldBytes(HeldBytes&& other) noexcept : shared_(other.shared_), bytes_(std::exchange(other.bytes_, 0)) {}
+  HeldBytes& operator=(HeldBytes&&) = delete;
+
+  void set(uint64_t bytes) { shared_->held.fetch_add(bytes - std::exchange(bytes_, bytes)); }
+  // Whether there is no room for so many, beside those of others.
+  bool exceeds(uint64_t bytes) const {
+    const uint64_t others = shared_->held.load() - bytes_;
+    return bytes > kSmallBody && others > 0 && others + bytes > shared_->options.limits.all_bodies_bytes;
+  }
+  uint64_t bytes() const { return bytes_; }
+
+ private:
+  const std::shared_ptr<Shared> shared_;
+  uint64_t bytes_ = 0;
 };
 
 // Everything runs on the server's thread.
@@ -49,6 +70,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
 
   void serve();                    // requests, until the client or a limit ends it
   void refuse(HttpAnswer answer);  // the whole connection
+  void refuse_body();              // for now
   void close();
   void stop();  // after the answer that is being written
 
@@ -67,8 +89,9 @@ class Connection : public std::enable_shared_from_this<Connection> {
   void parse();
   bool accept_head();
   void handle();
-  void send(const std::string& bytes);
-  void on_sent(error_code error);
+  void send(std::string bytes);
+  void send_more();
+  void on_sent(error_code error, size_t count);
   void complete();
   void linger();
   void limit_time(int seconds);
@@ -85,21 +108,31 @@ class Connection : public std::enable_shared_from_this<Connection> {
   std::string input_;                      // not parsed yet
   std::optional<http::request_parser<http::string_body>> parser_;
   bool head_accepted_ = false;
+  HeldBytes held_;         // of the body that is received
+  uint64_t progress_ = 0;  // bytes of it when its time was last set anew
 
   std::shared_ptr<Exchange> exchange_;  // the request that is answered
   uint64_t number_ = 0;                 // of the last exchange
   bool keep_alive_ = true, is_head_ = false, is_http_1_0_ = false;
   bool streaming_ = false, completed_ = false;
   std::string unsent_, sending_;
+  size_t sent_ = 0;  // of sending_
 };
 
 class Connection::Exchange : public HttpExchange, public std::enable_shared_from_this<Exchange> {
  public:
-  Exchange(const std::shared_ptr<Connection>& connection, uint64_t number, HttpRequest request)
-      : connection_(connection), shared_(connection->shared_), number_(number), request_(std::move(request)) {}
+  Exchange(const std::shared_ptr<Connection>& connection, uint64_t number, HttpRequest request, HeldBytes held)
+      : connection_(connection),
+        shared_(connection->shared_),
+        number_(number),
+        request_(std::move(request)),
+        held_(std::move(held)) {}
 
   const HttpRequest& request() const override { return request_; }
-  std::string take_body() override { return std::exchange(request_.body, {}); }
+  std::string take_body() override {
+    held_.set(0);
+    return std::exchange(request_.body, {});
+  }
   void respond(HttpAnswer answer) override {
     with_connection([answer = std::move(answer), n = number_](Connection& own) { own.respond(n, answer); });
   }
@@ -141,12 +174,13 @@ class Connection::Exchange : public HttpExchange, public std::enable_shared_from
   const std::shared_ptr<Shared> shared_;
   const uint64_t number_;
   HttpRequest request_;
+  HeldBytes held_;
   std::function<void()> gone_;
   bool is_gone_ = false, is_complete_ = false;
 };
 
 Connection::Connection(std::shared_ptr<Shared> shared, tcp::socket socket)
-    : shared_(std::move(shared)), socket_(std::move(socket)), timer_(shared_->io) {}
+    : shared_(std::move(shared)), socket_(std::move(socket)), timer_(shared_->io), held_(shared_) {}
 
 void Connection::serve() {
   phase_ = Phase::idle;
@@ -154,6 +188,7 @@ void Connection::serve() {
   parser_->header_limit(static_cast<uint32_t>(shared_->options.limits.header_bytes));
   parser_->body_limit(UINT64_MAX);  // accept_head sets it
   head_accepted_ = false;
+  progress_ = 0;
   if (input_.size() > 0) return parse();  // the client did not wait for the answer
   limit_time(shared_->options.limits.idle_seconds);
   read_more();
@@ -182,6 +217,7 @@ void Connection::parse() {
     phase_ = Phase::receiving;
     limit_time(shared_->options.limits.request_seconds);
   }
+  const HttpLimits& limits = shared_->options.limits;
   const auto answer_error = [&](int status, std::string_view message) {
     refuse({status, "application/json", shared_->options.error_body(status, message), {}});
   };
@@ -192,14 +228,20 @@ void Connection::parse() {
     } catch (const std::bad_alloc&) {  // memory for a body is reserved at its start
       return answer_error(413, "the body is larger than the memory that the server has left");
     }
+    held_.set(parser_->get().body().size());
     if (error == http::error::need_more) break;
     if (error == http::error::body_limit) return answer_error(413, "the body is larger than the server allows");
     if (error == http::error::header_limit) return answer_error(431, "the headers are larger than the server allows");
     if (error) return answer_error(400, fmt::format("this is not a valid HTTP request: {}", error.message()));
     if (parser_->is_header_done() && !head_accepted_ && !accept_head()) return;
+    if (held_.exceeds(held_.bytes())) return refuse_body();
   }
   if (parser_->is_header_done() && !head_accepted_ && !accept_head()) return;
   if (parser_->is_done()) return handle();
+  if (held_.bytes() >= progress_ + static_cast<uint64_t>(limits.request_seconds) * limits.least_rate) {
+    progress_ = held_.bytes();
+    limit_time(limits.request_seconds);
+  }
   read_more();
 }
 
@@ -236,10 +278,13 @@ bool Connection::accept_head() {
             {}});
     return false;
   }
+  if (held_.exceeds(parser_->content_length().value_or(0))) {
+    refuse_body();
+    return false;
+  }
   parser_->body_limit(limit);
   parser_->eager(true);
-  const uint64_t length = parser_->content_length().value_or(0);
-  limit_time(options.limits.request_seconds + static_cast<int>(length / options.limits.least_rate));
+  limit_time(options.limits.request_seconds);
   const auto expect = parser_->get()[http::field::expect];
   if (beast::iequals(expect, "100-continue") && !parser_->is_done()) send("HTTP/1.1 100 Continue\r\n\r\n");
   return true;
@@ -252,7 +297,7 @@ void Connection::handle() {
   phase_ = Phase::answering;
   timer_.cancel();
   streaming_ = completed_ = false;
-  exchange_ = std::make_shared<Exchange>(shared_from_this(), ++number_, std::move(request));
+  exchange_ = std::make_shared<Exchange>(shared_from_this(), ++number_, std::move(request), std::move(held_));
   read_more();  // to notice when the client goes away
   shared_->options.handle(exchange_);
 }
@@ -294,26 +339,37 @@ void Connection::finish(uint64_t number) {
   send(is_http_1_0_ ? "" : "0\r\n\r\n");
 }
 
-void Connection::send(const std::string& bytes) {
+void Connection::send(std::string bytes) {
   if (phase_ == Phase::closed) return;
-  unsent_ += bytes;
+  if (unsent_.empty())
+    unsent_ = std::move(bytes);
+  else
+    unsent_ += bytes;
   if (streaming_ && unsent_.size() > shared_->options.limits.unsent_bytes) return close();
-  if (sending_.empty()) on_sent({});
+  if (sending_.empty()) send_more();
 }
 
-// The last piece was sent: the next one, all that has come since.
-void Connection::on_sent(error_code error) {
-  sending_.clear();
-  if (error || phase_ == Phase::closed) return close();
-  if (unsent_.empty()) {
+// The rest of a piece, or after it the next one: all that has come since.
+void Connection::send_more() {
+  if (sent_ == sending_.size()) {
+    sent_ = 0;
+    sending_ = std::exchange(unsent_, {});
+  }
+  if (sending_.empty()) {
     if (phase_ == Phase::answering) timer_.cancel();
     if (completed_) complete();
     return;
   }
-  sending_ = std::exchange(unsent_, {});
   if (phase_ == Phase::answering) limit_time(shared_->options.limits.send_seconds);
-  asio::async_write(socket_, asio::buffer(sending_),
-                    [self = shared_from_this()](error_code sent, size_t) { self->on_sent(sent); });
+  socket_.async_write_some(asio::buffer(sending_) + sent_, [self = shared_from_this()](error_code error, size_t count) {
+    self->on_sent(error, count);
+  });
+}
+
+void Connection::on_sent(error_code error, size_t count) {
+  if (error || phase_ == Phase::closed) return close();
+  sent_ += count;
+  send_more();
 }
 
 void Connection::complete() {
@@ -325,9 +381,18 @@ void Connection::complete() {
 
 void Connection::refuse(HttpAnswer answer) {
   phase_ = Phase::answering;
+  parser_.reset();  // with what has come of a body
+  held_.set(0);
   keep_alive_ = false;
   completed_ = true;
   send(head_of(answer, true) + (is_head_ ? "" : answer.body));
+}
+
+void Connection::refuse_body() {
+  refuse({429,
+          "application/json",
+          shared_->options.error_body(429, "the bodies of other requests take all memory for them; try again later"),
+          {{"Retry-After", "1"}}});
 }
 
 // Says that nothing follows, and waits for the client to close: closing first could make the client lose the answer,

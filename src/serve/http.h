@@ -15,15 +15,20 @@
 
 namespace furious::serve {
 
+inline constexpr uint64_t kSmallBody = 64 << 10;
+
 struct HttpLimits {
   uint64_t header_bytes = 16 << 10;
   uint64_t body_bytes = 16 << 20;
+  // Of all bodies that are received or wait for a handler to take them; small ones (kSmallBody) come in any case, and
+  // one that is alone.
+  uint64_t all_bodies_bytes = 256 << 20;
   uint64_t unsent_bytes = 4 << 20;  // of a stream that its client does not read; then it is closed
   int64_t connections = 16384;
-  int request_seconds = 30;         // for the request to arrive, from its first byte,
-  uint64_t least_rate = 256 << 10;  // and for its body longer by its length at so many bytes per second
-  int idle_seconds = 75;            // between requests
-  int send_seconds = 60;            // without any progress
+  int request_seconds = 30;  // for the head of a request to arrive, from its first byte, and for each part of its body
+  uint64_t least_rate = 4 << 10;  // that comes at so many bytes per second: a long body may take long, but goes on
+  int idle_seconds = 75;          // between requests
+  int send_seconds = 60;          // without any progress
 };
 
 struct HttpRequest {
@@ -63,7 +68,7 @@ struct HttpOptions {
   std::function<uint64_t(const HttpRequest& head)> body_limit = {};  // empty: limits.body_bytes
   std::function<bool(const HttpRequest& head, HttpAnswer& refusal)> refuse = {};
   std::function<void(std::shared_ptr<HttpExchange>)> handle;
-  // The bodies of answers to what is no valid request (400, 408, 413, 431, 503).
+  // The bodies of answers to what is no valid request (400, 408, 413, 431) or not served now (429, 503).
   std::function<std::string(int status, std::string_view message)> error_body;
 };
 

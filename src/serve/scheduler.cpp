@@ -23,6 +23,10 @@ std::shared_ptr<const ApiError> error_of(int status, const std::string& message,
   return std::make_shared<const ApiError>(status, message, code);
 }
 
+ApiError shutting_down() {
+  return ApiError(503, "the server is shutting down; try again later", "shutting_down");
+}
+
 // In a catch block: what a client is told.
 std::shared_ptr<const ApiError> current_error() {
   try {
@@ -183,6 +187,21 @@ void Scheduler::check(const Job& job) const {
   }
 }
 
+std::optional<ApiError> Scheduler::refusal() {
+  const std::lock_guard lock(mutex_);
+  return refusal_of(0);
+}
+
+// Of a job with so many tokens, with the lock held.
+std::optional<ApiError> Scheduler::refusal_of(int64_t tokens) {
+  if (draining_) return shutting_down();
+  const bool is_full = queued_ >= options_.queue || (queued_ > 0 && queued_tokens_ + tokens > options_.queue_tokens);
+  if (!is_full) return std::nullopt;
+  counters_.refused.fetch_add(1);
+  return too_busy(fmt::format("{} requests are waiting already; try again later", queued_),
+                  static_cast<int>(std::clamp<int64_t>(queued_ / options_.slots, 1, 60)));
+}
+
 Scheduler::Ticket Scheduler::submit(Job job) {
   check(job);
   const auto running = std::make_shared<Running>();
@@ -191,16 +210,10 @@ Scheduler::Ticket Scheduler::submit(Job job) {
   {
     const std::lock_guard lock(mutex_);
     const bool background = running->job.background;
-    if (draining_ && (!background || stopping_))
-      throw ApiError(503, "the server is shutting down; try again later", "shutting_down");
     const auto tokens = static_cast<int64_t>(running->job.prompt.ids.size());
-    const bool is_full = queued_ >= options_.queue || (queued_ > 0 && queued_tokens_ + tokens > options_.queue_tokens);
-    if (!background && is_full) {
-      counters_.refused.fetch_add(1);
-      const int64_t rounds = queued_ / options_.slots;
-      throw too_busy(fmt::format("{} requests are waiting already; try again later", queued_),
-                     static_cast<int>(std::clamp<int64_t>(rounds, 1, 60)));
-    }
+    if (background && stopping_) throw shutting_down();
+    if (!background)
+      if (const std::optional<ApiError> refusal = refusal_of(tokens)) throw ApiError(*refusal);
     ++jobs_;
     if (!background) {
       counters_.waiting.store(++queued_);
@@ -225,7 +238,7 @@ void Scheduler::drain(std::chrono::milliseconds limit) {
   std::unique_lock lock(mutex_);
   draining_ = true;
   if (ended_.wait_for(lock, limit, [&] { return jobs_ == 0; })) return;
-  cancel_all_ = changed_ = true;
+  end_all_ = changed_ = true;
   wake_.notify_all();
   ended_.wait(lock, [&] { return jobs_ == 0; });
 }
@@ -245,7 +258,7 @@ void Scheduler::run() {
     counters_.used_slots.store(options_.slots - free_, std::memory_order_relaxed);
     flush();
   }
-  const auto error = error_of(503, "the server is shutting down", "shutting_down");
+  const auto error = std::make_shared<const ApiError>(shutting_down());
   for (auto* const jobs : {&waiting_, &background_})
     for (const Ticket& job : *jobs) end(*job, error);
   for (const Ticket& job : active_) end(*job, error);
@@ -271,20 +284,18 @@ bool Scheduler::collect() {
   changed_ = false;
   for (Ticket& job : inbox_) (job->job.background ? background_ : waiting_).push_back(std::move(job));
   inbox_.clear();
-  if (std::exchange(cancel_all_, false)) {
-    for (auto* const jobs : {&waiting_, &background_})
-      for (const Ticket& job : *jobs) job->cancelled.store(true);
-    for (const Ticket& job : active_) job->cancelled.store(true);
-  }
+  cut_off_ = std::exchange(end_all_, false);
   return !stopping_;
 }
 
-// Cancelled jobs, and those whose time is over.
+// Cancelled jobs, those whose time is over, and all where the time of draining is.
 void Scheduler::drop_ended() {
   const Clock::time_point now = Clock::now();
   const auto end_if_due = [&](const Ticket& job) {
     if (job->cancelled.load())
       end(*job, error_of(499, "the request was cancelled", "cancelled"));
+    else if (cut_off_)
+      end(*job, std::make_shared<const ApiError>(shutting_down()));
     else if (now >= job->job.deadline)
       end(*job, error_of(408, "the request took longer than the server allows; ask for fewer tokens", "timeout"));
     return job->phase == Running::Phase::ended;

@@ -21,6 +21,7 @@
 #include <list>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -93,10 +94,12 @@ class Scheduler {
   using Ticket = std::shared_ptr<Running>;
   // An ApiError where the job is refused: invalid, too many waiting (429), or draining (503). Any thread.
   Ticket submit(Job job);
+  // Why any job would be refused now; nothing where one may be submitted. Any thread, before a job is made.
+  std::optional<ApiError> refusal();
   // Frees its slots before the next step. on_end is called if the job has not ended yet.
   void cancel(const Ticket& ticket);
 
-  // Accepts no more jobs, and returns when all have ended; after `limit` the rest is cancelled.
+  // Accepts no more jobs, and returns when all have ended; after `limit` the rest is ended with an error (503).
   void drain(std::chrono::milliseconds limit);
 
   const SchedulerCounters& counters() const { return counters_; }
@@ -126,6 +129,7 @@ class Scheduler {
   void send(const Ticket& job, AnswerPart part);
   void flush();
   void check(const Job& job) const;
+  std::optional<ApiError> refusal_of(int64_t tokens);
 
   const Model model_;
   StateStore* store_;
@@ -138,6 +142,7 @@ class Scheduler {
   std::vector<Ticket> active_;  // have slots
   size_t turn_ = 0;             // whose chunk is read next
   int64_t free_ = 0;            // slots that no active job has or will need
+  bool cut_off_ = false;        // what has not ended is ended
   double allowance_ = 1;        // seconds for snapshots while other jobs wait for them
   Clock::time_point allowed_ = Clock::now();
   std::vector<Delivery> deliveries_;
@@ -150,7 +155,7 @@ class Scheduler {
   int64_t queued_tokens_ = 0;
   int64_t searches_ = 0;  // that run
   bool changed_ = false;  // a search has ended, or a job was cancelled
-  bool cancel_all_ = false, draining_ = false, stopping_ = false;
+  bool end_all_ = false, draining_ = false, stopping_ = false;
   std::thread thread_;
 };
 

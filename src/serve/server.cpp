@@ -175,10 +175,10 @@ HttpOptions Server::Parts::http_options() {
   return http;
 }
 
-// Before the body is read: paths, methods, keys and types.
-bool Server::Parts::refuse(const HttpRequest& head, HttpAnswer& refusal) const {
+// Before the body is read: paths, methods, keys, types, and whether there is room for another job.
+bool Server::Parts::refuse(const HttpRequest& head, HttpAnswer& answer) const {
   const auto refused = [&](ApiError error) {
-    refusal = answer_of(error);
+    answer = answer_of(error);
     log(head, error.status);
     return true;
   };
@@ -189,7 +189,7 @@ bool Server::Parts::refuse(const HttpRequest& head, HttpAnswer& refusal) const {
   if (!accepts(methods, head.method)) {
     refused(ApiError(405, fmt::format("{} accepts {}, not {}", printable(head.path), methods, printable(head.method)),
                      "method_not_allowed"));
-    refusal.headers.emplace_back("Allow", methods);
+    answer.headers.emplace_back("Allow", methods);
     return true;
   }
   const bool is_open = head.path == "/" || head.path == "/health";
@@ -199,6 +199,8 @@ bool Server::Parts::refuse(const HttpRequest& head, HttpAnswer& refusal) const {
   // A page of another site can make a browser send anything but this type to us without asking first.
   if (head.method == "POST" && !head.content_type.starts_with("application/json"))
     return refused(ApiError(415, "expected the header \"Content-Type: application/json\"", "unsupported_media_type"));
+  if (head.method == "POST")
+    if (const std::optional<ApiError> refusal = scheduler_->refusal()) return refused(*refusal);
   return false;
 }
 

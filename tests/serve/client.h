@@ -115,6 +115,7 @@ class Client {
     while ((found = input_.find(text)) == std::string::npos) require(more(), "the connection ended: {}", input_);
     return found;
   }
+  void wait_for_bytes(size_t count) { need(count); }
   bool ends() {  // the server closes the connection
     while (more()) {
     }

@@ -186,6 +186,10 @@ TEST(ServerFaults, TooManyRequestsGet429) {
     clients.back().send_request("POST", "/v1/completions", kShort.dump());
   }
   wait_until([&] { return served.counters().refused.load() == 297; });
+  // Before the body has come, too.
+  Client early(served.port());
+  early.send("POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: 1000000\r\n\r\n");
+  EXPECT_EQ(early.receive().status, 429);
   first.close();
   int answered = 0, refused = 0;
   for (Client& client : clients) {
@@ -199,6 +203,75 @@ TEST(ServerFaults, TooManyRequestsGet429) {
   }
   EXPECT_EQ(answered, 3);
   EXPECT_EQ(refused, 297);
+}
+
+// Bodies that wait are bounded together; small requests are served all the same.
+TEST(ServerFaults, BodiesTogetherAreBounded) {
+  serve::ServerOptions options = test_options();
+  options.most_context = 3000000;
+  options.limits.body_bytes = 1 << 20;
+  options.limits.all_bodies_bytes = 1 << 20;
+  const Served served(served_model("2mamba"), options);
+  const auto head = [](size_t length) {
+    return fmt::format("POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n",
+                       length);
+  };
+  Client first(served.port());
+  first.send(head(900000) + std::string(800000, ' '));
+  Response refused;
+  wait_until([&] {  // the first one has arrived
+    Client second(served.port());
+    second.send(head(900000));
+    second.send("{");
+    // Refused before its body has come, or else it waits for the rest of it.
+    second.send(std::string(899999, ' '));
+    refused = second.receive();
+    return refused.status == 429;
+  });
+  EXPECT_NE(refused.head.find("Retry-After: "), std::string::npos);
+  EXPECT_EQ(refused.json()["error"]["type"], "rate_limit_error");
+  // Without a length it is refused as it grows.
+  Client chunked(served.port());
+  chunked.send("POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n");
+  for (int i = 0; i < 7 && chunked.send("20000\r\n" + std::string(0x20000, ' ') + "\r\n"); ++i) {
+  }
+  EXPECT_EQ(chunked.receive().status, 429);
+  EXPECT_EQ(served.post("/v1/completions", kShort).status, 200);
+  const std::string body = kShort.dump();
+  first.send(std::string(100000 - body.size(), ' ') + body);
+  EXPECT_EQ(first.receive().status, 200);
+  Client last(served.port());
+  last.send(head(900000) + std::string(900000 - body.size(), ' ') + body);
+  EXPECT_EQ(last.receive().status, 200) << "what was taken is free again";
+}
+
+// Time-outs are about lack of progress: a slow download goes on, one that stands still does not.
+TEST(ServerFaults, SlowReadersAndWritersThatGoOnAreServed) {
+  serve::HttpOptions options;
+  options.port = 0;
+  options.limits.request_seconds = options.limits.send_seconds = 2;
+  options.limits.least_rate = 1000;
+  options.limits.body_bytes = 64 << 20;
+  options.error_body = [](int, std::string_view) { return std::string(); };
+  options.handle = [](const std::shared_ptr<serve::HttpExchange>& exchange) {
+    exchange->respond({200, "text/plain", std::string(size_t{64} << 20, 'x'), {}});
+  };
+  serve::HttpServer server(options);
+  server.start();
+  const auto pause = [] { std::this_thread::sleep_for(std::chrono::milliseconds(400)); };
+  Client slow(server.port()), still(server.port());
+  still.send_request("GET", "/");
+  slow.send("POST / HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: 80000\r\n\r\n");
+  for (int i = 0; i < 8; ++i) {
+    slow.send(std::string(10000, ' '));
+    pause();
+  }
+  for (size_t bytes = 1; bytes <= 8; ++bytes) {
+    slow.wait_for_bytes(bytes * (size_t{8} << 20));
+    pause();
+  }
+  EXPECT_EQ(slow.receive().body.size(), size_t{64} << 20);
+  EXPECT_TRUE(still.ends()) << "it has read nothing for a long time";
 }
 
 // Connections that wait for their next request, and streams that wait for their first token.
@@ -265,12 +338,24 @@ TEST(ServerFaults, DrainingEndsRunningAnswers) {
     EXPECT_FALSE(late.connected());
   }
   options.drain_seconds = 0;  // it is cut off
+  options.scheduler.slots = 2;
   Served served(model, options);
-  Client client(served.port());
+  json whole = kEndless;
+  whole["stream"] = false;
+  Client client(served.port()), other(served.port()), waiting(served.port());
   client.send_request("POST", "/v1/completions", kEndless.dump());
   client.wait_for("data: ");
+  other.send_request("POST", "/v1/completions", whole.dump());
+  wait_until([&] { return served.counters().used_slots.load() == 2; });
+  waiting.send_request("POST", "/v1/completions", whole.dump());
+  wait_until([&] { return served.counters().waiting.load() == 1; });
   served.server().drain();
-  EXPECT_EQ(client.receive().events().back()["error"]["code"], "cancelled");
+  EXPECT_EQ(client.receive().events().back()["error"]["code"], "shutting_down");
+  for (Client* one : {&other, &waiting}) {
+    const Response response = one->receive();
+    EXPECT_EQ(response.status, 503);
+    EXPECT_EQ(response.json()["error"]["code"], "shutting_down");
+  }
 }
 
 TEST(ServerFaults, DamagedStateFilesAreRead) {
