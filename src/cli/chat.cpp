@@ -152,10 +152,7 @@ void Chat::begin_branch() {
 
 Prompt Chat::prompt_of(const std::vector<ChatMessage>& messages) const {
   const std::shared_ptr<const Snapshot>& base = branches_[current_].base;
-  if (!base) return chat_.prompt(messages, tokenizer_, parts_.start);
-  Prompt prompt{base->ids, base->transcript, {{base->ids.size(), base->transcript.size()}}};
-  prompt.append(chat_.prompt(messages, tokenizer_, -1, true));
-  return prompt;
+  return chat_.prompt(messages, tokenizer_, parts_.start, base ? base->prompt() : Prompt());
 }
 
 Chat::Read Chat::read(int32_t slot, const Prompt& prompt) {

@@ -51,8 +51,8 @@ std::string_view trimmed(std::string_view text) {
 // Joins text into runs that are tokenized together, up to a special token or a boundary.
 class Writer {
  public:
-  // `inside`: the prompt continues a text.
-  Writer(const Tokenizer& tokenizer, bool inside) : tokenizer_(tokenizer), starts_(!inside) {}
+  Writer(const Tokenizer& tokenizer, Prompt before)
+      : tokenizer_(tokenizer), starts_(before.ids.empty()), prompt_(std::move(before)) {}
 
   void text(std::string_view text) { run_ += text; }
   void special(std::string_view content) {
@@ -166,11 +166,41 @@ class Renderer {
   Writer& out_;
 };
 
-// The messages as the template has them: default and merged system messages, trimmed content.
-std::vector<ChatMessage> prepared(Kind kind, std::span<const ChatMessage> messages, const std::string& default_system) {
+// The last message of a transcript.
+struct LastMessage {
+  std::string role;
+  bool ended = false;  // otherwise an answer that may go on
+};
+
+// Nothing where the transcript does not end with a conversation of the template with this name.
+std::optional<LastMessage> last_message(std::string_view transcript, std::string_view name) {
+  LastMessage last;
+  last.ended = transcript.ends_with(kEnd);
+  if (last.ended) transcript.remove_suffix(kEnd.size());
+  const size_t content = transcript.rfind(kField);
+  if (content == std::string_view::npos || content == 0 || transcript.find(kEnd, content) != std::string_view::npos)
+    return std::nullopt;
+  const size_t header = transcript.rfind(kField, content - 1);
+  if (header == std::string_view::npos) return std::nullopt;
+  last.role = transcript.substr(header + 1, content - header - 1);
+  if (last.role != "system" && last.role != "user" && last.role != "assistant") return std::nullopt;
+  // Back over the messages before it, to the name of their template.
+  size_t mark = transcript.rfind(kEnd, header);
+  while (mark != std::string_view::npos && mark > 0 && transcript.substr(mark + 1).starts_with(kField))
+    mark = transcript.rfind(kEnd, mark - 1);
+  if (mark == std::string_view::npos || !transcript.substr(mark + 1).starts_with(fmt::format("{}{}", name, kField)))
+    return std::nullopt;
+  return last;
+}
+
+// The messages as the template has them: default and merged system messages, trimmed content. `previous`: the role of
+// the message before them; empty: they begin the conversation.
+std::vector<ChatMessage> prepared(Kind kind, std::span<const ChatMessage> messages, const std::string& default_system,
+                                  std::string_view previous) {
   require(!messages.empty(), "messages: there are none; send at least one message of the user");
   std::vector<ChatMessage> out;
-  if (!default_system.empty() && messages[0].role != "system" && messages[0].role != "developer")
+  const bool begins = previous.empty();
+  if (begins && !default_system.empty() && messages[0].role != "system" && messages[0].role != "developer")
     out.push_back({"system", default_system});
   for (const ChatMessage& message : messages) {
     const std::string role = message.role == "developer" ? "system" : message.role;
@@ -179,7 +209,7 @@ std::vector<ChatMessage> prepared(Kind kind, std::span<const ChatMessage> messag
     out.push_back({role, std::string(trims_content(kind) ? trimmed(message.content) : message.content)});
   }
   if (!alternates(kind)) return out;
-  if (out[0].role == "system") {
+  if (begins && out[0].role == "system") {
     require(out.size() > 1 && out[1].role == "user",
             "messages: this model's template has no system message without a message of the user after it; add one");
     const std::string system = std::move(out[0].content);
@@ -187,10 +217,11 @@ std::vector<ChatMessage> prepared(Kind kind, std::span<const ChatMessage> messag
     out[0].content = kind == Kind::llama2 ? fmt::format("<<SYS>>\n{}\n<</SYS>>\n\n{}", system, out[0].content)
                                           : fmt::format("{}\n\n{}", system, out[0].content);
   }
+  const size_t turn = previous == "user" ? 1 : 0;
   for (size_t i = 0; i < out.size(); ++i)
-    require(out[i].role == (i % 2 == 0 ? "user" : "assistant"),
-            "messages: with this model's template user and assistant must alternate, but message {} is of {}", i + 1,
-            out[i].role);
+    require(out[i].role == ((i + turn) % 2 == 0 ? "user" : "assistant"),
+            "messages: with this model's template user and assistant must alternate, but message {} is of {}{}", i + 1,
+            out[i].role, begins ? "" : fmt::format(", after a state that ends with one of {}", previous));
   return out;
 }
 
@@ -251,15 +282,27 @@ ChatTemplate ChatTemplate::of_checkpoint(const fs::path& path) {
 }
 
 Prompt ChatTemplate::prompt(std::span<const ChatMessage> messages, const Tokenizer& tokenizer, int32_t start,
-                            bool continuation) const {
-  const std::vector<ChatMessage> all = prepared(kind_, messages, default_system_);
-  Writer out(tokenizer, continuation);
+                            Prompt before) const {
+  const std::optional<LastMessage> last = last_message(before.transcript, name());
+  const std::vector<ChatMessage> all = prepared(kind_, messages, default_system_, last ? last->role : "");
+  const bool begins = before.ids.empty();
+  Writer out(tokenizer, std::move(before));
   Renderer render(kind_, out);
-  out.transcript(fmt::format("{}{}", kEnd, name()));
+  const auto end_message = [&](const std::string& role) {
+    render.close(role);
+    out.transcript(kEnd);
+    out.boundary();
+  };
+  if (last) {
+    if (!last->ended) end_message(last->role);
+    render.separate(last->role);
+  } else {
+    out.transcript(fmt::format("{}{}", kEnd, name()));
+  }
   const bool has_bos = kind_ == Kind::llama2 || kind_ == Kind::llama3 || kind_ == Kind::mistral;
-  if (!continuation && (has_bos || bos_ || (own_ && tokenizer.begins_with_bos())))
+  if (begins && (has_bos || bos_ || (own_ && tokenizer.begins_with_bos())))
     out.bos();
-  else if (!continuation && !own_ && start >= 0)
+  else if (begins && !own_ && start >= 0)
     out.push_start(start);
   for (size_t i = 0; i < all.size(); ++i) {
     const auto& [role, content] = all[i];
@@ -274,9 +317,7 @@ Prompt ChatTemplate::prompt(std::span<const ChatMessage> messages, const Tokeniz
     out.transcript(content);
     if (answer) out.boundary();
     if (answer && i + 1 == all.size()) return out.finish();  // the model goes on with it
-    render.close(role);
-    out.transcript(kEnd);
-    out.boundary();
+    end_message(role);
     render.separate(role);
   }
   out.transcript(fmt::format("{}assistant{}", kField, kField));
@@ -342,14 +383,14 @@ Prompt ChatTemplate::without_last_message(Prompt prompt) {
   }
   std::erase_if(prompt.boundaries, [&](const Prompt::Boundary& boundary) { return boundary.transcript > end; });
   require(!prompt.boundaries.empty(), "chat template: the prompt has only one message");
-  prompt.ids.resize(prompt.boundaries.back().ids);
-  prompt.transcript.resize(prompt.boundaries.back().transcript);
+  prompt.end_at_last_boundary();
   return prompt;
 }
 
-Prompt text_prompt(std::string_view text, const Tokenizer& tokenizer, int32_t start, bool continuation) {
-  Writer out(tokenizer, continuation);
-  if (!continuation && start >= 0) out.push_start(start);
+Prompt text_prompt(std::string_view text, const Tokenizer& tokenizer, int32_t start, Prompt before) {
+  const bool begins = before.ids.empty();
+  Writer out(tokenizer, std::move(before));
+  if (begins && start >= 0) out.push_start(start);
   out.text(text);
   out.transcript(fmt::format("{}text{}", kField, kField));
   out.transcript(text);

@@ -53,10 +53,12 @@ class ChatTemplate {
 
   // The conversation up to where the answer begins. If the last message is the assistant's, the answer goes on with it.
   // `start`: the id before the first of a document (Model::Parts::start), −1 for none; templates of checkpoints have
-  // bos where they say so, and this one nowhere. `continuation`: the messages follow what was read already (a named
-  // state), so nothing is put before them. Roles or an order that the template does not have are an Error.
+  // bos where they say so, and this one nowhere. `before`: what was read already (a named state), which the prompt goes
+  // on with, so there is no start. Where it is a conversation of this template its last message is ended, and what
+  // stands between messages follows: the ids are those of the whole conversation. Roles or an order that the template
+  // does not have are an Error.
   Prompt prompt(std::span<const ChatMessage> messages, const Tokenizer& tokenizer, int32_t start,
-                bool continuation = false) const;
+                Prompt before = {}) const;
 
   // Ends of an answer: ids, and texts where the tokenizer has no token for the end. eos is always one.
   std::vector<int32_t> stop_ids(const Tokenizer& tokenizer) const;
@@ -79,6 +81,6 @@ class ChatTemplate {
 };
 
 // A text that is not a conversation (completions, a document for a named state), with one boundary at its end.
-Prompt text_prompt(std::string_view text, const Tokenizer& tokenizer, int32_t start, bool continuation = false);
+Prompt text_prompt(std::string_view text, const Tokenizer& tokenizer, int32_t start, Prompt before = {});
 
 }  // namespace furious::serve

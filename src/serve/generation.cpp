@@ -1,6 +1,5 @@
 // Completions and chat completions: from a request to jobs of the scheduler, and from their parts to an answer.
 #include <algorithm>
-#include <cstring>
 #include <ctime>
 #include <set>
 
@@ -15,16 +14,6 @@ namespace {
 
 constexpr int64_t kCompletionTokens = 16;  // where a completion does not say, as in OpenAI's API
 constexpr size_t kMostSettled = 4;         // choices of a request whose states are kept
-
-// Ids that come from no text. Their transcript begins with a byte that no text has.
-Prompt ids_prompt(const std::vector<int32_t>& ids) {
-  Prompt prompt{ids, "\xFE", {}};
-  const size_t before = prompt.transcript.size();
-  prompt.transcript.resize(before + ids.size() * sizeof(int32_t));
-  std::memcpy(prompt.transcript.data() + before, ids.data(), ids.size() * sizeof(int32_t));
-  prompt.boundaries.push_back({ids.size(), prompt.transcript.size()});
-  return prompt;
-}
 
 }  // namespace
 
@@ -143,32 +132,28 @@ class Server::Parts::Answer : public std::enable_shared_from_this<Answer> {
   std::shared_ptr<const ApiError> error_;
 };
 
-// What a named state has read, as the beginning of a prompt.
+// What a named state has read, as the beginning of a prompt; that of no name is empty.
 Prompt Server::Parts::prompt_of_state(const std::string& name) const {
+  if (name.empty()) return {};
   check_state_name(name);
-  const std::shared_ptr<const Snapshot> snapshot = const_cast<StateStore&>(store_).state(name);
-  if (snapshot->transcript.empty()) return ids_prompt(snapshot->ids);
-  return {snapshot->ids, snapshot->transcript, {{snapshot->ids.size(), snapshot->transcript.size()}}};
+  return const_cast<StateStore&>(store_).state(name)->prompt();
 }
 
 // `before`: what was read already; empty: this is the start of a document.
-Prompt Server::Parts::prompt_of(const PromptText& text, const Prompt& before) const {
+Prompt Server::Parts::prompt_of(const PromptText& text, Prompt before) const {
   const Model::Parts& parts = model_.parts();
-  const bool continues = !before.ids.empty();
-  Prompt prompt = before;
-  if (const auto* const ids = std::get_if<std::vector<int32_t>>(&text))
-    prompt.append(ids_prompt(*ids));
-  else if (const std::string& words = std::get<std::string>(text); !continues || !words.empty())
-    prompt.append(text_prompt(words, *parts.tokenizer, continues ? -1 : parts.start, continues));
-  return prompt;
+  if (const auto* const ids = std::get_if<std::vector<int32_t>>(&text)) {
+    before.append_ids(*ids);
+    return before;
+  }
+  const std::string& words = std::get<std::string>(text);
+  if (words.empty() && !before.ids.empty()) return before;
+  return text_prompt(words, *parts.tokenizer, parts.start, std::move(before));
 }
 
-Prompt Server::Parts::chat_prompt(const std::vector<ChatMessage>& messages, const Prompt& before) const {
+Prompt Server::Parts::chat_prompt(const std::vector<ChatMessage>& messages, const std::string& state) const {
   const Model::Parts& parts = model_.parts();
-  const bool continues = !before.ids.empty();
-  Prompt prompt = before;
-  prompt.append(options_.chat.prompt(messages, *parts.tokenizer, continues ? -1 : parts.start, continues));
-  return prompt;
+  return options_.chat.prompt(messages, *parts.tokenizer, parts.start, prompt_of_state(state));
 }
 
 std::vector<Prompt> Server::Parts::prompts_of(const GenerationRequest& request) const {
@@ -177,8 +162,8 @@ std::vector<Prompt> Server::Parts::prompts_of(const GenerationRequest& request) 
         404,
         fmt::format("there is no model \"{}\"; this server has \"{}\"", printable(request.model), options_.model_name),
         "model_not_found", "model");
-  const Prompt before = request.state.empty() ? Prompt{} : prompt_of_state(request.state);
-  if (request.chat) return {chat_prompt(request.messages, before)};
+  if (request.chat) return {chat_prompt(request.messages, request.state)};
+  const Prompt before = prompt_of_state(request.state);
   std::vector<Prompt> prompts;
   for (const PromptText& text : request.prompts) prompts.push_back(prompt_of(text, before));
   return prompts;
@@ -262,15 +247,16 @@ Prompt Server::Parts::whole_of(const Answer& answer, size_t choice) const {
       messages.back().content += answer.choices()[choice].text;
     else
       messages.push_back({"assistant", answer.choices()[choice].text});
-    return chat_prompt(messages, request.state.empty() ? Prompt{} : prompt_of_state(request.state));
+    return chat_prompt(messages, request.state);
   }
   const Prompt& prompt = answer.prompts()[choice / static_cast<size_t>(request.n)];
   std::vector<int32_t> ids = prompt.ids;
   for (const int32_t id : answer.written()[choice])
     if (id != model_.eos()) ids.push_back(id);
-  Prompt whole = ids_prompt(ids);
-  for (size_t b = prompt.boundaries.size(); b-- > 0;)  // passes end there as they did before
-    whole.boundaries.insert(whole.boundaries.begin(), {prompt.boundaries[b].ids, 0});
+  Prompt whole;
+  for (const Prompt::Boundary& boundary : prompt.boundaries)  // passes end there as they did before
+    whole.boundaries.push_back({boundary.ids, 0});
+  whole.append_ids(ids);
   return whole;
 }
 

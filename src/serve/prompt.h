@@ -3,6 +3,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -22,12 +24,19 @@ struct Prompt {
   std::string transcript;
   std::vector<Boundary> boundaries;  // ascending; the last one is the end of the prompt
 
-  // Goes on with another prompt, which was made for the continuation of a text.
-  void append(const Prompt& more) {
-    for (const Boundary& boundary : more.boundaries)
-      boundaries.push_back({ids.size() + boundary.ids, transcript.size() + boundary.transcript});
-    ids.insert(ids.end(), more.ids.begin(), more.ids.end());
-    transcript += more.transcript;
+  // Goes on with ids that come from no text. Their transcript begins with a byte that no text has.
+  void append_ids(std::span<const int32_t> more) {
+    ids.insert(ids.end(), more.begin(), more.end());
+    transcript += '\xFE';
+    const size_t before = transcript.size();
+    transcript.resize(before + more.size_bytes());
+    if (!more.empty()) std::memcpy(transcript.data() + before, more.data(), more.size_bytes());
+    boundaries.push_back({ids.size(), transcript.size()});
+  }
+  // Forgets what lies behind the last of the boundaries, of which some were removed.
+  void end_at_last_boundary() {
+    ids.resize(boundaries.back().ids);
+    transcript.resize(boundaries.back().transcript);
   }
 };
 

@@ -50,7 +50,7 @@ class Server::Parts {
   class Answer;
 
   HttpOptions http_options();
-  bool refuse(const HttpRequest& head, HttpAnswer& refusal) const;
+  bool refuse(const HttpRequest& head, HttpAnswer& answer) const;
   void handle(const Exchange& exchange);
   void on_worker(const Exchange& exchange, void (Parts::*work)(const Exchange&));
   void respond(const Exchange& exchange, HttpAnswer answer);
@@ -66,8 +66,8 @@ class Server::Parts {
   void submit(const std::shared_ptr<Answer>& answer);
   Job job_of(const GenerationRequest& request) const;
   std::vector<Prompt> prompts_of(const GenerationRequest& request) const;
-  Prompt prompt_of(const PromptText& text, const Prompt& before) const;
-  Prompt chat_prompt(const std::vector<ChatMessage>& messages, const Prompt& before) const;
+  Prompt prompt_of(const PromptText& text, Prompt before) const;
+  Prompt chat_prompt(const std::vector<ChatMessage>& messages, const std::string& state) const;
   Prompt prompt_of_state(const std::string& name) const;
   Prompt whole_of(const Answer& answer, size_t choice) const;
   void settle(const std::shared_ptr<Answer>& answer);

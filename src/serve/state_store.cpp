@@ -112,6 +112,15 @@ SlotContents Snapshot::restored() const {
   return out;
 }
 
+Prompt Snapshot::prompt() const {
+  Prompt prompt;
+  if (transcript.empty())
+    prompt.append_ids(ids);
+  else
+    prompt = {ids, transcript, {{ids.size(), transcript.size()}}};
+  return prompt;
+}
+
 void check_state_name(std::string_view name) {
   require(is_state_name(name),
           "\"{}\" is not a name for a state; use letters, digits, '.', '_' and '-', at most 64, the first one a letter "

@@ -61,6 +61,7 @@ struct Snapshot {
   bool exact() const;             // f32: a sequence goes on to the bit
   uint64_t bytes() const;         // of memory
   SlotContents restored() const;  // for Decoder::restore: all in f32
+  Prompt prompt() const;          // what was read, as the beginning of one
 };
 
 struct NamedState {

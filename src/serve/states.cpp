@@ -42,15 +42,13 @@ void Server::Parts::create_state(const Exchange& exchange) {
     return respond(exchange, {200, "application/json", dump(state_json(store_.describe(request.name))), {}});
   }
   Job job;
-  const Prompt before = request.state.empty() ? Prompt{} : prompt_of_state(request.state);
   job.prompt = !request.response.empty()   ? responses_.find(request.response)
-               : !request.messages.empty() ? chat_prompt(request.messages, before)
-                                           : prompt_of(*request.text, before);
+               : !request.messages.empty() ? chat_prompt(request.messages, request.state)
+                                           : prompt_of(*request.text, prompt_of_state(request.state));
   // A state ends after the last message: where the next one begins, not where an answer would.
   if (!request.messages.empty() && request.messages.back().role != "assistant" && job.prompt.boundaries.size() > 1) {
     job.prompt.boundaries.pop_back();
-    job.prompt.ids.resize(job.prompt.boundaries.back().ids);
-    job.prompt.transcript.resize(job.prompt.boundaries.back().transcript);
+    job.prompt.end_at_last_boundary();
   }
   if (static_cast<int64_t>(job.prompt.ids.size()) > options_.most_context)
     throw ApiError(

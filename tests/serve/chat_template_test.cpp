@@ -147,21 +147,56 @@ TEST(ChatTemplate, AConversationContinuesTheShorterOne) {
 
 TEST(ChatTemplate, FollowsAStateWithoutAStart) {
   const Messages one = {{"user", "Hi"}};
-  for (const std::string& name : ChatTemplate::names()) {
-    const ChatTemplate chat = ChatTemplate::named(name);
-    const Prompt alone = chat.prompt(one, kTokenizer, 257), after = chat.prompt(one, kTokenizer, 257, true);
-    ASSERT_EQ(after.ids.size() + 1, alone.ids.size()) << name;
-    EXPECT_TRUE(std::equal(after.ids.begin(), after.ids.end(), alone.ids.begin() + 1)) << name;
-  }
-  Prompt document = text_prompt("Once", kTokenizer, 257);
+  const Prompt document = text_prompt("Once", kTokenizer, 257);
   EXPECT_EQ(document.ids, (std::vector<int32_t>{257, 'O', 'n', 'c', 'e'}));
   EXPECT_EQ(document.boundaries, (std::vector<Prompt::Boundary>{{5, document.transcript.size()}}));
-  const Prompt more = ChatTemplate::named("chatml").prompt(one, kTokenizer, -1, true);
-  const size_t before = document.transcript.size();
-  document.append(more);
-  EXPECT_EQ(document.ids.size(), 5 + more.ids.size());
-  EXPECT_EQ(document.boundaries.size(), 1 + more.boundaries.size());
-  EXPECT_EQ(document.boundaries.back(), (Prompt::Boundary{document.ids.size(), before + more.transcript.size()}));
+  for (const std::string& name : ChatTemplate::names()) {
+    SCOPED_TRACE(name);
+    const ChatTemplate chat = ChatTemplate::named(name);
+    const Prompt alone = chat.prompt(one, kTokenizer, 257), after = chat.prompt(one, kTokenizer, 257, document);
+    ASSERT_EQ(after.ids.size(), document.ids.size() + alone.ids.size() - 1);
+    EXPECT_TRUE(std::equal(after.ids.begin() + 5, after.ids.end(), alone.ids.begin() + 1));
+    EXPECT_EQ(after.transcript, document.transcript + alone.transcript);
+    EXPECT_EQ(after.boundaries.size(), 1 + alone.boundaries.size());
+    EXPECT_EQ(after.boundaries.front(), document.boundaries.front());
+    EXPECT_EQ(after.boundaries.back(), (Prompt::Boundary{after.ids.size(), after.transcript.size()}));
+  }
+  Prompt ids;
+  ids.append_ids(std::vector<int32_t>{1, 255, 254});
+  EXPECT_EQ(ChatTemplate::named("chatml").prompt(one, kTokenizer, 257, ids).ids[3], 258) << "no separator";
+}
+
+// A conversation that is cut anywhere and goes on after a state of its first part has the ids that it has as a whole.
+TEST(ChatTemplate, GoesOnWithTheConversationOfAState) {
+  for (const std::string& name : ChatTemplate::names()) {
+    const ChatTemplate chat = ChatTemplate::named(name);
+    Messages talk = kTalk;
+    talk.insert(talk.end(), {{"assistant", "Later."}, {"user", "Why?"}});
+    const Prompt whole = chat.prompt(talk, kTokenizer, 257);
+    const bool alternates = name == "llama2" || name == "mistral";
+    for (size_t cut = alternates ? 2 : 1; cut < talk.size(); ++cut) {
+      SCOPED_TRACE(fmt::format("{} {}", name, cut));
+      const std::span first = std::span(talk).first(cut), rest = std::span(talk).subspan(cut);
+      Prompt state = chat.prompt(first, kTokenizer, 257);
+      if (first.back().role != "assistant") {  // ends after the message, not where an answer begins
+        state.boundaries.pop_back();
+        state.end_at_last_boundary();
+        const Messages again = {{"user", "Again"}};
+        if (alternates) expect_error([&] { chat.prompt(again, kTokenizer, 257, state); }, {"must alternate", "user"});
+      }
+      const Prompt after = chat.prompt(rest, kTokenizer, 257, state);
+      EXPECT_EQ(kTokenizer.decode(after.ids), kTokenizer.decode(whole.ids));
+      EXPECT_EQ(after.ids, whole.ids);
+      EXPECT_EQ(after.transcript, whole.transcript);
+      EXPECT_EQ(after.boundaries, whole.boundaries);
+    }
+    // Of another template: nothing is known of where it ends.
+    const Prompt foreign =
+        ChatTemplate::named(name == "chatml" ? "zephyr" : "chatml").prompt(Messages{{"user", "a"}}, kTokenizer, 257);
+    const Messages one = {{"user", "Hi"}};
+    EXPECT_EQ(chat.prompt(one, kTokenizer, 257, foreign).ids.size(),
+              foreign.ids.size() + chat.prompt(one, kTokenizer, 257).ids.size() - 1);
+  }
 }
 
 TEST(ChatTemplate, KnowsTheEndOfAnAnswer) {
@@ -339,9 +374,11 @@ TEST(ChatTemplate, TokenizesLikeTheWholeText) {
             : "<|start_header_id|>user<|end_header_id|>\n\nHi there<|eot_id|><|start_header_id|>assistant"
               "<|end_header_id|>\n\nHello!<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nAnd now?<|eot_id|>"
               "<|start_header_id|>assistant<|end_header_id|>\n\n";
+    Prompt before;
+    before.append_ids(std::vector<int32_t>{0});
     const Prompt prompt = chat.prompt(Messages{{"user", "Hi there"}, {"assistant", "Hello!"}, {"user", "And now?"}},
-                                      *tokenizer, -1, true);
-    EXPECT_EQ(prompt.ids, tokenizer->encode_continuation(whole)) << file;
+                                      *tokenizer, -1, before);
+    EXPECT_EQ(std::vector(prompt.ids.begin() + 1, prompt.ids.end()), tokenizer->encode_continuation(whole)) << file;
   }
 }
 

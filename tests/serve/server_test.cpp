@@ -267,6 +267,31 @@ TEST(Server, ChatsAfterANamedState) {
   EXPECT_EQ(answered(whole)["message"], answered(first)["message"]);
 }
 
+// After a state of messages, and after one of a finished response, a chat has the ids of the whole conversation.
+TEST(Server, ChatsGoOnWithTheConversationOfAState) {
+  for (const std::string name : {"plain", "chatml", "llama3", "zephyr"}) {
+    SCOPED_TRACE(name);
+    serve::ServerOptions options = test_options();
+    options.chat = serve::ChatTemplate::named(name);
+    Served served(served_model("2mamba"), options);
+    ASSERT_EQ(
+        served.post("/v1/states", {{"name", "d"}, {"messages", {{{"role", "system"}, {"content", kText}}}}}).status,
+        200);
+    const Response first = served.post("/v1/chat/completions", chat({{"user", "What?"}}, {{"state", "d"}}));
+    const Response whole = served.post("/v1/chat/completions", chat({{"system", kText}, {"user", "What?"}}));
+    EXPECT_EQ(whole.json()["usage"]["prompt_tokens"], first.json()["usage"]["prompt_tokens"]);
+    EXPECT_EQ(answered(whole)["message"], answered(first)["message"]);
+    const std::string answer = answered(first)["message"]["content"];
+    ASSERT_EQ(served.post("/v1/states", {{"name", "e"}, {"response", first.json()["id"]}}).status, 200);
+    const Response next = served.post("/v1/chat/completions", chat({{"user", "And now?"}}, {{"state", "e"}}));
+    const Response all =
+        served.post("/v1/chat/completions",
+                    chat({{"system", kText}, {"user", "What?"}, {"assistant", answer}, {"user", "And now?"}}));
+    EXPECT_EQ(all.json()["usage"]["prompt_tokens"], next.json()["usage"]["prompt_tokens"]);
+    EXPECT_EQ(answered(all)["message"], answered(next)["message"]);
+  }
+}
+
 TEST(Server, PagesModelsHealthAndMetrics) {
   const Served served(served_model("2mamba"));
   EXPECT_EQ(served.get("/health").json()["status"], "ok");
