@@ -52,12 +52,16 @@ struct TrainOptions {
   std::string initialization = "furious";
 
   // The data.
-  std::string data;                // a folder written by `furious tokenize`, or synthetic:recall, :passkey or :lookup
+  // A folder written by `furious tokenize`, several as a:0.7,b:0.3 (folders and their shares of the rows; without
+  // shares, in proportion to their sizes), or synthetic:recall, :passkey or :lookup.
+  std::string data;
   std::string packing = "packed";  // packed, isolated or rows
   bool bos = false;                // with packing rows: every row begins with bos
   int64_t batch = 8, length = 512;
   int64_t accumulate = 1;  // micro-batches in a batch (gradient accumulation)
   uint64_t seed = 123;     // of the weights and of the order of the data
+  // The order of rows is shuffled within so many that follow one another in the data; 0: within all of it.
+  int64_t shuffle_window = 0;
 
   // The optimizer: AdamW.
   int64_t steps = 1000;

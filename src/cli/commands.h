@@ -16,6 +16,7 @@ void add_bench_sampling(CLI::App& bench);
 void add_bench_serve(CLI::App& bench);
 void add_bench_step(CLI::App& bench);
 void add_chat(CLI::App& app);
+void add_data(CLI::App& app);
 void add_demo(CLI::App& app);
 void add_eval(CLI::App& app);
 void add_export(CLI::App& app);

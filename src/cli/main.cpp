@@ -57,6 +57,7 @@ int main(int argc, char** argv) {
   furious::cli::add_presets(app);
   furious::cli::add_tokenizer(app);
   furious::cli::add_tokenize(app);
+  furious::cli::add_data(app);
   furious::cli::add_train(app);
   furious::cli::add_eval(app);
   furious::cli::add_generate(app);

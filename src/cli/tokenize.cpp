@@ -6,10 +6,13 @@
 #include "cli/commands.h"
 #include "cli/flags.h"
 #include "cli/progress.h"
+#include "cli/reader_flags.h"
 #include "data/tokenize.h"
 
 namespace furious::cli {
 namespace {
+
+constexpr int64_t kLeastTail = 256 << 10;  // bytes: a loss on less is noise
 
 std::string progress_text(const TokenizeProgress& progress, double seconds) {
   const auto done = static_cast<double>(progress.disk_bytes - progress.disk_bytes_start);
@@ -29,8 +32,9 @@ void print_result(const TokenizeOptions& options, const TokenizeResult& result, 
                total.tokens, total.bytes, manifest[split].shards.size());
   }
   if (manifest.replaced > 0) fmt::print("{} broken UTF-8 sequences were replaced by U+FFFD\n", manifest.replaced);
-  if (manifest[Split::test].shards.empty() && options.test_fraction > 0)
-    fmt::print("the test split is empty; increase --test-fraction above {}\n", options.test_fraction);
+  if (!result.divided.path.empty())
+    fmt::print("the test split is the end of \"{}\", from byte {} of its text\n", result.divided.path,
+               result.divided.test_from);
   if (result.was_complete)
     fmt::print("{} is already complete; nothing was done\n", options.out);
   else
@@ -58,21 +62,21 @@ void add_tokenize(CLI::App& app) {
   CLI::App* command = app.add_subcommand("tokenize", "Encode text into token shards for training");
   command
       ->add_option("input", options->inputs,
-                   "Input: .txt and .jsonl files (also .gz, .zst), .parquet files, folders, globs")
+                   "Input: .txt, .md, .html, .jsonl, .json, .csv and .tsv files (also .gz, .zst), .parquet and .arrow "
+                   "files, folders, globs; -: standard input")
       ->required();
   command
       ->add_option("--tokenizer", options->tokenizer,
                    "Tokenizer: a SentencePiece model, a tokenizer.json, a folder with one, or \"byte\"")
       ->required();
   command->add_option("--out", options->out, "Folder of the shards to write")->required();
-  command
-      ->add_option("--field", options->reader.field,
-                   "Field of .jsonl lines, or column of .parquet files, that holds the text")
-      ->capture_default_str();
+  add_reader_flags(*command, options->reader, options->format);
   command->add_flag("--split-on-blank-line", options->reader.split_on_blank_line,
-                    "End documents of .txt files at blank lines instead of the end of the file");
+                    "End documents of text files at blank lines instead of the end of the file");
   CLI::Option* fraction =
-      command->add_option("--test-fraction", options->test_fraction, "Fraction of the documents for the test split")
+      command
+          ->add_option("--test-fraction", options->test_fraction,
+                       "Fraction of the documents for the test split; of a single one, its end; 0: no test split")
           ->check(CLI::Range(0.0, 0.999999))
           ->capture_default_str();
   command->add_option(
@@ -89,6 +93,7 @@ void add_tokenize(CLI::App& app) {
       "After an interruption the same command resumes.\n"
       "Example: furious tokenize corpus/ more-*.jsonl.zst --tokenizer tokenizer.model --out data");
   command->callback([options, fraction] {
+    if (fraction->count() == 0) options->least_tail = kLeastTail;
     if (!options->test_inputs.empty() && fraction->count() == 0) options->test_fraction = 0;
     run(*options);
   });

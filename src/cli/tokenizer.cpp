@@ -8,6 +8,7 @@
 #include "base/parallel.h"
 #include "cli/commands.h"
 #include "cli/flags.h"
+#include "cli/reader_flags.h"
 #include "data/corpus_lines.h"
 #include "data/tokenizer.h"
 
@@ -18,6 +19,7 @@ struct TrainCommand {
   std::vector<std::string> inputs;
   std::string out;
   ReaderOptions reader;
+  std::optional<TextFormat> format;
   TokenizerTraining training;
   int threads = 0;
 
@@ -25,7 +27,7 @@ struct TrainCommand {
     const auto start = std::chrono::steady_clock::now();
     TokenizerTraining settings = training;
     settings.threads = threads > 0 ? threads : furious::threads();
-    CorpusLines lines(inputs, reader);
+    CorpusLines lines(inputs, reader, format);
     const std::string model = train_sentencepiece(lines, settings);
     const auto tokenizer = make_sentencepiece(model, out);
     write_text(out, model);
@@ -67,10 +69,7 @@ void add_tokenizer_train(CLI::App& tokenizer) {
       ->check(CLI::Range(260, 1 << 20))
       ->capture_default_str();
   command->add_option("--out", options->out, "Model file to write")->required();
-  command
-      ->add_option("--field", options->reader.field,
-                   "Field of .jsonl lines, or column of .parquet files, that holds the text")
-      ->capture_default_str();
+  add_reader_flags(*command, options->reader, options->format);
   command
       ->add_option("--sentences", options->training.sentences,
                    "Largest number of lines to train on; longer input is sampled")

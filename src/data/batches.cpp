@@ -14,6 +14,7 @@ namespace furious {
 namespace {
 
 constexpr uint64_t kOrderStream = uint64_t{0x6f72646572} << 24;  // "order"; the low bits are the epoch
+constexpr uint64_t kWindowStream = 0x77696e646f77;               // "window"
 constexpr int kRounds = 6;
 
 const std::vector<std::string>& packing_names() {
@@ -74,6 +75,7 @@ DatasetBatches::DatasetBatches(const Dataset& data, Split split, const BatchOpti
       options_(options) {
   require(options.batch >= 1, "batches: batch {}, expected 1 or more", options.batch);
   require(options.length >= 1, "batches: length {}, expected 1 or more", options.length);
+  require(options.shuffle_window >= 0, "batches: a shuffle window of {}, expected 0 or more", options.shuffle_window);
   require(!options.bos || options.packing == Packing::rows,
           "batches: bos needs packing rows, but the packing is {}; use packing rows, or `furious tokenize --bos`",
           name_of(options.packing));
@@ -108,6 +110,17 @@ BatchPosition DatasetBatches::position(int64_t step) const {
   return {number / samples_, number % samples_};
 }
 
+// The sample at this place of the endless sequence.
+int64_t DatasetBatches::shuffled(int64_t number) const {
+  const auto epoch = static_cast<uint64_t>(number / samples_);
+  const int64_t index = number % samples_, window = options_.shuffle_window;
+  if (window == 0 || window >= samples_) return Permutation(samples_, options_.seed, epoch)(index);
+  const int64_t begin = index / window * window;
+  const RandomBits bits = random_bits(options_.seed, kWindowStream, static_cast<uint64_t>(begin));
+  const uint64_t seed = uint64_t{bits.word[0]} << 32 | bits.word[1];
+  return begin + Permutation(std::min(window, samples_ - begin), seed, epoch)(index - begin);
+}
+
 Batch DatasetBatches::at(int64_t step, RowRange range) const {
   require(step >= 0, "batches: step {}, expected 0 or more", step);
   BatchRows rows(options_.batch, options_.length, range, padding_);
@@ -118,8 +131,7 @@ Batch DatasetBatches::at(int64_t step, RowRange range) const {
     if (options_.order == Order::once) {
       if (number < samples_) fill(number, row);
     } else {
-      const Permutation order(samples_, options_.seed, static_cast<uint64_t>(number / samples_));
-      fill(order(number % samples_), row);
+      fill(shuffled(number), row);
     }
   }
   return rows.finish(boundaries);

@@ -86,6 +86,9 @@ struct BatchOptions {
   // followed by one eos that is predicted, one that is cut off is not. Those that begin with bos already
   // (`furious tokenize --bos`) get no second one.
   bool bos = false;
+  // Order::shuffled: an epoch goes through windows of so many samples in the order of the data, and shuffles the
+  // samples of each. 0: one window, the whole epoch.
+  int64_t shuffle_window = 0;
 };
 
 class DatasetBatches final : public BatchSource {
@@ -104,6 +107,7 @@ class DatasetBatches final : public BatchSource {
  private:
   struct Row;
   int64_t sample_number(int64_t step, int64_t row) const;
+  int64_t shuffled(int64_t number) const;
   void fill(int64_t sample, const Row& row) const;
   void fill_window(int64_t window, const Row& row) const;
   void fill_document(int64_t document, const Row& row) const;

@@ -20,7 +20,8 @@ constexpr size_t kInputBytes = 256 << 10;
 
 class PlainStream final : public ByteStream {
  public:
-  explicit PlainStream(const std::string& path) : path_(path), handle_(::open(path.c_str(), O_RDONLY | O_CLOEXEC)) {
+  explicit PlainStream(const std::string& path)
+      : path_(path), handle_(path == "-" ? ::dup(STDIN_FILENO) : ::open(path.c_str(), O_RDONLY | O_CLOEXEC)) {
     require(handle_ >= 0, "cannot open \"{}\": {}", path, std::strerror(errno));
   }
   ~PlainStream() override { ::close(handle_); }
@@ -40,6 +41,7 @@ class PlainStream final : public ByteStream {
     return done;
   }
   void skip(int64_t bytes) override {
+    if (bytes == 0) return;  // of a pipe, more than nothing cannot be skipped
     require(::lseek(handle_, bytes, SEEK_CUR) >= 0, "cannot seek in \"{}\": {}", path_, std::strerror(errno));
     consumed_ += bytes;
   }

@@ -1,5 +1,5 @@
-// The decompressed bytes of a file, from start to end: plain, .gz or .zst by its name. A plain file may be empty; a
-// compressed file of 0 bytes is damaged, and an error.
+// The decompressed bytes of a file, from start to end: plain, .gz or .zst by its name; "-" is standard input. A plain
+// file may be empty; a compressed file of 0 bytes is damaged, and an error.
 #pragma once
 
 #include <cstdint>

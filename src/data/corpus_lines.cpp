@@ -4,8 +4,9 @@
 
 namespace furious {
 
-CorpusLines::CorpusLines(const std::vector<std::string>& inputs, const ReaderOptions& options)
-    : options_(options), reader_(find_inputs(inputs), options) {}
+CorpusLines::CorpusLines(const std::vector<std::string>& inputs, const ReaderOptions& options,
+                         std::optional<TextFormat> format)
+    : options_(options), reader_(find_inputs(inputs, format), options) {}
 
 bool CorpusLines::next(std::string& line) {
   while (lines_.empty()) {

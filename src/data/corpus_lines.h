@@ -2,6 +2,7 @@
 #pragma once
 
 #include <deque>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -13,7 +14,8 @@ namespace furious {
 
 class CorpusLines final : public LineSource {
  public:
-  CorpusLines(const std::vector<std::string>& inputs, const ReaderOptions& options);
+  CorpusLines(const std::vector<std::string>& inputs, const ReaderOptions& options,
+              std::optional<TextFormat> format = {});  // as for find_inputs()
 
   bool next(std::string& line) override;
   int64_t bytes() const { return bytes_; }  // of the lines so far

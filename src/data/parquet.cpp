@@ -6,6 +6,7 @@
 #ifdef FURIOUS_PARQUET
 #include <arrow/api.h>
 #include <arrow/io/file.h>
+#include <arrow/ipc/reader.h>
 #include <parquet/arrow/reader.h>
 #include <parquet/file_reader.h>
 #include <parquet/metadata.h>
@@ -67,36 +68,57 @@ struct ParquetColumn::State {
   Numbers numbers;
   std::unique_ptr<parquet::arrow::FileReader> file;
   std::shared_ptr<arrow::RecordBatchReader> rows;
+  int index = 0;  // of the column in a batch of rows
+
+  void open_stream(const std::shared_ptr<arrow::io::ReadableFile>& input);
+  void open_parquet(const std::shared_ptr<arrow::io::ReadableFile>& input);
 };
 
 ParquetColumn::ParquetColumn(const std::string& path, const std::string& column, Numbers numbers)
     : state_(std::make_unique<State>(State{path, column, numbers, nullptr, nullptr})) {
   auto input = arrow::io::ReadableFile::Open(path);
   check(input.status(), path);
+  if (path.ends_with(".arrow"))
+    state_->open_stream(*input);
+  else
+    state_->open_parquet(*input);
+}
+
+// An IPC stream, as datasets.save_to_disk writes it.
+void ParquetColumn::State::open_stream(const std::shared_ptr<arrow::io::ReadableFile>& input) {
+  auto stream = arrow::ipc::RecordBatchStreamReader::Open(input);
+  check(stream.status(), path);
+  const auto schema = (*stream)->schema();
+  index = schema->GetFieldIndex(column);
+  if (index < 0) unknown_name("column of \"" + path + "\"", column, schema->field_names());
+  rows = *stream;
+}
+
+void ParquetColumn::State::open_parquet(const std::shared_ptr<arrow::io::ReadableFile>& input) {
   parquet::arrow::FileReaderBuilder builder;
-  check(builder.Open(*input), path);
+  check(builder.Open(input), path);
   parquet::ArrowReaderProperties properties;
   properties.set_batch_size(kRowsAtOnce);
   builder.properties(properties);
-  check(builder.Build(&state_->file), path);
-  const int index = state_->file->parquet_reader()->metadata()->schema()->ColumnIndex(column);
-  if (index < 0) {
+  check(builder.Build(&file), path);
+  const int found = file->parquet_reader()->metadata()->schema()->ColumnIndex(column);
+  if (found < 0) {
     std::shared_ptr<arrow::Schema> schema;
-    check(state_->file->GetSchema(&schema), path);
+    check(file->GetSchema(&schema), path);
     unknown_name("column of \"" + path + "\"", column, schema->field_names());
   }
-  std::vector<int> groups(static_cast<size_t>(state_->file->num_row_groups()));
+  std::vector<int> groups(static_cast<size_t>(file->num_row_groups()));
   for (size_t i = 0; i < groups.size(); ++i) groups[i] = static_cast<int>(i);
-  auto rows = state_->file->GetRecordBatchReader(groups, {index});
-  check(rows.status(), path);
-  state_->rows = std::move(*rows);
+  auto reader = file->GetRecordBatchReader(groups, {found});
+  check(reader.status(), path);
+  rows = std::move(*reader);
 }
 
 bool ParquetColumn::next(std::string& bytes, std::vector<size_t>& ends) {
   std::shared_ptr<arrow::RecordBatch> batch;
   check(state_->rows->ReadNext(&batch), state_->path);
   if (!batch) return false;
-  const arrow::Array& array = *batch->column(0);
+  const arrow::Array& array = *batch->column(state_->index);
   if (array.type_id() == arrow::Type::STRING)
     append_strings(static_cast<const arrow::StringArray&>(array), bytes, ends);
   else if (array.type_id() == arrow::Type::LARGE_STRING)
@@ -115,7 +137,8 @@ struct ParquetColumn::State {};
 
 ParquetColumn::ParquetColumn(const std::string& path, const std::string&, Numbers) {
   fail(
-      "cannot read \"{}\": this build has no Parquet; install Apache Arrow (libarrow-dev and libparquet-dev, "
+      "cannot read \"{}\": this build has no Parquet and no Arrow; install Apache Arrow (libarrow-dev and "
+      "libparquet-dev, "
       "https://arrow.apache.org/install), run cmake again and rebuild",
       path);
 }

@@ -1,4 +1,5 @@
-// The strings of one column of a Parquet file, some rows at a time; its numbers too, where they are asked for as text.
+// The strings of one column of a Parquet file, or of an .arrow file (an IPC stream, as datasets.save_to_disk writes),
+// some rows at a time; its numbers too, where they are asked for as text.
 // Without Apache Arrow, opening one is an error that says how to get it.
 #pragma once
 

@@ -16,18 +16,12 @@ using Json = nlohmann::ordered_json;
 
 constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
 
-bool is_compressed(const std::string& path) {
-  return path.ends_with(".gz") || path.ends_with(".zst");
-}
-
 CorpusPosition position_from(const JsonValue& json, const std::vector<InputFile>& files) {
   CorpusPosition position;
   const auto count = static_cast<int64_t>(files.size());
   position.file = json.at("file").integer(0, count);
   const bool at_end = position.file == count;
-  // Only the size of an uncompressed file is a number of text bytes.
-  const bool plain =
-      !at_end && files[position.file].format != TextFormat::parquet && !is_compressed(files[position.file].path);
+  const bool plain = !at_end && files[position.file].is_plain();
   position.offset = json.at("offset").integer(0, at_end ? 0 : plain ? files[position.file].size : kMost);
   position.line = json.at("line").integer(0, position.offset);
   position.inside = json.at("inside").flag();

@@ -1,63 +1,30 @@
 #include "data/reader.h"
 
-#include <glob.h>
-
 #include <algorithm>
-#include <filesystem>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <utility>
 
 #include "base/error.h"
 #include "base/json.h"
 #include "base/names.h"
-#include "data/byte_stream.h"
+#include "data/csv.h"
+#include "data/html.h"
+#include "data/json_records.h"
 #include "data/parquet.h"
 #include "data/utf8.h"
 
 namespace furious {
 namespace {
 
-namespace fs = std::filesystem;
-
-constexpr std::string_view kKnownFiles = ".txt, .jsonl (each also .gz or .zst) and .parquet";
-
-std::optional<TextFormat> format_of(std::string name) {
-  for (const std::string_view suffix : {".gz", ".zst"})
-    if (name.ends_with(suffix)) {
-      name.resize(name.size() - suffix.size());
-      if (name.ends_with(".parquet")) return std::nullopt;
-      break;
-    }
-  if (name.ends_with(".txt")) return TextFormat::text;
-  if (name.ends_with(".jsonl")) return TextFormat::jsonl;
-  if (name.ends_with(".parquet")) return TextFormat::parquet;
-  return std::nullopt;
+// Of a block and a record of it, for messages.
+std::string place_of(const Block& block, int64_t line) {
+  const bool is_record = block.file.format == TextFormat::json;
+  return fmt::format("\"{}\", {} {}", block.file.path, is_record ? "record" : "line", line);
 }
 
-InputFile describe(const fs::path& path) {
-  const auto format = format_of(path.filename().string());
-  require(format.has_value(), "input \"{}\": unknown file type; supported are {}", path.string(), kKnownFiles);
-  return {path.string(), *format, static_cast<int64_t>(fs::file_size(path)),
-          static_cast<int64_t>(fs::last_write_time(path).time_since_epoch().count())};
-}
-
-void add_folder(const fs::path& folder, std::vector<InputFile>& files) {
-  std::vector<fs::path> paths;
-  for (const auto& entry : fs::recursive_directory_iterator(folder))
-    if (entry.is_regular_file() && format_of(entry.path().filename().string())) paths.push_back(entry.path());
-  require(!paths.empty(), "input \"{}\": no supported files in this folder; supported are {}", folder.string(),
-          kKnownFiles);
-  std::sort(paths.begin(), paths.end());
-  for (const fs::path& path : paths) files.push_back(describe(path));
-}
-
-std::vector<std::string> expand_glob(const std::string& pattern) {
-  glob_t found = {};
-  const int result = ::glob(pattern.c_str(), 0, nullptr, &found);
-  std::vector<std::string> paths;
-  if (result == 0) paths.assign(found.gl_pathv, found.gl_pathv + found.gl_pathc);
-  ::globfree(&found);
-  return paths;
+char separator_of(TextFormat format) {
+  return format == TextFormat::tsv ? '\t' : ',';
 }
 
 bool is_space(char c) {
@@ -99,7 +66,7 @@ size_t after_last_blank_line(std::string_view text) {
   return 0;
 }
 
-// Extracts one string field of a JSON object without building the rest of it.
+// Extracts one string field of a JSON object without building the rest of it. A string alone is the value.
 class FieldReader final : public nlohmann::json_sax<nlohmann::json> {
  public:
   explicit FieldReader(std::string_view field) : field_(field) {}
@@ -118,7 +85,7 @@ class FieldReader final : public nlohmann::json_sax<nlohmann::json> {
   bool number_float(number_float_t, const string_t&) override { return other("a number"); }
   bool binary(binary_t&) override { return other("binary"); }
   bool string(string_t& text) override {
-    if (wanted_) value = std::move(text);
+    if (wanted_ || depth_ == 0) value = std::move(text);
     wanted_ = false;
     return true;
   }
@@ -203,10 +170,13 @@ class LineParser {
       good = nlohmann::json::sax_parse(without, &reader);
     }
     const auto where = [&](size_t column) {
-      return fmt::format("\"{}\", line {}, byte {}", block_.path, number, offset + static_cast<int64_t>(column));
+      const std::string place = place_of(block_, number);
+      if (block_.file.format == TextFormat::json) return place;  // its bytes are not those of the file
+      return fmt::format("{}, byte {}", place, offset + static_cast<int64_t>(column));
     };
     if (!good) fail("{}: broken JSON: {}", where(reader.problem_at), json_reason(reader.problem));
-    require(reader.is_object, "{}: expected a JSON object with a field \"{}\"", where(0), options_.field);
+    if (reader.value && !reader.is_object) return std::move(reader.value);
+    require(reader.is_object, "{}: expected a JSON object with a field \"{}\", or a string", where(0), options_.field);
     require(reader.wrong_type.empty(), "{}: field \"{}\" is {}, expected a string", where(0), options_.field,
             reader.wrong_type);
     if (!reader.value) unknown_name(fmt::format("field (--field) at {}:", where(0)), options_.field, reader.fields);
@@ -248,6 +218,27 @@ int64_t visit_lines(const Block& block, const ReaderOptions& options, const Visi
   return parser.replaced;
 }
 
+int64_t visit_csv(const Block& block, const ReaderOptions& options, const Visitor& visit) {
+  const char separator = separator_of(block.file.format);
+  const std::string_view bytes = block.bytes;
+  int64_t line = block.begin.line, replaced = 0;
+  for (size_t at = 0; at < bytes.size();) {
+    const size_t end = std::min(csv_record_end(bytes, at, separator), bytes.size());
+    const std::string_view record = bytes.substr(at, end - at);
+    if (record != "\n" && record != "\r\n") {
+      const std::string place = place_of(block, line + 1);
+      CsvField field = csv_field(record, separator, block.column.index, place);
+      require(field.fields == block.column.columns, "{}: {} fields, but the first line names {} columns", place,
+              field.fields, block.column.columns);
+      if (valid_utf8_prefix(field.text) != field.text.size()) field.text = replace_invalid_utf8(field.text, replaced);
+      visit_document(field.text, options.block_bytes, visit);
+    }
+    line += std::count(record.begin(), record.end(), '\n');
+    at = end;
+  }
+  return replaced;
+}
+
 // Documents are runs of lines that are not blank.
 void visit_paragraphs(std::string_view bytes, bool inside, bool goes_on, const Visitor& visit) {
   bool open = inside;
@@ -281,23 +272,47 @@ void visit_strings(const Block& block, const ReaderOptions& options, int64_t& re
   }
 }
 
+// Text from a filter that is fed with the bytes of a file.
+template <class Filter>
+class FilteredStream final : public ByteStream {
+ public:
+  FilteredStream(std::unique_ptr<ByteStream> stream, Filter filter)
+      : stream_(std::move(stream)), filter_(std::move(filter)) {}
+
+  size_t read(char* out, size_t bytes) override {
+    while (text_.size() - begin_ < bytes && !ended_) {
+      text_.erase(0, std::exchange(begin_, 0));
+      input_.resize(kAtOnce);
+      input_.resize(stream_->read(input_.data(), kAtOnce));
+      ended_ = input_.size() < kAtOnce;
+      filter_.feed(input_, text_);
+      if (ended_) filter_.finish(text_);
+    }
+    const size_t count = std::min(bytes, text_.size() - begin_);
+    std::copy_n(text_.data() + begin_, count, out);
+    begin_ += count;
+    return count;
+  }
+  int64_t consumed() const override { return stream_->consumed(); }
+
+ private:
+  static constexpr size_t kAtOnce = 256 << 10;
+
+  std::unique_ptr<ByteStream> stream_;
+  Filter filter_;
+  std::string input_, text_;
+  size_t begin_ = 0;  // of the text that was not given out yet
+  bool ended_ = false;
+};
+
 }  // namespace
 
-std::vector<InputFile> find_inputs(const std::vector<std::string>& inputs) {
-  std::vector<InputFile> files;
-  for (const std::string& input : inputs) {
-    const bool exists = fs::exists(input);
-    const std::vector<std::string> paths = exists ? std::vector<std::string>{input} : expand_glob(input);
-    require(!paths.empty(), "input \"{}\" does not exist", input);
-    for (const std::string& path : paths) {
-      if (fs::is_directory(path))
-        add_folder(path, files);
-      else
-        files.push_back(describe(path));
-    }
-  }
-  require(!files.empty(), "no input files were given");
-  return files;
+std::unique_ptr<ByteStream> open_text_stream(const InputFile& file) {
+  auto stream = open_byte_stream(file.path);
+  if (file.format == TextFormat::html) return std::make_unique<FilteredStream<HtmlText>>(std::move(stream), HtmlText());
+  if (file.format == TextFormat::json)
+    return std::make_unique<FilteredStream<JsonRecords>>(std::move(stream), JsonRecords(file.path));
+  return stream;
 }
 
 // One open file, giving its blocks from `position` on.
@@ -311,8 +326,8 @@ class BlockReader::Source {
 // Bytes that were read and not given out yet.
 class BlockReader::TextSource : public Source {
  public:
-  TextSource(const std::string& path, const ReaderOptions& options, const CorpusPosition& position)
-      : options_(options), path_(path), stream_(open_byte_stream(path)) {
+  TextSource(const InputFile& file, const ReaderOptions& options, const CorpusPosition& position)
+      : TextSource(file, options) {
     stream_->skip(position.offset);
   }
 
@@ -321,7 +336,10 @@ class BlockReader::TextSource : public Source {
     if (waiting_.empty()) return false;
     size_t cut = waiting_.size();
     position.inside = false;
-    if (cut > options_.block_bytes) {
+    const int64_t to_test = file_.test_from - position.offset;  // where a document ends and another begins
+    if (to_test > 0 && to_test <= static_cast<int64_t>(std::min(cut, options_.block_bytes))) {
+      cut = static_cast<size_t>(to_test);
+    } else if (cut > options_.block_bytes) {
       const size_t blank = options_.split_on_blank_line ? after_last_blank_line(waiting_) : 0;
       cut = blank > 0 ? blank : cut_point(waiting_, options_.block_bytes);
       position.inside = blank == 0;
@@ -332,6 +350,9 @@ class BlockReader::TextSource : public Source {
   int64_t consumed() const override { return stream_->consumed(); }
 
  protected:
+  TextSource(const InputFile& file, const ReaderOptions& options)
+      : options_(options), file_(file), stream_(open_text_stream(file)) {}
+
   void fill(size_t wanted) {
     const size_t have = waiting_.size();
     if (have >= wanted) return;
@@ -346,10 +367,8 @@ class BlockReader::TextSource : public Source {
   }
 
   const ReaderOptions& options_;
-  std::string path_;
+  const InputFile file_;
   std::string waiting_;
-
- private:
   std::unique_ptr<ByteStream> stream_;
 };
 
@@ -369,16 +388,81 @@ class BlockReader::LineSource final : public TextSource {
         give(at_end ? waiting_.size() : newline + 1, block, position);
         return true;
       }
-      require(waiting_.size() < options_.longest_line, "\"{}\", line {}, byte {}: a line of more than {} bytes", path_,
-              position.line + 1, position.offset, options_.longest_line);
+      require(waiting_.size() < options_.longest_line, "\"{}\", line {}, byte {}: a line of more than {} bytes",
+              file_.path, position.line + 1, position.offset, options_.longest_line);
       wanted *= 2;
     }
   }
 };
 
-class BlockReader::ParquetSource final : public Source {
+// Whole records, after the first one, which names the columns.
+class BlockReader::CsvSource final : public TextSource {
  public:
-  ParquetSource(const InputFile& file, const ReaderOptions& options, const CorpusPosition& position)
+  CsvSource(const InputFile& file, const ReaderOptions& options, const CorpusPosition& position)
+      : TextSource(file, options), separator_(separator_of(file.format)) {
+    header_ = records(1, [](size_t) { return false; });
+    if (header_ > 0) find_column();
+    const auto offset = static_cast<size_t>(position.offset);
+    const size_t have = std::min(offset, waiting_.size());
+    waiting_.erase(0, have);
+    stream_->skip(static_cast<int64_t>(offset - have));
+  }
+
+  bool next(Block& block, CorpusPosition& position) override {
+    if (position.offset == 0) {
+      give(header_, block, position);
+      block.begin = position;
+    }
+    const size_t wanted = std::max<size_t>(1, options_.block_bytes / 4);
+    const size_t end = records(wanted, [&](size_t at) { return at < waiting_.size(); });
+    if (end == 0) return false;
+    give(end, block, position);
+    block.column = column_;
+    return true;
+  }
+
+ private:
+  // The end of the first record and of all that follow while more(end) says so, once `wanted` bytes are there; 0 at the
+  // end of the file. The last record need not end in a line break.
+  template <class More>
+  size_t records(size_t wanted, More&& more) {
+    while (true) {
+      fill(wanted);
+      const bool at_end = waiting_.size() < wanted;
+      size_t end = 0;
+      do {
+        const size_t next = csv_record_end(waiting_, end, separator_);
+        if (next == waiting_.npos) break;
+        end = next;
+      } while (more(end));
+      if (at_end && (end == 0 || more(end))) return waiting_.size();
+      if (end > 0) return end;
+      require(waiting_.size() < options_.longest_line,
+              "\"{}\": a record of more than {} bytes; is there a quote that does not close?", file_.path,
+              options_.longest_line);
+      wanted = 2 * waiting_.size();
+    }
+  }
+
+  void find_column() {
+    constexpr std::string_view kByteOrderMark = "\xEF\xBB\xBF";
+    std::string_view record = std::string_view(waiting_).substr(0, header_);
+    if (record.starts_with(kByteOrderMark)) record.remove_prefix(kByteOrderMark.size());
+    const std::vector<std::string> names = csv_fields(record, separator_, fmt::format("\"{}\", line 1", file_.path));
+    const auto found = std::ranges::find(names, options_.field);
+    if (found == names.end())
+      unknown_name(fmt::format("column (--column) of \"{}\":", file_.path), options_.field, names);
+    column_ = {static_cast<size_t>(found - names.begin()), names.size()};
+  }
+
+  char separator_;
+  size_t header_ = 0;  // bytes of the first record
+  CsvColumn column_;
+};
+
+class BlockReader::ColumnSource final : public Source {
+ public:
+  ColumnSource(const InputFile& file, const ReaderOptions& options, const CorpusPosition& position)
       : rows_(file.path, options.field), size_(file.size), skip_(position.offset) {}
 
   bool next(Block& block, CorpusPosition& position) override {
@@ -408,9 +492,21 @@ BlockReader::BlockReader(std::vector<InputFile> files, ReaderOptions options, Co
 BlockReader::~BlockReader() = default;
 
 std::unique_ptr<BlockReader::Source> BlockReader::open(const InputFile& file) const {
-  if (file.format == TextFormat::parquet) return std::make_unique<ParquetSource>(file, options_, position_);
-  if (file.format == TextFormat::jsonl) return std::make_unique<LineSource>(file.path, options_, position_);
-  return std::make_unique<TextSource>(file.path, options_, position_);
+  switch (file.format) {
+    case TextFormat::parquet:
+    case TextFormat::arrow:
+      return std::make_unique<ColumnSource>(file, options_, position_);
+    case TextFormat::jsonl:
+    case TextFormat::json:
+      return std::make_unique<LineSource>(file, options_, position_);
+    case TextFormat::csv:
+    case TextFormat::tsv:
+      return std::make_unique<CsvSource>(file, options_, position_);
+    case TextFormat::text:
+    case TextFormat::html:
+      break;
+  }
+  return std::make_unique<TextSource>(file, options_, position_);
 }
 
 bool BlockReader::next(Block& block) {
@@ -420,8 +516,7 @@ bool BlockReader::next(Block& block) {
     block.begin = position_;
     block.ends.clear();
     if (source_->next(block, position_)) {
-      block.format = file.format;
-      block.path = file.path;
+      block.file = file;
       block.end = position_;
       block.consumed = finished_bytes_ + source_->consumed();
       return true;
@@ -434,9 +529,11 @@ bool BlockReader::next(Block& block) {
 }
 
 int64_t for_each_document_part(Block& block, const ReaderOptions& options, const Visitor& visit) {
-  if (block.format == TextFormat::jsonl) return visit_lines(block, options, visit);
+  const TextFormat format = block.file.format;
+  if (format == TextFormat::jsonl || format == TextFormat::json) return visit_lines(block, options, visit);
+  if (format == TextFormat::csv || format == TextFormat::tsv) return visit_csv(block, options, visit);
   int64_t replaced = 0;
-  if (block.format == TextFormat::parquet) {
+  if (block.file.is_columnar()) {
     visit_strings(block, options, replaced, visit);
     return replaced;
   }

@@ -1,4 +1,4 @@
-// Documents from files: .txt, .jsonl, both also as .gz or .zst, and .parquet where the build has Apache Arrow.
+// Documents from files of any format (inputs.h); .parquet and .arrow where the build has Apache Arrow.
 //
 // Reading has two halves. A BlockReader cuts the corpus into blocks of about a megabyte, in order, holding one at a
 // time, so memory does not grow with the corpus. for_each_document_part then turns a block into text; it keeps nothing
@@ -14,47 +14,49 @@
 #include <string_view>
 #include <vector>
 
+#include "data/byte_stream.h"
+#include "data/inputs.h"
+
 namespace furious {
 
-enum class TextFormat { text, jsonl, parquet };
-
-struct InputFile {
-  std::string path;
-  TextFormat format = TextFormat::text;
-  int64_t size = 0;      // on disk
-  int64_t modified = 0;  // nanoseconds, as the file system counts them
-};
-
-// The files that `inputs` name: files, folders (all known files below them, sorted) and globs, in the order given.
-// Throws if an input names none.
-std::vector<InputFile> find_inputs(const std::vector<std::string>& inputs);
-
 struct ReaderOptions {
-  std::string field = "text";        // of a .jsonl line, or the column of a .parquet file
-  bool split_on_blank_line = false;  // .txt: a document ends at a blank line, not at the end of the file
+  std::string field = "text";        // of a JSON record, or the column of a table
+  bool split_on_blank_line = false;  // text: a document ends at a blank line, not at the end of the file
   size_t block_bytes = 1 << 20;
-  size_t longest_line = 1 << 30;  // of a .jsonl file: a line is held in memory whole
+  size_t longest_line = 1 << 30;  // a JSON record or a record of a .csv file is held in memory whole
 };
 
 // A position between two blocks of the corpus.
 struct CorpusPosition {
   int64_t file = 0;
-  int64_t offset = 0;   // bytes into the decompressed file; rows of a .parquet file
-  int64_t line = 0;     // lines before it
+  int64_t offset = 0;   // bytes into the decompressed text; rows of a columnar file
+  int64_t line = 0;     // lines before it; records of a .json file
   bool inside = false;  // in the middle of a document
 
   bool operator==(const CorpusPosition&) const = default;
 };
 
+// A column of a .csv or .tsv file, from its first record.
+struct CsvColumn {
+  size_t index = 0;
+  size_t columns = 0;
+};
+
 struct Block {
-  TextFormat format = TextFormat::text;
-  std::string path;
+  InputFile file;
   std::string bytes;
-  std::vector<size_t> ends;  // .parquet: where each document ends in `bytes`
+  std::vector<size_t> ends;  // of a columnar file: where each document ends in `bytes`
+  CsvColumn column;
   CorpusPosition begin;
   CorpusPosition end;
   int64_t consumed = 0;  // bytes on disk of all files up to here
+
+  // In the part of a file that is held out.
+  bool is_held_out() const { return file.test_from >= 0 && begin.offset >= file.test_from; }
 };
+
+// The decompressed text of a file that is not columnar: of an .html page its text, of a .json file a record per line.
+std::unique_ptr<ByteStream> open_text_stream(const InputFile& file);
 
 class BlockReader {
  public:
@@ -69,7 +71,8 @@ class BlockReader {
   class Source;
   class LineSource;
   class TextSource;
-  class ParquetSource;
+  class CsvSource;
+  class ColumnSource;
   std::unique_ptr<Source> open(const InputFile& file) const;
 
   std::vector<InputFile> files_;

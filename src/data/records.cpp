@@ -116,9 +116,10 @@ int64_t visit_parquet(const std::string& path, const std::vector<std::string>& f
 int64_t for_each_record(const std::string& path, const std::vector<std::string>& fields, const RecordVisitor& visitor) {
   int64_t number = 0;
   for (const InputFile& file : find_inputs({path})) {
-    require(file.format != TextFormat::text, "\"{}\": expected .jsonl (also .gz or .zst) or .parquet files", file.path);
-    number = file.format == TextFormat::parquet ? visit_parquet(file.path, fields, number, visitor)
-                                                : visit_lines(file.path, fields, number, visitor);
+    require(file.format == TextFormat::jsonl || file.is_columnar(),
+            "\"{}\": expected .jsonl (also .gz or .zst), .parquet or .arrow files", file.path);
+    number = file.is_columnar() ? visit_parquet(file.path, fields, number, visitor)
+                                : visit_lines(file.path, fields, number, visitor);
   }
   return number;
 }

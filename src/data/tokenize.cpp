@@ -1,7 +1,13 @@
 #include "data/tokenize.h"
 
+#include <poll.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <condition_variable>
+#include <cstring>
 #include <filesystem>
 #include <map>
 #include <mutex>
@@ -10,10 +16,8 @@
 #include <utility>
 
 #include "base/file.h"
-#include "base/hash.h"
 #include "base/names.h"
 #include "base/parallel.h"
-#include "base/random.h"
 #include "data/progress.h"
 #include "data/token_shards_json.h"
 #include "data/tokenizer.h"
@@ -26,7 +30,8 @@ namespace fs = std::filesystem;
 using Json = nlohmann::ordered_json;
 using Clock = std::chrono::steady_clock;
 
-constexpr uint64_t kHeldOutStream = 0x68656c646f7574;  // "heldout"
+constexpr std::string_view kNotResumed =
+    "stopped; text from standard input cannot be resumed: run the same command to start again";
 constexpr auto kCheckpointInterval = std::chrono::seconds(10);
 
 // Consecutive tokens of one document.
@@ -55,19 +60,23 @@ class BlockEncoder {
 
   EncodedBlock encode(Block& block) const {
     EncodedBlock result;
-    result.replaced = for_each_document_part(block, options_.reader, [&](const DocumentPart& part) {
-      add(part, block.begin.file >= first_test_file_, result);
-    });
+    result.replaced =
+        for_each_document_part(block, options_.reader, [&](const DocumentPart& part) { add(part, block, result); });
     result.end = block.end;
     result.disk_bytes = block.consumed;
     return result;
   }
 
  private:
-  void add(const DocumentPart& part, bool of_test_file, EncodedBlock& result) const {
+  bool belongs_to_test(const DocumentPart& part, const Block& block) const {
+    if (block.begin.file >= first_test_file_) return true;
+    if (block.file.test_from >= 0) return block.is_held_out();
+    return is_held_out(part.text, options_.seed, options_.test_fraction);
+  }
+
+  void add(const DocumentPart& part, const Block& block, EncodedBlock& result) const {
     Run run = {result.tokens.size(), static_cast<int64_t>(part.text.size()), part.first, part.last};
-    if (part.first && (of_test_file || is_held_out(part.text, options_.seed, options_.test_fraction)))
-      run.split = Split::test;
+    if (part.first && belongs_to_test(part, block)) run.split = Split::test;
     if (part.first && options_.bos) result.tokens.push_back(tokenizer_.bos());
     const std::vector<int32_t> ids =
         part.first ? tokenizer_.encode(part.text) : tokenizer_.encode_continuation(part.text);
@@ -250,8 +259,12 @@ Json plan_of(const TokenizeOptions& options, const Tokenizer& tokenizer, const s
              int64_t train_files) {
   Json inputs = Json::array();
   for (const InputFile& file : files) {
-    inputs.push_back({{"path", utf8_of_bytes(file.path)}, {"size", file.size}, {"modified", file.modified}});
+    inputs.push_back({{"path", utf8_of_bytes(file.modified > 0 ? file.path : kStandardInput)},
+                      {"size", file.size},
+                      {"modified", file.modified}});
     if (static_cast<int64_t>(inputs.size()) > train_files) inputs.back()["test"] = true;
+    if (file.test_from >= 0) inputs.back()["test_from"] = file.test_from;
+    if (options.format) inputs.back()["format"] = name_of(file.format);
   }
   return {{"tokenizer", to_json(describe(tokenizer))},
           {"options",
@@ -275,6 +288,12 @@ std::string input_difference(const std::vector<JsonValue>& before, const nlohman
   for (size_t i = 0; i < now.size(); ++i) {
     if (before[i].json() == now[i]) continue;
     const std::string path = now[i].at("path"), old_path = before[i].at("path").text();
+    const auto differs = [&](const char* key) {
+      return before[i].json().value(key, nlohmann::json()) != now[i].value(key, nlohmann::json());
+    };
+    if (path == old_path && differs("format")) return fmt::format("input \"{}\" was read with another --format", path);
+    if (path == old_path && !differs("size") && !differs("modified") && differs("test_from"))
+      return fmt::format("another part of input \"{}\" was held out for the test split", path);
     if (path == old_path) return fmt::format("input \"{}\" has changed", path);
     return fmt::format("input {} was \"{}\", now \"{}\"", i + 1, printable(old_path), path);
   }
@@ -329,6 +348,11 @@ void check(const TokenizeOptions& options, const Tokenizer& tokenizer) {
           "tokenize: --bos is set, but the tokenizer has no bos; leave --bos out, or use another tokenizer");
 }
 
+bool has_standard_input(const TokenizeOptions& options) {
+  return std::ranges::count(options.inputs, kStandardInput) + std::ranges::count(options.test_inputs, kStandardInput) >
+         0;
+}
+
 void remove_state(const std::string& folder) {
   fs::remove(folder + "/progress.json");
   fs::remove(folder + "/plan.json");
@@ -342,6 +366,63 @@ void forget_attempt(const std::string& folder) {
     for (int64_t shard = 0; fs::remove(folder + "/" + tokens_file(split, shard)); ++shard)
       for (const std::string& file : {documents_file(split, shard), checks_file(split, shard)})
         fs::remove(folder + "/" + file);
+}
+
+// The text of standard input in the folder while it is needed: its size must be known, and it is read more than once.
+class StandardInput {
+ public:
+  StandardInput(std::vector<InputFile>& files, const std::string& folder, const TokenizeHooks& hooks)
+      : path_(folder + "/standard-input") {
+    for (InputFile& file : files) {
+      if (file.path != kStandardInput) continue;
+      copy(hooks);
+      file.path = path_;
+      file.size = static_cast<int64_t>(fs::file_size(path_));
+    }
+  }
+  ~StandardInput() {
+    std::error_code ignored;
+    fs::remove(path_, ignored);
+  }
+  StandardInput(const StandardInput&) = delete;
+  StandardInput& operator=(const StandardInput&) = delete;
+
+ private:
+  void copy(const TokenizeHooks& hooks) const {
+    constexpr int kMilliseconds = 200;
+    AppendFile file(path_, 0);
+    std::vector<char> buffer(1 << 20);
+    while (true) {
+      if (hooks.stop && hooks.stop()) throw Stopped(std::string(kNotResumed));
+      pollfd input = {STDIN_FILENO, POLLIN, 0};
+      if (::poll(&input, 1, kMilliseconds) <= 0) continue;
+      const ssize_t got = ::read(STDIN_FILENO, buffer.data(), buffer.size());
+      if (got < 0 && (errno == EINTR || errno == EAGAIN)) continue;
+      require(got >= 0, "cannot read standard input: {}", std::strerror(errno));
+      if (got == 0) break;
+      file.append(buffer.data(), static_cast<size_t>(got));
+    }
+    file.close();
+  }
+
+  std::string path_;
+};
+
+void check_splits(const TokenizeOptions& options, const Corpus& corpus, size_t files, int64_t disk_bytes) {
+  const auto documents = [&](Split split) { return corpus.info(split).total().documents; };
+  const int64_t train = documents(Split::train), test = documents(Split::test);
+  const double fraction = options.test_fraction;
+  require(train + test > 0, "tokenize: the input has no text ({} files, {} bytes)", files, disk_bytes);
+  require(train > 0,
+          "tokenize: all {} documents belong to the test split, none is left for training; use a --test-fraction "
+          "below {}, more text, or --split-on-blank-line",
+          test, fraction);
+  require(test > 0 || options.test_inputs.empty(), "tokenize: the files of --test have no text");
+  require(
+      test > 0 || fraction == 0,
+      "tokenize: of {} documents none belongs to the test split with --test-fraction {}; use --test-fraction {:.2}, "
+      "files of your own with --test, or --test-fraction 0 for no test split",
+      train, fraction, std::clamp(10.0 / static_cast<double>(train), 0.01, 0.5));
 }
 
 void write_corpus(const TokenizeOptions& options, const Tokenizer& tokenizer, const std::vector<InputFile>& files,
@@ -359,6 +440,7 @@ void write_corpus(const TokenizeOptions& options, const Tokenizer& tokenizer, co
     for (const Run& run : block.runs) progress.text_bytes += run.text_bytes;
     if (hooks.progress) hooks.progress(progress);
     if (hooks.stop && hooks.stop()) {
+      if (has_standard_input(options)) throw Stopped(std::string(kNotResumed));
       corpus.checkpoint();
       throw Stopped(fmt::format("stopped; run the same command to resume \"{}\"", options.out));
     }
@@ -367,37 +449,47 @@ void write_corpus(const TokenizeOptions& options, const Tokenizer& tokenizer, co
 
 }  // namespace
 
-bool is_held_out(std::string_view text, uint64_t seed, double fraction) {
-  const RandomBits bits = random_bits(seed, kHeldOutStream, hash_of(text.substr(0, 64 << 10)));
-  const uint64_t number = uint64_t{bits.word[0]} << 21 ^ bits.word[1] >> 11;  // 53 bits
-  return static_cast<double>(number) * 0x1p-53 < fraction;
-}
-
 TokenizeResult tokenize_corpus(const TokenizeOptions& options, const TokenizeHooks& hooks) {
   const auto tokenizer = load_tokenizer(options.tokenizer);
   check(options, *tokenizer);
-  std::vector<InputFile> files = find_inputs(options.inputs);
+  std::vector<InputFile> files = find_inputs(options.inputs, options.format);
   const auto train_files = static_cast<int64_t>(files.size());
   if (!options.test_inputs.empty()) {
-    for (const InputFile& file : find_inputs(options.test_inputs)) {
+    for (const InputFile& file : find_inputs(options.test_inputs, options.format)) {
       require(std::ranges::none_of(files, [&](const InputFile& other) { return other.path == file.path; }),
               "tokenize: \"{}\" is given twice, or for training and for --test; give each file once", file.path);
       files.push_back(file);
     }
   }
-  const Json plan = plan_of(options, *tokenizer, files, train_files);
   const std::string& folder = options.out;
   std::error_code failed;
   fs::create_directories(folder, failed);
   require(!failed, "cannot create folder \"{}\": {}", folder, failed.message());
   const DirectoryLock lock(folder);
+  const bool from_pipe = has_standard_input(options);
+  if (from_pipe) {
+    require(!fs::exists(folder + "/manifest.json"),
+            "\"{}\" holds a finished result, which standard input cannot be compared with; use another --out, or "
+            "delete it",
+            folder);
+    forget_attempt(folder);
+  }
+  const StandardInput standard_input(files, folder, hooks);
+  if (options.test_inputs.empty())
+    hold_out_tail(files, options.reader, {options.test_fraction, options.seed, options.least_tail});
+  const Json plan = plan_of(options, *tokenizer, files, train_files);
 
   TokenizeResult result;
-  for (const InputFile& file : files) result.progress.disk_bytes_total += file.size;
+  for (const InputFile& file : files) {
+    result.progress.disk_bytes_total += file.size;
+    if (file.test_from >= 0) result.divided = file;
+  }
   if (fs::exists(folder + "/manifest.json")) {
     require_same(folder + "/manifest.json", plan, folder, "the result");
     remove_state(folder);
-    return {read_manifest(folder), result.progress, true};
+    result.manifest = read_manifest(folder);
+    result.was_complete = true;
+    return result;
   }
   if (fs::exists(folder + "/plan.json")) {
     require_same(folder + "/plan.json", plan, folder, "unfinished work");
@@ -405,17 +497,19 @@ TokenizeResult tokenize_corpus(const TokenizeOptions& options, const TokenizeHoo
     fs::remove(folder + "/progress.json");
     write_text(folder + "/plan.json", plan.dump(1) + "\n");
   }
+  bool useless = from_pipe;  // what an attempt that fails leaves
   try {
     if (tokenizer->kind() != "byte") save_tokenizer(folder, *tokenizer, options.bos);
     const int token_bytes = token_bytes_for(tokenizer->vocabulary_size());
     Corpus corpus(options, files, token_bytes);
     write_corpus(options, *tokenizer, files, train_files, corpus, hooks, result.progress);
     corpus.finish();
-    require(!corpus.info(Split::train).shards.empty() || !corpus.info(Split::test).shards.empty(),
-            "tokenize: the input has no text ({} files, {} bytes)", files.size(), result.progress.disk_bytes_total);
+    useless = true;
+    check_splits(options, corpus, files.size(), result.progress.disk_bytes_total);
+    useless = from_pipe;
     write_text(folder + "/manifest.json", manifest_of(plan, corpus, token_bytes).dump(1) + "\n");
   } catch (...) {
-    if (!fs::exists(folder + "/progress.json")) forget_attempt(folder);
+    if (useless || !fs::exists(folder + "/progress.json")) forget_attempt(folder);
     throw;
   }
   remove_state(folder);

@@ -2,16 +2,19 @@
 //
 // Blocks of text are encoded in parallel and written in the order of the input, so the shards do not depend on the
 // number of threads. Output is checkpointed with the position in the corpus; after an interruption the same call
-// resumes and produces the same bytes.
+// resumes and produces the same bytes. Standard input is copied to the folder first, and starts again.
+//
+// Neither split is empty, except for a test split that was not asked for (a fraction of 0): an error says what to do.
 #pragma once
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "base/error.h"
+#include "data/hold_out.h"
 #include "data/reader.h"
 #include "data/token_shards.h"
 
@@ -23,7 +26,9 @@ struct TokenizeOptions {
   std::string tokenizer;                 // for load_tokenizer
   std::string out;
   ReaderOptions reader;
+  std::optional<TextFormat> format;  // of the inputs given by name, and of standard input
   double test_fraction = 0.001;
+  int64_t least_tail = 0;  // of HoldOut
   uint64_t seed = 123;
   int64_t shard_tokens = 100'000'000;
   bool bos = false;  // begin documents with bos; they end with eos in any case
@@ -53,12 +58,9 @@ struct TokenizeResult {
   Manifest manifest;
   TokenizeProgress progress;
   bool was_complete = false;  // nothing was left to do
+  InputFile divided;          // the file whose tail is the test split; none: an empty path
 };
 
 TokenizeResult tokenize_corpus(const TokenizeOptions& options, const TokenizeHooks& hooks = {});
-
-// Whether a document belongs to the test split: a pure function of the seed and its text (the first 64 KiB of it), so
-// the order and the number of other documents do not matter, and equal documents stay together.
-bool is_held_out(std::string_view text, uint64_t seed, double fraction);
 
 }  // namespace furious

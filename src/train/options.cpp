@@ -125,10 +125,12 @@ std::vector<TrainOption> make_table() {
   t.number("length", &O::length, 1, 1 << 26, "Number of tokens in a sequence");
   t.number("seed", &O::seed, 0, std::numeric_limits<uint64_t>::max(),
            "Seed of the weights and of the order of the data");
+  t.number("shuffle-window", &O::shuffle_window, 0, kAny,
+           "Shuffle the rows within windows of this many rows (documents with --packing rows); 0: all of the data");
   t.fixed = false;
-  t.text(
-      "data", &O::data,
-      "Folder of token shards written by `furious tokenize`, or synthetic:recall, synthetic:passkey, synthetic:lookup");
+  t.text("data", &O::data,
+         "Folder of token shards written by `furious tokenize`; several as a:0.7,b:0.3, with shares of the rows; or "
+         "synthetic:recall, synthetic:passkey, synthetic:lookup");
   t.text("init", &O::init, "Start from the weights of this model");
   t.number("accumulate", &O::accumulate, 1, 1 << 24, "Number of micro-batches in a batch (gradient accumulation)");
   t.number("steps", &O::steps, 1, kAny, "Number of optimizer steps in total");

@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "data/batches.h"
 #include "data/dataset.h"
@@ -10,8 +11,18 @@
 
 namespace furious {
 
+// A folder of token shards and its share of the rows.
+struct DataShare {
+  std::string folder;
+  double share = 0;  // 0: in proportion to its size
+
+  bool operator==(const DataShare&) const = default;
+};
+// "a:0.7,b:0.3", "a,b" or "a"; what exists as a whole is one folder, whatever its name contains.
+std::vector<DataShare> data_shares(const std::string& data);
+
 struct TrainData {
-  std::unique_ptr<Dataset> dataset;            // null for a synthetic task
+  std::unique_ptr<Dataset> dataset;            // the first of several; null for a synthetic task
   std::shared_ptr<const Tokenizer> tokenizer;  // null where there is none
   std::unique_ptr<BatchSource> batches;
   std::unique_ptr<BatchSource> test;  // null without a test split; a batch has the rows of one rank's micro-batch

@@ -2,7 +2,9 @@
 #include <signal.h>
 #include <sys/wait.h>
 
+#include <algorithm>
 #include <filesystem>
+#include <nlohmann/json.hpp>
 
 #include "cli/run.h"
 #include "data/corpus.h"
@@ -35,6 +37,8 @@ class DataCommands : public ::testing::Test {
 TEST_F(DataCommands, HelpHasAnExample) {
   for (const char* command : {"tokenize", "tokenizer", "tokenizer train", "tokenizer show"})
     expect_run(std::string(command) + " --help", 0, {"Example: furious tokeni"});
+  for (const char* command : {"data", "data show"})
+    expect_run(std::string(command) + " --help", 0, {"Example: furious data show"});
 }
 
 TEST_F(DataCommands, UsageErrors) {
@@ -76,7 +80,8 @@ TEST_F(DataCommands, BadInput) {
              {"not a SentencePiece model"});
   expect_run(tokenize(jsonl, "a.jsonl"), 1, {"cannot create folder"});
   expect_run("tokenizer show bite", 1, {"did you mean \"byte\""});
-  expect_run(tokenize(folder.write("bad.txt", "a\xFF"), "replaced"), 0, {"1 broken UTF-8"});
+  expect_run(tokenize(folder.write("bad.txt", "a\xFF"), "replaced", "--test-fraction 0"), 0, {"1 broken UTF-8"});
+  expect_run(tokenize(jsonl, "out", "--format yaml"), 2, {"--format", "jsonl"});
 }
 
 TEST_F(DataCommands, ResumesAfterKillOrStopWithTheSameBytes) {
@@ -105,17 +110,161 @@ TEST_F(DataCommands, ResumesAfterKillOrStopWithTheSameBytes) {
   }
 }
 
+// The commands of the README on one text file.
+TEST_F(DataCommands, ASingleTextFileIsEnough) {
+  Random random(4);
+  std::string text;
+  for (const std::string& document : random_documents(random, 400)) text += document + "\n\n";
+  const std::string input = folder.write("book.txt", text);
+  const std::string model = folder.path("t.model"), shards = folder.path("shards"), out = folder.path("run");
+  expect_run(fmt::format("tokenizer train {} --vocab 300 --out {}", input, model), 0, {"vocabulary of 300"});
+  expect_run(fmt::format("tokenize {} --tokenizer {} --out {}", input, model, shards), 0,
+             {"the test split is the end of", "book.txt"});
+  const Dataset data(shards);
+  EXPECT_EQ(data.tokens(Split::train).documents(), 1);
+  EXPECT_EQ(data.tokens(Split::test).documents(), 1);
+  const auto bytes = static_cast<double>(text.size());
+  EXPECT_NEAR(static_cast<double>(data.tokens(Split::test).text_bytes()), 0.1 * bytes, 0.05 * bytes);
+  EXPECT_EQ(data.tokens(Split::train).text_bytes() + data.tokens(Split::test).text_bytes(),
+            static_cast<int64_t>(text.size()));
+  expect_run(fmt::format("train --data {} --out {} --hidden 32 --intermediate 32 --heads 2 --layers 2 --batch 2 "
+                         "--length 32 --steps 2 --device cpu",
+                         shards, out),
+             0, {"done after 2 steps"});
+  expect_run(fmt::format("eval {} --data {} --device cpu", out, shards), 0, {"per token"});
+  expect_run(fmt::format("tokenize {} --tokenizer {} --out {}", input, model, shards), 0, {"already complete"});
+  expect_run(fmt::format("tokenize {} --tokenizer {} --out {} --test-fraction 0.3", input, model, shards), 1,
+             {"--test-fraction was 0.001, now 0.3"});
+}
+
+TEST_F(DataCommands, NoSplitIsEmptyWithoutAnError) {
+  const std::string lines = folder.write("a.jsonl", json_lines({"one", "two", "three"}));
+  expect_run(tokenize(lines, "out"), 1, {"of 3 documents none belongs to the test split", "use --test-fraction 0.5"});
+  expect_run(tokenize(lines, "out", "--test-fraction 0.9999"), 1, {"none is left for training"});
+  expect_run(tokenize(folder.write("x.txt", "x"), "out"), 1, {"x.txt", "too short", "--test FILE"});
+  expect_run(tokenize(lines, "out", "--test " + folder.write("empty.txt", "")), 1, {"--test have no text"});
+  EXPECT_TRUE(read_folder(folder.path("out")).empty());
+  expect_run(tokenize(lines, "out", "--test-fraction 0"), 0, {"3 documents"});
+}
+
+// The same documents in every format give the same shards.
+TEST_F(DataCommands, FormatsOfText) {
+  Random random(5);
+  const std::vector<std::string> documents = random_documents(random, 60);
+  std::string csv = "n,body\r\n", objects = "[", values = "[";
+  for (const std::string& document : documents) {
+    const std::string line = json_lines({document});
+    csv += "1,\"" + document + "\"\r\n";  // without quotes of their own
+    objects += (objects.size() > 1 ? ",\n  " : "") + line;
+    const size_t colon = line.find(':') + 1;
+    values += (values.size() > 1 ? "," : "") + line.substr(colon, line.rfind('}') - colon);
+  }
+  ASSERT_EQ(csv.find('"', csv.find("1,\"") + 3), csv.find("\"\r\n"));
+  const auto tokens = [&](const std::string& name, const std::string& input, const std::string& more = "",
+                          const std::string& before = "") {
+    const RunResult result = run(tokenize(input, name, "--test-fraction 0.2 " + more), before);
+    EXPECT_EQ(result.code, 0) << result.output;
+    auto files = read_folder(folder.path(name));
+    files.erase("manifest.json");
+    return files;
+  };
+  const std::string jsonl = folder.write("a.jsonl", json_lines(documents));
+  const auto expected = tokens("jsonl", jsonl);
+  EXPECT_EQ(tokens("objects", folder.write("a.json", objects + "]")), expected);
+  EXPECT_EQ(tokens("values", folder.write("b.json", values + "]")), expected);
+  EXPECT_EQ(tokens("lines", folder.write("c.json", json_lines(documents))), expected);
+  EXPECT_EQ(tokens("csv", folder.write("a.csv", csv), "--column body"), expected);
+  std::ranges::replace(csv, ',', '\t');
+  EXPECT_EQ(tokens("format", folder.write("a.dump", json_lines(documents)), "--format jsonl"), expected);
+  EXPECT_EQ(tokens("pipe", "-", "--format jsonl", "cat " + jsonl + " |"), expected);
+  EXPECT_FALSE(fs::exists(folder.path("pipe/standard-input")));
+  expect_run(tokenize("-", "pipe"), 1, {"standard input cannot be compared"});
+
+  const std::string markdown = "# Title\n\nText & more.\n";
+  const auto text = tokens("txt", folder.write("a.txt", markdown));
+  EXPECT_EQ(tokens("md", folder.write("a.md", markdown)), text);
+  EXPECT_EQ(tokens("html", folder.write("a.html", "<h1># Title</h1><p>Text &amp; more.<pre>\n</pre>")), text);
+  EXPECT_EQ(tokens("stdin", "-", "", "cat " + folder.path("a.txt") + " |"), text);
+  expect_run(tokenize(folder.write("bad.csv", "a,text\n1,\"x\"y\n"), "bad"), 1, {"bad.csv", "line 2"});
+  expect_run(tokenize(folder.write("bad.json", R"([{"text": "x"}, {"text": 1}])"), "bad"), 1, {"bad.json", "record 2"});
+  expect_run(fmt::format("tokenizer train - --vocab 300 --out {} < {}", folder.path("t.model"), folder.path("c.json")),
+             0, {"vocabulary of 300"});
+}
+
+TEST_F(DataCommands, ShowsShards) {
+  Random random(6);
+  const std::string input = folder.write("a.jsonl", json_lines(random_documents(random, 100)));
+  ASSERT_EQ(run(tokenize(input, "data", "--test-fraction 0.2")).code, 0);
+  const Dataset data(folder.path("data"));
+  const std::string json = folder.path("show.json");
+  expect_run(
+      "data show " + folder.path("data") + " --samples 2 --json " + json, 0,
+      {"byte, 258 ids, bos 256, eos 257", "fingerprint", fmt::format("{}", data.tokens(Split::train).size()),
+       "lengths of the train documents", "lengths of the test documents", " to ", "█", "train document", "tokens:"});
+  const auto shown = nlohmann::json::parse(testing::read_file(json));
+  int64_t documents = 0, tokens = 0;
+  for (const auto& bucket : shown.at("train").at("lengths")) {
+    documents += bucket.at("documents").get<int64_t>();
+    tokens += bucket.at("tokens").get<int64_t>();
+  }
+  EXPECT_EQ(documents, data.tokens(Split::train).documents());
+  EXPECT_EQ(tokens, data.tokens(Split::train).size());
+  expect_run("data show " + folder.path("none"), 1, {"does not exist", "furious tokenize"});
+  expect_run("data shwo", 2, {"did you mean \"show\""});
+}
+
+// A mixture is resumed with the same bits, and is no other mixture.
+TEST_F(DataCommands, TrainsOnAMixture) {
+  Random random(7);
+  for (const char* name : {"a", "b:c"}) {  // a colon in a name is one
+    const std::string input = folder.write("in.jsonl", json_lines(random_documents(random, 60)));
+    ASSERT_EQ(run(tokenize(input, name, "--test-fraction 0.2")).code, 0);
+    fs::remove(input);
+  }
+  const std::string a = folder.path("a"), b = folder.path("b:c");
+  const auto train = [&](const std::string& data, const std::string& out, const std::string& more) {
+    return fmt::format(
+        "train --data {} --out {} --hidden 32 --intermediate 32 --heads 2 --layers 2 --batch 4 --length 24 --threads 1 "
+        "--device cpu --shuffle-window 50 {}",
+        data, folder.path(out), more);
+  };
+  const std::string mixed = a + ":0.7," + b + ":0.3";
+  expect_run(train(mixed, "whole", "--steps 8 --schedule-steps 100 --eval-every 4"), 0,
+             {"done after 8 steps", "test loss"});
+  expect_run(train(mixed, "parts", "--steps 5 --schedule-steps 100 --eval-every 4"), 0, {"done after 5 steps"});
+  expect_run("train --resume --steps 8 --out " + folder.path("parts"), 0, {"resumed from", "done after 8 steps"});
+  const auto weights = [&](const std::string& out) {
+    return testing::read_file(folder.path(out) + "/latest/model.safetensors");
+  };
+  EXPECT_TRUE(weights("whole") == weights("parts"));
+  expect_run(train(a + ":0.5," + b + ":0.5", "other", "--steps 8 --schedule-steps 100"), 0, {"done"});
+  EXPECT_FALSE(weights("whole") == weights("other"));
+  expect_run(fmt::format("train --resume --steps 9 --out {} --data {}:0.6,{}:0.4", folder.path("parts"), a, b), 1,
+             {"other data"});
+  expect_run(train(b, "alone", "--steps 1"), 0, {"done"});
+  expect_run(train(a + "," + b, "sizes", "--steps 1"), 0, {"done"});
+  expect_run(train(a + ":0.7," + b, "bad", "--steps 1"), 1, {"some folders", "have a share"});
+  expect_run(train(a + ":much," + b + ":0.3", "bad", "--steps 1"), 1, {":much", "FOLDER:SHARE"});
+  const std::string model = folder.write("t.model", small_model());
+  const std::string input = folder.write("in.jsonl", json_lines(random_documents(random, 60)));
+  ASSERT_EQ(
+      run(fmt::format("tokenize {} --tokenizer {} --out {} --test-fraction 0.2", input, model, folder.path("c"))).code,
+      0);
+  expect_run(train(a + ":0.5," + folder.path("c") + ":0.5", "bad", "--steps 1"), 1,
+             {"mixes two tokenizers", "same --tokenizer"});
+}
+
 // A limit on file sizes simulates a full disk: writes fail the same way.
 TEST_F(DataCommands, ReportsAFullDiskAndLosesNothing) {
   Random random(3);
   const std::vector<std::string> documents = random_documents(random, 3000);
   const std::string input = folder.write("in.jsonl", json_lines(documents));
-  ASSERT_EQ(run(tokenize(input, "whole")).code, 0);
-  const RunResult limited = run(tokenize(input, "full"), "trap '' XFSZ; ulimit -f 100;");
+  ASSERT_EQ(run(tokenize(input, "whole", "--test-fraction 0.01")).code, 0);
+  const RunResult limited = run(tokenize(input, "full", "--test-fraction 0.01"), "trap '' XFSZ; ulimit -f 100;");
   EXPECT_EQ(limited.code, 1);
   EXPECT_NE(limited.output.find("cannot write"), std::string::npos) << limited.output;
   EXPECT_FALSE(fs::exists(folder.path("full/manifest.json")));
-  ASSERT_EQ(run(tokenize(input, "full")).code, 0);
+  ASSERT_EQ(run(tokenize(input, "full", "--test-fraction 0.01")).code, 0);
   EXPECT_TRUE(read_folder(folder.path("full")) == read_folder(folder.path("whole")));
 }
 

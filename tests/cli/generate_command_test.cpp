@@ -94,6 +94,29 @@ TEST_F(GenerateCommand, StopsBeforeAStopString) {
   EXPECT_EQ(text_of(options + "--stop Never --stop " + stop), text.substr(0, text.find(stop)) + "\n");
 }
 
+TEST_F(GenerateCommand, ABareFileWithoutATokenizer) {
+  const std::string bare = folder.path("bare/weights.safetensors");
+  fs::create_directories(folder.path("bare"));
+  fs::copy_file(model + "/model.safetensors", bare);
+  fs::copy_file(model + "/config.json", folder.path("bare/config.json"));
+  const std::string command = fmt::format("generate {} --prompt abc --tokens 2 --device cpu", bare);
+  expect_run(command, 1, {"weights.safetensors", "has no tokenizer", "--tokenizer"});
+  expect_run(command + " --tokenizer byte", 0, {});
+}
+
+// A state belongs to the ids of one tokenizer.
+TEST_F(GenerateCommand, AStateOfAnotherTokenizerIsRefused) {
+  const std::string state = folder.path("state");
+  text_of("--prompt abc --tokens 2 --save-state " + state);
+  const std::string other = folder.write("other/tokenizer.json", R"({"added_tokens": [{"id": 0, "content": "<s>",
+      "single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": true}],
+      "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true},
+      "decoder": {"type": "ByteLevel"}, "model": {"type": "BPE", "vocab": {"a": 1, "b": 2}, "merges": []}})");
+  folder.write("other/tokenizer_config.json", R"({"bos_token": "<s>", "eos_token": "<s>"})");
+  expect_run(generate(fmt::format("--load-state {} --tokenizer {} --tokens 2", state, other)), 1,
+             {"another tokenizer"});
+}
+
 TEST_F(GenerateCommand, StateFiles) {
   const std::string state = folder.path("state");
   const std::string whole = text_of("--prompt 'some words' --tokens 20");

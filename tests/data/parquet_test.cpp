@@ -2,6 +2,7 @@
 #ifdef FURIOUS_PARQUET
 #include <arrow/api.h>
 #include <arrow/io/file.h>
+#include <arrow/ipc/writer.h>
 #include <parquet/arrow/writer.h>
 
 #include <optional>
@@ -135,6 +136,37 @@ TEST(Parquet, RecordsWithTextAndNumbers) {
   expect_error([&] { for_each_record(path, {"txt"}, visitor); }, {"a.parquet", "did you mean \"text\""});
   const std::string cut = folder.write("cut.parquet", testing::read_file(path).substr(0, 999));
   expect_error([&] { for_each_record(cut, {"id"}, visitor); }, {"cannot read", "cut.parquet"});
+}
+
+// A stream as datasets.save_to_disk writes it.
+TEST(Parquet, ArrowStreams) {
+  Random random(45);
+  const TemporaryFolder folder;
+  const std::vector<std::string> documents = random_documents(random, 500);
+  const auto texts = text_column<arrow::StringBuilder>(Texts(documents.begin(), documents.end()));
+  const auto schema = arrow::schema({arrow::field("id", arrow::int64()), arrow::field("text", texts->type())});
+  const auto batch = arrow::RecordBatch::Make(schema, texts->length(), {row_numbers(documents.size()), texts});
+  const std::string path = folder.path("in/data-00000-of-00001.arrow");
+  folder.write("in/state.json", "{}");
+  const auto file = arrow::io::FileOutputStream::Open(path).ValueOrDie();
+  const auto writer = arrow::ipc::MakeStreamWriter(file, schema).ValueOrDie();
+  for (int64_t row = 0; row < batch->num_rows(); row += 100) check(writer->WriteRecordBatch(*batch->Slice(row, 100)));
+  check(writer->Close());
+  check(file->Close());
+  EXPECT_EQ(read_all({folder.path("in")}).documents, documents);
+  const std::vector<std::string> inputs = {path};
+  std::vector<Block> blocks;
+  BlockReader reader(find_inputs(inputs), {});
+  for (Block block; reader.next(block);) blocks.push_back(block);
+  EXPECT_EQ(blocks.size(), 5u);
+  std::vector<std::string> rest = read_all(inputs, {}, blocks[1].end).documents;
+  EXPECT_EQ(rest, std::vector<std::string>(documents.begin() + 200, documents.end()));
+  ReaderOptions options;
+  options.field = "txt";
+  expect_error([&] { read_all(inputs, options); }, {"arrow", "did you mean \"text\""});
+  const std::string bytes = testing::read_file(path);
+  for (const size_t kept : {size_t{3}, bytes.size() / 2})
+    expect_error([&] { read_all({folder.write("cut.arrow", bytes.substr(0, kept))}); }, {"cannot read", "cut.arrow"});
 }
 
 TEST(Parquet, TruncatedAndDamagedFilesAreNamed) {

@@ -1,5 +1,7 @@
 #include "data/reader.h"
 
+#include <nlohmann/json.hpp>
+
 #include "data/corpus.h"
 
 namespace furious {
@@ -217,7 +219,114 @@ TEST(FindInputs, ErrorsNameTheProblem) {
   expect_error([&] { find_inputs({folder.path("none.txt")}); }, {"none.txt", "does not exist"});
   expect_error([&] { find_inputs({folder.path("*.txt")}); }, {"*.txt", "does not exist"});
   expect_error([&] { find_inputs({folder.path("empty")}); }, {"no supported files", ".jsonl"});
-  expect_error([&] { find_inputs({folder.path("empty/readme.md")}); }, {"readme.md", "unknown file type", ".txt"});
+  expect_error([&] { find_inputs({folder.write("a.rst", "x")}); }, {"a.rst", "unknown file type", ".txt", "--format"});
+}
+
+TEST(FindInputs, DescriptionsOfADatasetAreNotTextOfIt) {
+  const TemporaryFolder folder;
+  for (const char* name : {"in/data/a.parquet", "in/README.md", "in/notes.md", "in/dataset_info.json", "in/b.txt"})
+    folder.write(name, "x");
+  std::vector<std::string> names;
+  for (const InputFile& file : find_inputs({folder.path("in")})) names.push_back(file.path);
+  EXPECT_EQ(names, (std::vector<std::string>{folder.path("in/b.txt"), folder.path("in/data/a.parquet")}));
+}
+
+TEST(FindInputs, SeveralSplitsOfADatasetAreRefused) {
+  const TemporaryFolder folder;
+  folder.write("saved/dataset_dict.json", "{}");
+  folder.write("saved/train/data-00000-of-00001.arrow", "x");
+  expect_error([&] { find_inputs({folder.path("saved")}); }, {"several splits", "saved/train --test"});
+  EXPECT_EQ(find_inputs({folder.path("saved/train")}).size(), 1u);
+  folder.write("hub/train-00000-of-00002.parquet", "x");
+  folder.write("hub/train-00001-of-00002.parquet", "x");
+  EXPECT_EQ(find_inputs({folder.path("hub")}).size(), 2u);
+  folder.write("hub/test-00000-of-00001.parquet", "x");
+  expect_error([&] { find_inputs({folder.path("hub")}); }, {"several splits", "train-*", "test-*"});
+  EXPECT_EQ(find_inputs({folder.path("hub/train-*")}).size(), 2u);
+}
+
+std::string csv_of(const std::vector<std::string>& documents, char separator, const std::string& line_break) {
+  std::string text = fmt::format("id{}text{}", separator, line_break);
+  for (size_t i = 0; i < documents.size(); ++i) {
+    std::string quoted;
+    for (const char c : documents[i]) quoted += c == '"' ? std::string("\"\"") : std::string(1, c);
+    text += fmt::format("{}{}\"{}\"{}", i, separator, quoted, line_break);
+  }
+  return text;
+}
+
+// Documents with quotes, separators and line breaks, in every format, in blocks of any size, continued anywhere.
+TEST(Reader, RecordsOfAnyFormatForAnyBlockSize) {
+  Random random(17);
+  const TemporaryFolder folder;
+  std::vector<std::string> documents = random_documents(random, 40);
+  for (size_t i = 0; i < documents.size(); i += 3) documents[i] += "\"quoted\", and\n\nbroken\tlines\r\n\\";
+  nlohmann::json objects = nlohmann::json::array(), strings = nlohmann::json::array();
+  std::string pretty;
+  for (const std::string& document : documents) {
+    objects.push_back({{"more", {1, {{"text", "no"}}}}, {"text", document}});
+    strings.push_back(document);
+    pretty += objects.back().dump(2) + "\n";
+  }
+  const std::vector<std::string> paths = {
+      folder.write("a.json", objects.dump()),
+      folder.write("b.json", objects.dump(4)),
+      folder.write("c.json", strings.dump(1)),
+      folder.write("d.json", json_lines(documents)),
+      folder.write("e.json", pretty),
+      folder.write("f.json.gz", gzip_of(objects.dump(1))),
+      folder.write("a.csv", csv_of(documents, ',', "\n")),
+      folder.write("b.csv", csv_of(documents, ',', "\r\n")),
+      folder.write("a.tsv", csv_of(documents, '\t', "\n")),
+      folder.write("c.csv.zst", zstd_of("\xEF\xBB\xBF" + csv_of(documents, ',', "\n")))};
+  for (const std::string& path : paths)
+    for (const size_t block : {4, 100, 1000, 1 << 20}) {
+      SCOPED_TRACE(fmt::format("{} in blocks of {}", path, block));
+      const ReaderOptions options = small_blocks(block);
+      EXPECT_EQ(read_all({path}, options).documents, documents);
+      if (block != 1000) continue;
+      std::vector<Block> blocks;
+      BlockReader reader(find_inputs({path}), options);
+      for (Block one; reader.next(one);) blocks.push_back(one);
+      for (size_t i = 0; i + 1 < blocks.size(); ++i) {
+        BlockReader continued(find_inputs({path}), options, blocks[i].end);
+        Block one;
+        ASSERT_TRUE(continued.next(one));
+        EXPECT_EQ(one.bytes, blocks[i + 1].bytes);
+        EXPECT_EQ(one.begin.line, blocks[i + 1].begin.line);
+      }
+    }
+}
+
+TEST(Reader, ErrorsOfRecordsNameThePlace) {
+  const TemporaryFolder folder;
+  const auto refused = [&](const char* name, const std::string& bytes, const std::vector<std::string>& parts) {
+    SCOPED_TRACE(bytes);
+    expect_error([&] { read_all({folder.write(name, bytes)}); }, parts);
+  };
+  refused("a.json", R"([{"text": "x"}, {"text": 3}])", {"a.json", "record 2", "is a number"});
+  refused("a.json", R"([{"text": "x"} {"text": "y"}])", {"a.json", "record 2", "no comma"});
+  refused("a.json", "[\n{\"text\": \"x\"},\n]", {"record 2", "line 3", "comma before the end"});
+  refused("a.json", R"([{"text": "x"}] more)", {"record 2", "follows the end"});
+  refused("a.json", R"([{"text": "x"}, {"text": "y)", {"record 2", "ends inside"});
+  refused("a.json", R"([{"text": "x"})", {"record 2", "ends before the array"});
+  refused("a.json", "[\"a\nb\"]", {"record 1", "line break inside a string"});
+  refused("a.json", R"([{"txt": "x"}])", {"record 1", "did you mean \"txt\""});
+  refused("a.json", "[7]", {"record 1", "expected a JSON object", "or a string"});
+  refused("a.csv", "id,text\n1,x\n2,y,z\n", {"a.csv", "line 3", "3 fields", "2 columns"});
+  refused("a.csv", "id,text\n1,\"x\ny\"\n2,\"y\"z\n", {"a.csv", "line 4", "closing quote"});
+  refused("a.csv", "id,text\n1,\"x\n2,y\n", {"a.csv", "line 2", "does not close"});
+  refused("a.csv", "id,txt\n1,x\n", {"--column", "a.csv", "did you mean \"txt\""});
+}
+
+TEST(Reader, HtmlIsItsText) {
+  const TemporaryFolder folder;
+  std::string page = "<html><head><title>T</title><style>p {}</style></head><body>";
+  for (int i = 0; i < 500; ++i) page += fmt::format("<p class=\"a > b\">paragraph&nbsp;{} &lt;&#65;&gt;", i);
+  std::string expected = "T";
+  for (int i = 0; i < 500; ++i) expected += fmt::format("\n\nparagraph {} <A>", i);
+  for (const size_t block : {64, 1000, 1 << 20})
+    EXPECT_EQ(read_all({folder.write("a.html", page)}, small_blocks(block)).documents, std::vector{expected}) << block;
 }
 
 #ifndef FURIOUS_PARQUET

@@ -280,6 +280,7 @@ TEST(TokenizerJson, GoesThroughShards) {
   options.inputs = {folder.write("text.jsonl", json_lines(documents))};
   options.tokenizer = folder.path("model");
   options.out = folder.path("shards");
+  options.test_fraction = 0;
   tokenize_corpus(options);
   const Dataset data(folder.path("shards"));
   const auto tokenizer = tokenizer_of(json);

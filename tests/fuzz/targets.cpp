@@ -9,7 +9,9 @@
 #include "base/error.h"
 #include "base/file.h"
 #include "base/json.h"
+#include "data/html.h"
 #include "data/progress.h"
+#include "data/reader.h"
 #include "data/token_shards_json.h"
 #include "data/tokenizer.h"
 #include "data/tokenizer_json.h"
@@ -290,6 +292,51 @@ bool request(std::string_view bytes) {
   return parsed(serve::parse_state_request) || completion || chat;
 }
 
+namespace {
+
+// The documents of a file for two sizes of blocks; they are the same.
+bool read_corpus(std::string_view bytes, TextFormat format) {
+  const MemoryFile file(bytes);
+  return accepted([&] {
+    std::vector<std::string> all;
+    for (const size_t block : {64, 1 << 20}) {
+      ReaderOptions options;
+      options.block_bytes = block;
+      BlockReader reader({{file.path().string(), format, static_cast<int64_t>(bytes.size()), 1}}, options);
+      std::string text;
+      for (Block one; reader.next(one);)
+        for_each_document_part(one, options, [&](const DocumentPart& part) {
+          text += part.text;
+          if (part.last) text += '\n';
+        });
+      all.push_back(text);
+    }
+    if (all[0] != all[1]) std::abort();
+    require(!all[0].empty(), "no documents");
+  });
+}
+
+}  // namespace
+
+bool csv(std::string_view bytes) {
+  read_corpus(bytes, TextFormat::tsv);
+  return read_corpus(bytes, TextFormat::csv);
+}
+
+bool json_records(std::string_view bytes) {
+  return read_corpus(bytes, TextFormat::json);
+}
+
+bool html(std::string_view bytes) {
+  const std::string text = html_to_text(bytes);
+  std::string pieces;
+  HtmlText reader;
+  for (size_t at = 0; at < bytes.size(); at += 7) reader.feed(bytes.substr(at, 7), pieces);
+  reader.finish(pieces);
+  if (pieces != text) std::abort();
+  return !text.empty();
+}
+
 std::vector<std::pair<std::string, std::string>> good_files() {
   return {{"safetensors", good_safetensors()},
           {"pickle", good_pickle()},
@@ -309,7 +356,10 @@ std::vector<std::pair<std::string, std::string>> good_files() {
           {"tokenizer_json", std::string(kMetaspace)},
           {"request", std::string(kCompletionRequest)},
           {"request", std::string(kChatRequest)},
-          {"request", R"({"name": "a", "messages": [{"role": "user", "content": "x"}], "state": "b"})"}};
+          {"request", R"({"name": "a", "messages": [{"role": "user", "content": "x"}], "state": "b"})"},
+          {"csv", "id,kind,text\n1,\"a,\"\"b\"\"\",\"the\nend\"\n"},
+          {"json_records", R"([{"id": [1, {"text": 2}], "text": "a\u00e9\n"}, "only a string", {"text": "\ud83d"}])"},
+          {"html", "<!-- comment --><script>x < y</script><p class='a > b'>&#65;"}};
 }
 
 }  // namespace furious::fuzz

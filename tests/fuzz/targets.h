@@ -22,16 +22,27 @@ bool manifest(std::string_view bytes);
 bool progress(std::string_view bytes);   // with a corrected checksum
 bool tokenizer(std::string_view bytes);  // a SentencePiece model
 bool tokenizer_json(std::string_view bytes);
-bool request(std::string_view bytes);  // the body of a request to the server
+bool request(std::string_view bytes);       // the body of a request to the server
+bool csv(std::string_view bytes);           // a file of a corpus, with a column "text"
+bool json_records(std::string_view bytes);  // likewise, with fields "text"
+bool html(std::string_view bytes);          // accepted if it has text
 
 struct Target {
   const char* name;
   bool (*run)(std::string_view);
 };
-inline constexpr Target kTargets[] = {
-    {"safetensors", safetensors}, {"pickle", pickle},     {"config", config},       {"state", state},
-    {"manifest", manifest},       {"progress", progress}, {"tokenizer", tokenizer}, {"tokenizer_json", tokenizer_json},
-    {"request", request}};
+inline constexpr Target kTargets[] = {{"safetensors", safetensors},
+                                      {"pickle", pickle},
+                                      {"config", config},
+                                      {"state", state},
+                                      {"manifest", manifest},
+                                      {"progress", progress},
+                                      {"tokenizer", tokenizer},
+                                      {"tokenizer_json", tokenizer_json},
+                                      {"request", request},
+                                      {"csv", csv},
+                                      {"json_records", json_records},
+                                      {"html", html}};
 
 // Valid files with the name of their target: the seeds of the corpus.
 std::vector<std::pair<std::string, std::string>> good_files();

@@ -1,0 +1,79 @@
+#include "data/mixture.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+#include "base/error.h"
+#include "data/batch_rows.h"
+
+namespace furious {
+namespace {
+
+constexpr int kShareBits = 32;
+
+// ⌊n·share + ½⌋
+int64_t rows_of(int64_t n, uint64_t share) {
+  const auto product = static_cast<unsigned __int128>(n) * share + (uint64_t{1} << (kShareBits - 1));
+  return static_cast<int64_t>(product >> kShareBits);
+}
+
+}  // namespace
+
+Mixture::Mixture(const std::vector<double>& shares) {
+  double left = std::accumulate(shares.begin(), shares.end(), 0.0);
+  for (const double share : shares) {
+    require(share > 0 && std::isfinite(left), "data: a share of {}, expected a number above 0", share);
+    shares_.push_back(static_cast<uint64_t>(std::llround(std::min(1.0, share / left) * std::exp2(kShareBits))));
+    left -= share;
+  }
+}
+
+MixedRow Mixture::operator()(int64_t number) const {
+  for (size_t source = 0; source + 1 < shares_.size(); ++source) {
+    const int64_t before = rows_of(number, shares_[source]);
+    if (rows_of(number + 1, shares_[source]) > before) return {source, before};
+    number -= before;
+  }
+  return {shares_.size() - 1, number};
+}
+
+MixedBatches::MixedBatches(std::vector<DatasetBatches> sources, const std::vector<double>& shares, int64_t batch)
+    : sources_(std::move(sources)), batch_(batch) {
+  require(!sources_.empty() && batch >= 1, "batches: {} sources in batches of {}", sources_.size(), batch);
+  if (!shares.empty()) mixture_.emplace(shares);
+}
+
+int64_t MixedBatches::steps() const {
+  int64_t samples = 0;
+  for (const DatasetBatches& source : sources_) samples += source.samples();
+  return (samples + batch_ - 1) / batch_;
+}
+
+std::optional<MixedRow> MixedBatches::row(int64_t number) const {
+  if (mixture_) return (*mixture_)(number);
+  for (size_t source = 0; source < sources_.size(); ++source) {
+    if (number < sources_[source].samples()) return MixedRow{source, number};
+    number -= sources_[source].samples();
+  }
+  return std::nullopt;
+}
+
+Batch MixedBatches::at(int64_t step, RowRange range) const {
+  require(step >= 0, "batches: step {}, expected 0 or more", step);
+  BatchRows rows(batch_, length(), range, 0);
+  std::vector<int32_t> boundaries;
+  for (int64_t i = 0; i < rows.count(); ++i) {
+    const auto mixed = row(step * batch_ + rows.first() + i);
+    if (!mixed) continue;
+    const Batch one = sources_[mixed->source].at(mixed->row);
+    std::copy_n(one.inputs.data<int32_t>(), length(), rows.inputs(i));
+    std::copy_n(one.targets.data<int32_t>(), length(), rows.targets(i));
+    if (!one.boundaries) continue;
+    for (int64_t b = 0; b < one.boundaries.elements(); ++b)
+      boundaries.push_back(static_cast<int32_t>(i * length()) + one.boundaries.data<int32_t>()[b]);
+  }
+  return rows.finish(boundaries);
+}
+
+}  // namespace furious
