@@ -56,13 +56,18 @@ Model Model::load(const std::filesystem::path& given, const LoadOptions& options
           options.threads);
   const ThreadLimit limit(options.threads);
   const Device device = usable_device(options.device);
-  const std::string dtype = !options.dtype.empty() ? options.dtype : device.is_cpu() ? "f32" : "bf16";
+  const bool is_named = !options.dtype.empty() && options.dtype != "auto";
+  const std::string dtype = is_named ? options.dtype : device.is_cpu() ? "f32" : "bf16";
   require(dtype == "f32" || dtype == "bf16", "dtype is {}, expected f32 or bf16", dtype);
   const std::filesystem::path path = checkpoint_of(given);
   LanguageModel model = load_model(path, options.arch, device, options.heads, options.progress,
                                    dtype == "bf16" ? WeightDType::bf16 : WeightDType::as_stored);
   model.set_compute(compute_in(dtype_from_name(dtype), device));
   const auto folder = std::filesystem::is_directory(path) ? path : path.parent_path();
+  require(!options.tokenizer.empty() || has_tokenizer(folder),
+          "{} has no tokenizer beside it; give one with --tokenizer (LoadOptions::tokenizer): a SentencePiece model, a "
+          "tokenizer.json, a folder with one, or \"byte\"",
+          path.string());
   auto tokenizer = load_tokenizer(options.tokenizer.empty() ? folder.string() : options.tokenizer);
   return Model(std::make_shared<const Parts>(std::move(model), std::move(tokenizer), options.bos, options.threads,
                                              model_format(path) != nullptr));

@@ -47,11 +47,12 @@ struct RowResult {
 };
 
 struct Ablation {
-  std::vector<std::string> words;  // of the command line
+  std::vector<std::string> words;  // of the command line, with --grid
   std::vector<RowResult> rows;
   bool stopped = false;
 
   bool finished() const;
+  bool is_sweep() const;  // over a grid
 };
 
 // The results of a run of so many steps, from its log.
@@ -61,6 +62,9 @@ struct AblationOptions {
   std::vector<std::string> words;
   TrainOptions base;  // for all rows; its seed is the first, `out` the folder of the whole
   int64_t seeds = 1;
+  std::vector<GridAxis> grid = {};  // `seed` in it lists the seeds instead
+
+  std::vector<uint64_t> all_seeds() const;
 };
 
 struct AblationObserver {
