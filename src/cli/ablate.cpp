@@ -16,6 +16,7 @@
 #include "cli/flags.h"
 #include "cli/progress.h"
 #include "cli/train_flags.h"
+#include "cli/train_jobs.h"
 #include "paper/ablation_report.h"
 
 namespace furious::cli {
@@ -51,6 +52,12 @@ class AblateCommand {
         ->check(CLI::Range(1, 1000))
         ->capture_default_str();
     command
+        .add_option("--jobs", jobs_,
+                    "Number of runs to train at the same time, as processes that share the device or the cores; fewer "
+                    "where their memory does not suffice")
+        ->check(CLI::Range(1, 256))
+        ->capture_default_str();
+    command
         .add_option("--grid", grid_,
                     "Train every row with each of these values of a switch or option: KEY=VALUE,VALUE or "
                     "KEY=FIRST..LAST; several grids give all combinations, and seed=1..3 three runs of each row")
@@ -73,7 +80,7 @@ class AblateCommand {
   TrainFlags flags_;
   RecipeFlag recipe_;
   std::vector<std::string> words_, grid_;
-  int64_t seeds_ = 1;
+  int64_t seeds_ = 1, jobs_ = 1;
   std::string from_;
 
   std::string out_;
@@ -135,7 +142,7 @@ void AblateCommand::ended(const Ablation& so_far, const RowResult& row, const Ro
   else
     text += fmt::format("train loss {:.4f}  test loss {:.4f}  {:.0f} tokens/s", run.train_loss, run.test_loss,
                         run.tokens_per_second);
-  if (row_steps_ == 0) text += "  (already done)";
+  if (row_steps_ == 0 && !trained_.contains({row.name, run.seed})) text += "  (already done)";
   if (!run.finished) text += fmt::format("  stopped at step {}", run.steps);
   line_->print(text);
   row_steps_ = 0;
@@ -170,6 +177,11 @@ void AblateCommand::run() {
   line_ = std::make_unique<ProgressLine>("ablate");
   AblationObserver observer;
   observer.begin = [&](const Ablation& ablation) { begin(ablation); };
+  if (jobs_ > 1)
+    observer.train = [&](const std::vector<AblationJob>& unfinished) {
+      for (const AblationJob& job : unfinished) trained_.emplace(job.row, job.options.seed);
+      train_in_processes(unfinished, jobs_, *line_);
+    };
   observer.step = [&](const RowResult& row, uint64_t seed, const TrainStep& done) { step(row, seed, done); };
   observer.run = [&](const Ablation& so_far, const RowResult& row, const RowRun& done) { ended(so_far, row, done); };
   observer.stop = stop_requested;

@@ -11,6 +11,7 @@
 
 #include "base/error.h"
 #include "base/file.h"
+#include "model/cost.h"
 #include "model/plan.h"
 #include "tensor/arena.h"
 #include "train/divergence.h"
@@ -84,7 +85,9 @@ class AblationRunner {
   }
   TrainOptions options_of(const AblationRow& row, uint64_t seed) const;
   RowResult empty_result(const AblationRow& row) const;
-  // Trains or resumes it. False if it was stopped.
+  bool is_done(const TrainOptions& options, const RowRun& run) const;
+  std::vector<AblationJob> jobs(const std::vector<AblationRow>& rows, const std::vector<uint64_t>& seeds) const;
+  // Trains or resumes it. False if it was stopped, or is not done and all has been stopped.
   bool train_row(const AblationRow& row, uint64_t seed, RowResult& result);
 
   const AblationOptions& options_;
@@ -116,14 +119,36 @@ RowResult AblationRunner::empty_result(const AblationRow& row) const try {
   fail("ablate: row {}: {}", row.name, error.what());
 }
 
+// A run killed after its last step may lack the checkpoint of it.
+bool AblationRunner::is_done(const TrainOptions& options, const RowRun& run) const {
+  return run.finished &&
+         (!run.diverged.empty() || fs::exists(fs::path(options.out) / fmt::format("step-{:08}", options.steps)));
+}
+
+std::vector<AblationJob> AblationRunner::jobs(const std::vector<AblationRow>& rows,
+                                              const std::vector<uint64_t>& seeds) const {
+  std::vector<AblationJob> all;
+  for (const uint64_t seed : seeds)
+    for (const AblationRow& row : rows) {
+      const TrainOptions options = options_of(row, seed), exact = resolved(options);
+      if (is_done(options, row_run(seed, read_log(options.out), options.steps))) continue;
+      const ModelConfig config = model_config(options, TrainData::open(options).batches->vocabulary_size());
+      const Device device = device_from_name(exact.device);
+      const TrainingMemory memory =
+          training_memory(config, options.batch / options.accumulate, options.length, options.recompute, device,
+                          compute_options(exact, device).activations);
+      all.push_back({row.name, options, memory.total()});
+    }
+  return all;
+}
+
 bool AblationRunner::train_row(const AblationRow& row, uint64_t seed, RowResult& result) {
   const TrainOptions options = options_of(row, seed);
   const auto newest = [&] { return row_run(seed, read_log(options.out), options.steps); };
   RowRun run = newest();
-  // A run killed after its last step may lack the checkpoint of it.
-  const bool saved = fs::exists(fs::path(options.out) / fmt::format("step-{:08}", options.steps));
   bool stopped = false;
-  if (!run.finished || (run.diverged.empty() && !saved)) {
+  if (!is_done(options, run)) {
+    if (ablation_.stopped) return false;
     TrainObserver observer;
     observer.stop = observer_.stop;
     observer.step = [&](const TrainStep& step) {
@@ -164,10 +189,13 @@ Ablation AblationRunner::run() {
   require(!problem, "ablate: cannot create the folder {}: {}", base.out, problem.message());
   const DirectoryLock lock(base.out);
   if (observer_.begin) observer_.begin(ablation_);
+  if (observer_.train) observer_.train(jobs(rows, seeds));
   // All rows with the first seed first, so that the table is complete early.
-  for (size_t i = 0; i < seeds.size() && !ablation_.stopped; ++i)
-    for (size_t row = 0; row < rows.size() && !ablation_.stopped; ++row)
-      ablation_.stopped = (observer_.stop && observer_.stop()) || !train_row(rows[row], seeds[i], ablation_.rows[row]);
+  for (const uint64_t seed : seeds)
+    for (size_t row = 0; row < rows.size(); ++row) {
+      ablation_.stopped = ablation_.stopped || (observer_.stop && observer_.stop());
+      if (!train_row(rows[row], seed, ablation_.rows[row])) ablation_.stopped = true;
+    }
   return ablation_;
 }
 

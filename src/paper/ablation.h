@@ -67,8 +67,17 @@ struct AblationOptions {
   std::vector<uint64_t> all_seeds() const;
 };
 
+// A run that is not finished, and the bytes that training it takes on its device.
+struct AblationJob {
+  std::string row;  // its name
+  TrainOptions options;
+  int64_t bytes = 0;
+};
+
 struct AblationObserver {
   std::function<void(const Ablation& so_far)> begin;  // all is checked, nothing is trained yet
+  // May train some or all of these in its own way, as `furious train` would; what it leaves is trained afterwards.
+  std::function<void(const std::vector<AblationJob>& jobs)> train;
   std::function<void(const RowResult& row, uint64_t seed, const TrainStep& step)> step;
   std::function<void(const Ablation& so_far, const RowResult& row, const RowRun& run)> run;  // one has ended
   std::function<bool()> stop;

@@ -1,6 +1,7 @@
 // `furious ablate` and `furious plot`, by running the binary.
 #include <signal.h>
 #include <sys/wait.h>
+#include <unistd.h>
 
 #include <filesystem>
 #include <nlohmann/json.hpp>
@@ -152,6 +153,42 @@ TEST_F(AblateCommandTest, Grid) {
              {"row softmax:hidden=17", "17"});
   expect_run(command("2mamba 2mamba:score=linear", "bad"), 1, {"row 2mamba:score=linear"});
   EXPECT_FALSE(fs::exists(folder.path("bad/runs")));
+}
+
+TEST_F(AblateCommandTest, SeveralRunsAtOnce) {
+  const std::string rows = "2mamba softmax 2mamba:lr=1000", more = "--grid seed=1..2 --steps 6";
+  expect_run(command(rows, "one", more), 0, {"done in"});
+  const RunResult result = run(command(rows, "several", more + " --jobs 3"));
+  EXPECT_EQ(result.code, 0) << result.output;
+  EXPECT_EQ(result.output.find("(already done)"), std::string::npos) << result.output;
+  EXPECT_EQ(without_rates(results("several"))["rows"].size(), 3u);
+  Json several = without_rates(results("several")), one = without_rates(results("one"));
+  EXPECT_EQ(several, one);  // the same bits
+  expect_run(command(rows, "several", more + " --jobs 3"), 0, {"(already done)"});
+  for (const auto& entry : fs::recursive_directory_iterator(folder.path("several/runs/2mamba")))
+    EXPECT_NE(entry.path().extension(), ".txt") << entry.path();
+  expect_run(command("2mamba", "bad", "--jobs 0"), 2, {"--jobs"});
+}
+
+TEST_F(AblateCommandTest, SeveralRunsAtOnceResumeAfterAStop) {
+  const std::string more = "--steps 40 --save-every 5 --jobs 2";
+  ASSERT_EQ(run(command("base", "whole", more)).code, 0);
+  for (const int signal : {SIGINT, SIGKILL}) {
+    const std::string out = fmt::format("stopped-{}", signal);
+    std::istringstream text(command("base", out, more));
+    const std::vector<std::string> words{std::istream_iterator<std::string>(text), {}};
+    const std::string log = folder.path(out + "/runs/mamba2-paper/seed-123/log.jsonl");
+    const int status = run_and_signal(words, signal, [&] { return fs::exists(log) && fs::file_size(log) > 0; });
+    if (signal == SIGINT) {
+      EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    } else {
+      ASSERT_TRUE(WIFSIGNALED(status)) << "it was done before it was killed";
+      // The processes are told to stop; until they have, their folders are locked.
+      for (int i = 0; i < 600 && run(command("base", out, more)).code != 0; ++i) ::usleep(100'000);
+    }
+    expect_run(command("base", out, more), 0, {"done in"});
+    EXPECT_EQ(without_rates(results(out)), without_rates(results("whole")));
+  }
 }
 
 TEST_F(AblateCommandTest, Scaling) {
