@@ -85,9 +85,10 @@ class AblateCommand {
 
   std::string out_;
   std::unique_ptr<ProgressLine> line_;
-  int64_t total_ = 0;                   // steps
-  int64_t done_ = 0, done_before_ = 0;  // now, and by an earlier call
-  int64_t row_steps_ = 0;               // of the run in progress, done now
+  int64_t total_ = 0;                                   // steps
+  int64_t done_ = 0, done_before_ = 0;                  // now, and by an earlier call
+  int64_t row_steps_ = 0;                               // of the run in progress, done now
+  std::set<std::pair<std::string, uint64_t>> trained_;  // rows and seeds, by processes of their own
 };
 
 AblationOptions AblateCommand::options() const {
