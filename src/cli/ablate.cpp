@@ -6,14 +6,17 @@
 #include <csignal>
 #include <filesystem>
 #include <memory>
+#include <ranges>
 #include <set>
 
 #include "base/error.h"
 #include "base/file.h"
+#include "base/number.h"
 #include "cli/commands.h"
 #include "cli/flags.h"
 #include "cli/progress.h"
 #include "cli/train_flags.h"
+#include "cli/train_jobs.h"
 #include "paper/ablation_report.h"
 
 namespace furious::cli {
@@ -48,6 +51,18 @@ class AblateCommand {
     command.add_option("--seeds", seeds_, "Number of runs of each row, with seeds counted from --seed")
         ->check(CLI::Range(1, 1000))
         ->capture_default_str();
+    command
+        .add_option("--jobs", jobs_,
+                    "Number of runs to train at the same time, as processes that share the device or the cores; fewer "
+                    "where their memory does not suffice")
+        ->check(CLI::Range(1, 256))
+        ->capture_default_str();
+    command
+        .add_option("--grid", grid_,
+                    "Train every row with each of these values of a switch or option: KEY=VALUE,VALUE or "
+                    "KEY=FIRST..LAST; several grids give all combinations, and seed=1..3 three runs of each row")
+        ->allow_extra_args(false)
+        ->check(parsed_by([](const std::string& text) { grid_axis(text); }));
     command.add_option("--from", from_, "Write the report from this results.json, without training");
   }
 
@@ -64,15 +79,16 @@ class AblateCommand {
 
   TrainFlags flags_;
   RecipeFlag recipe_;
-  std::vector<std::string> words_;
-  int64_t seeds_ = 1;
+  std::vector<std::string> words_, grid_;
+  int64_t seeds_ = 1, jobs_ = 1;
   std::string from_;
 
   std::string out_;
   std::unique_ptr<ProgressLine> line_;
-  int64_t steps_of_a_run_ = 0, total_ = 0;  // steps
-  int64_t done_ = 0, done_before_ = 0;      // now, and by an earlier call
-  int64_t row_steps_ = 0;                   // of the run in progress, done now
+  int64_t total_ = 0;                                   // steps
+  int64_t done_ = 0, done_before_ = 0;                  // now, and by an earlier call
+  int64_t row_steps_ = 0;                               // of the run in progress, done now
+  std::set<std::pair<std::string, uint64_t>> trained_;  // rows and seeds, by processes of their own
 };
 
 AblationOptions AblateCommand::options() const {
@@ -82,6 +98,7 @@ AblationOptions AblateCommand::options() const {
     base.keep = 1;
   }
   AblationOptions options{words_, base, seeds_};
+  for (const std::string& text : grid_) options.grid.push_back(grid_axis(text));
   recipe_.apply(options.base, [&](TrainOptions& given) { flags_.apply(given); });
   if (options.base.out.empty() && !words_.empty())
     options.base.out = "ablate-" + words_.front().substr(0, words_.front().find(':'));
@@ -92,10 +109,17 @@ void AblateCommand::show(const Ablation& ablation) const {
   fmt::print("\n{}\n{}", to_text(ablation_table(ablation)), ablation_notes(ablation));
 }
 
+// Of a run of this row.
+int64_t steps_of(const RowResult& row) {
+  return parse_number<int64_t>(row.options.at("steps")).value_or(0);
+}
+
 void AblateCommand::begin(const Ablation& ablation) {
-  total_ = static_cast<int64_t>(ablation.rows.size()) * seeds_ * steps_of_a_run_;
+  for (const RowResult& row : ablation.rows) total_ += seeds_ * steps_of(row);
+  const auto [fewest, most] = std::ranges::minmax(ablation.rows | std::views::transform(steps_of));
   line_->print(fmt::format("{} rows, {} seed{}, {} steps each; runs in {}/runs", ablation.rows.size(), seeds_,
-                           seeds_ == 1 ? "" : "s", steps_of_a_run_, out_));
+                           seeds_ == 1 ? "" : "s",
+                           fewest == most ? fmt::format("{}", most) : fmt::format("{} to {}", fewest, most), out_));
 }
 
 void AblateCommand::step(const RowResult& row, uint64_t seed, const TrainStep& step) {
@@ -105,21 +129,21 @@ void AblateCommand::step(const RowResult& row, uint64_t seed, const TrainStep& s
   if (!line_->due()) return;
   const double left = line_->seconds() * static_cast<double>(steps_left()) / static_cast<double>(done_);
   line_->show(fmt::format("{} seed {}  step {}/{}  loss {:.4f}  {:.0f} tokens/s  {:.0f} % of all  {} left", row.name,
-                          seed, step.step, steps_of_a_run_, step.loss, step.tokens_per_second,
+                          seed, step.step, steps_of(row), step.loss, step.tokens_per_second,
                           100 * static_cast<double>(done_before_ + done_) / static_cast<double>(total_),
                           clock_text(left)));
 }
 
 void AblateCommand::ended(const Ablation& so_far, const RowResult& row, const RowRun& run) {
   if (row_steps_ == 0) done_before_ += run.steps;
-  if (run.finished) done_before_ += steps_of_a_run_ - run.steps;  // a diverged run has no further steps
+  if (run.finished) done_before_ += steps_of(row) - run.steps;  // a diverged run has no further steps
   std::string text = fmt::format("{}  seed {}  ", row.label, run.seed);
   if (!run.diverged.empty())
     text += run.diverged;
   else
     text += fmt::format("train loss {:.4f}  test loss {:.4f}  {:.0f} tokens/s", run.train_loss, run.test_loss,
                         run.tokens_per_second);
-  if (row_steps_ == 0) text += "  (already done)";
+  if (row_steps_ == 0 && !trained_.contains({row.name, run.seed})) text += "  (already done)";
   if (!run.finished) text += fmt::format("  stopped at step {}", run.steps);
   line_->print(text);
   row_steps_ = 0;
@@ -148,12 +172,17 @@ void AblateCommand::run() {
   }
   if (chosen.base.data.empty()) throw CLI::RequiredError("--data");
   out_ = chosen.base.out;
-  steps_of_a_run_ = chosen.base.steps;
+  seeds_ = static_cast<int64_t>(chosen.all_seeds().size());
   stop_on_signals();
   std::signal(SIGPIPE, SIG_IGN);  // as in `furious train`
   line_ = std::make_unique<ProgressLine>("ablate");
   AblationObserver observer;
   observer.begin = [&](const Ablation& ablation) { begin(ablation); };
+  if (jobs_ > 1)
+    observer.train = [&](const std::vector<AblationJob>& unfinished) {
+      for (const AblationJob& job : unfinished) trained_.emplace(job.row, job.options.seed);
+      train_in_processes(unfinished, jobs_, *line_);
+    };
   observer.step = [&](const RowResult& row, uint64_t seed, const TrainStep& done) { step(row, seed, done); };
   observer.run = [&](const Ablation& so_far, const RowResult& row, const RowRun& done) { ended(so_far, row, done); };
   observer.stop = stop_requested;
@@ -177,7 +206,9 @@ void add_ablate(CLI::App& app) {
       text +
       "A change is a switch of config.json (score, norm, decay, conv_window, …) or an option of `furious train`.\n"
       "Runs and report are in --out, by default ablate-SUITE. Ctrl-C saves and stops; the same command resumes.\n"
-      "Example: furious ablate compare 2mamba:conv_window=4 --data shards --seeds 3\n" +
+      "With --grid the best row is marked; a row added later trains alone, the others are found in --out.\n"
+      "Example: furious ablate 2mamba --grid lr=1e-3,3e-3 --grid seed=1..3 --data shards --out lr\n"
+      "         furious ablate compare 2mamba:conv_window=4 --data shards --seeds 3\n" +
       kPaperPage);
   ablate->callback([command] { command->run(); });
 }

@@ -28,6 +28,7 @@ void add_niah(CLI::App& app);
 void add_plot(CLI::App& app);
 void add_presets(CLI::App& app);
 void add_recall(CLI::App& app);
+void add_scaling(CLI::App& app);
 void add_serve(CLI::App& app);
 void add_tokenize(CLI::App& app);
 void add_tokenizer(CLI::App& app);

@@ -25,7 +25,7 @@ struct GenerateCommand {
   std::string model;
   LoadOptions load;
   std::optional<std::string> prompt, prompt_file;
-  std::string standard_input;  // "-" where the prompt comes from there
+  std::optional<std::string> word;  // the prompt; "-": the standard input
   WriteOptions write;
   int sequences = 1;
   std::string save_state, load_state, json;
@@ -97,12 +97,12 @@ nlohmann::ordered_json to_json(const Text& text) {
 
 std::string GenerateCommand::prompt_text() const {
   if (prompt) return *prompt;
-  if (!standard_input.empty()) return read_input("/dev/stdin");
+  if (word) return *word == "-" ? read_input("/dev/stdin") : *word;
   return prompt_file ? read_input(*prompt_file) : "";
 }
 
 void GenerateCommand::run() const {
-  if (!prompt && !prompt_file && standard_input.empty() && load_state.empty())
+  if (!prompt && !prompt_file && !word && load_state.empty())
     throw CLI::RequiredError("One of --prompt, --prompt-file, - and --load-state");
   JsonFile file(json);
   if (!save_state.empty()) AtomicFile(save_state, 0);  // a place that cannot be written is said first
@@ -162,8 +162,7 @@ void add_generate(CLI::App& app) {
   CLI::Option* prompt = command->add_option("--prompt", options->prompt, "The prompt; may be empty");
   CLI::Option* prompt_file =
       command->add_option("--prompt-file", options->prompt_file, "Read the prompt from this file")->excludes(prompt);
-  command->add_option("standard-input", options->standard_input, "-: read the prompt from the standard input")
-      ->check(CLI::IsMember({"-"}))
+  command->add_option("text", options->word, "The prompt, as with --prompt; -: read it from the standard input")
       ->excludes(prompt)
       ->excludes(prompt_file);
   command->add_option("--tokens", options->write.tokens, "Largest number of new tokens")

@@ -65,6 +65,7 @@ int main(int argc, char** argv) {
   furious::cli::add_chat(app);
   furious::cli::add_ablate(app);
   furious::cli::add_plot(app);
+  furious::cli::add_scaling(app);
   furious::cli::add_niah(app);
   furious::cli::add_recall(app);
   furious::cli::add_memory(app);

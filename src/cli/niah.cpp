@@ -34,7 +34,7 @@ struct NiahCommand {
   std::vector<std::string> models, archs, hay;
   std::vector<int64_t> lengths;
   std::vector<double> depths{0, 25, 50, 75, 100};
-  std::string data, indices, save_rows, svg, json, out = "niah", tokenizer, from;
+  std::string data, indices, save_rows, answers_file, svg, json, out = "niah", tokenizer, from;
   std::optional<uint32_t> shuffle;
   int64_t questions = 0, below = 0;
   bool train = false, paper = false, bos = false;
@@ -49,6 +49,7 @@ struct NiahCommand {
   std::vector<LoadOptions> loads(const TrainOptions& options) const;
   std::vector<NeedleResult> ask_models(const TrainOptions& options) const;
   std::vector<NeedleResult> ask_trained(const TrainOptions& options) const;
+  std::string picture() const;
   void show(const NeedleReport& report, JsonFile& file) const;
   void report_again() const;
 };
@@ -115,13 +116,27 @@ std::vector<NeedleResult> NiahCommand::ask_models(const TrainOptions& options) c
   const std::vector<std::string> names = distinguishing_names({models.begin(), models.end()});
   const AnswerRule rule = paper ? AnswerRule::paper : AnswerRule::whole;
   std::vector<NeedleResult> results;
+  const std::string saved =
+      !answers_file.empty() ? answers_file : fs::path(picture()).replace_extension().string() + "-answers.jsonl";
+  AtomicFile file(saved);
+  std::string shown;
   ProgressLine line("niah");
   for (size_t i = 0; i < models.size(); ++i) {
     const Model model = load_and_show("niah", models[i], load[i]);
     check_expressible(questions_to_ask, *model.parts().tokenizer);
     const double began = line.seconds();
     const auto all = static_cast<int64_t>(questions_to_ask.size());
-    const auto answerer = [&](const Needle& needle) { return answer_of(model, needle, rule); };
+    const std::string name = models.size() == 1 ? model.arch() : names[i];
+    std::vector<NeedleRecord> records;
+    const auto answerer = [&](const Needle& needle) {
+      NeedleAnswer answer = answer_of(model, needle, rule);
+      records.push_back({{"", needle.answer, needle.length, needle.depth, needle.row},
+                         answer.text,
+                         answer.prompt_tokens,
+                         answers(answer.text, needle.answer, rule)});
+      file.write(answer_line(name, records.back()));
+      return answer;
+    };
     const auto progress = [&](int64_t done, const NeedleGrid& so_far) {
       const double seconds = line.seconds() - began;
       const auto left = static_cast<double>(all - done);
@@ -131,10 +146,13 @@ std::vector<NeedleResult> NiahCommand::ask_models(const TrainOptions& options) c
                               clock_text(seconds / static_cast<double>(done) * left)));
       return !stop_requested();
     };
-    results.push_back(
-        {models.size() == 1 ? model.arch() : names[i], ask_needles(questions_to_ask, answerer, progress, rule)});
+    results.push_back({name, ask_needles(questions_to_ask, answerer, progress, rule)});
+    shown += fmt::format("\n{}: some answers\n{}", name, to_text(answers_table(records)));
     if (stop_requested()) break;  // the questions asked so far are reported
   }
+  line.clear();
+  file.commit();
+  fmt::print("{}\nall answers: {}\n", shown, saved);
   return results;
 }
 
@@ -159,14 +177,17 @@ std::vector<NeedleResult> NiahCommand::ask_trained(const TrainOptions& base) con
   return results;
 }
 
+std::string NiahCommand::picture() const {
+  return !svg.empty() ? svg : train ? out + "/niah.svg" : "niah.svg";
+}
+
 void NiahCommand::show(const NeedleReport& report, JsonFile& file) const {
   const std::optional<HeatMap> by_tokens = map_by_tokens(report);
   for (const NeedleResult& result : report.results)
     fmt::print("\n{}", to_text(map_of(result, report.unit), shows_colours()));
   if (by_tokens) fmt::print("\n{}", to_text(*by_tokens, shows_colours()));
-  const std::string picture = !svg.empty() ? svg : train ? out + "/niah.svg" : "niah.svg";
-  write_text(picture, to_svg(report));
-  fmt::print("\nheat map{}: {}\n", report.results.size() + (by_tokens ? 1 : 0) == 1 ? "" : "s", picture);
+  write_text(picture(), to_svg(report));
+  fmt::print("\nheat map{}: {}\n", report.results.size() + (by_tokens ? 1 : 0) == 1 ? "" : "s", picture());
   file.write(to_json(report));
 }
 
@@ -239,6 +260,8 @@ NiahCommand::NiahCommand(CLI::App& command) : flags(command), heads(command.get_
       ->capture_default_str();
   command.add_option("--svg", svg, "Write the heat maps to this file; default: niah.svg, with --train in --out");
   command.add_option("--from", from, "Draw the heat maps from a file written by --json, without asking a model");
+  command.add_option("--answers", answers_file,
+                     "Write every answer to this .jsonl file; default: beside the heat maps, niah-answers.jsonl");
   add_json(command, json, "Write the counts to this JSON file; default with --train: niah.json in --out");
 }
 

@@ -11,6 +11,7 @@
 #include "base/names.h"
 #include "cli/commands.h"
 #include "cli/flags.h"
+#include "cli/runs.h"
 #include "report/chart.h"
 #include "report/png.h"
 #include "train/log.h"
@@ -35,33 +36,6 @@ struct PlotCommand {
   Series training(const RunLog& log) const;
   Series test(const RunLog& log) const;
 };
-
-// A run, or every run below a folder, as `furious ablate` leaves them.
-void find_runs(const fs::path& folder, std::vector<fs::path>& found) {
-  if (fs::is_regular_file(folder / kLogFile)) {
-    found.push_back(folder);
-    return;
-  }
-  std::vector<fs::path> inside;
-  for (const fs::directory_entry& entry : fs::directory_iterator(folder))
-    if (entry.is_directory() && !entry.is_symlink()) inside.push_back(entry.path());
-  std::ranges::sort(inside);
-  for (const fs::path& one : inside) find_runs(one, found);
-}
-
-std::vector<fs::path> runs_in(const std::vector<std::string>& places) {
-  std::vector<fs::path> found;
-  for (const std::string& place : places) {
-    fs::path path = fs::path(place).lexically_normal();
-    if (path.filename().empty() || path.filename() == kLogFile) path = path.parent_path();  // "run/", "run/log.jsonl"
-    require(fs::exists(path), "plot: {} does not exist; give the folder of a run", place);
-    require(fs::is_directory(path), "plot: {} is not a folder; give a run of `furious train`", place);
-    const size_t before = found.size();
-    find_runs(path.empty() ? "." : path, found);
-    require(found.size() > before, "plot: {} contains no run; no folder in it has a {}", place, kLogFile);
-  }
-  return found;
-}
 
 // Every n-th point, and the last.
 void thin(Series& series) {
@@ -121,7 +95,7 @@ void PlotCommand::run() const {
   const std::string extension = fs::path(out).extension().string();
   require(extension == ".svg" || extension == ".png", "plot: {}: unknown file type; use .svg or .png", out);
   if (extension == ".png") check_png();
-  const std::vector<fs::path> found = runs_in(runs);
+  const std::vector<fs::path> found = runs_in("plot", runs);
   const std::vector<std::string> names = distinguishing_names(found);
   Chart chart;
   chart.title = title.empty() ? "Loss" : title;

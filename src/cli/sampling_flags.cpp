@@ -19,6 +19,15 @@ void set_biases(Sampling& sampling, const std::vector<std::string>& texts) {
   }
 }
 
+std::string top_p_problem(const std::string& text) {
+  double value = 0;
+  if (CLI::detail::lexical_cast(text, value) && value > 0 && value <= 1) return {};
+  return fmt::format(
+      "{} is not above 0 and at most 1; for always the most probable token use --temperature 0, for all tokens "
+      "--top-p 1",
+      text);
+}
+
 }  // namespace
 
 void add_sampling(CLI::App& command, Sampling& sampling) {
@@ -31,7 +40,7 @@ void add_sampling(CLI::App& command, Sampling& sampling) {
   command
       .add_option("--top-p", sampling.top_p,
                   "Sample only from the most probable tokens that together have this probability; 1: from all")
-      ->check(CLI::Range(1e-9, 1.0))
+      ->check(CLI::Validator(top_p_problem, ""))
       ->capture_default_str();
   command
       .add_option(

@@ -77,15 +77,13 @@ class Lines {
 
 int64_t visit_lines(const std::string& path, const std::vector<std::string>& fields, int64_t number,
                     const RecordVisitor& visitor) {
-  Lines lines(path);
-  for (std::string line; lines.next(line);) {
-    if (line.find_first_not_of(" \t\r") == line.npos) continue;
+  for_each_line(path, [&](const std::string& line, const std::string& place) {
     if (visitor.wanted(number)) {
-      std::vector<std::string> texts = parse_line(line, lines.place(), fields);
+      std::vector<std::string> texts = parse_line(line, place, fields);
       visitor.visit(number, texts);
     }
     ++number;
-  }
+  });
   return number;
 }
 
@@ -112,6 +110,12 @@ int64_t visit_parquet(const std::string& path, const std::vector<std::string>& f
 }
 
 }  // namespace
+
+void for_each_line(const std::string& path, const LineVisitor& visit) {
+  Lines lines(path);
+  for (std::string line; lines.next(line);)
+    if (line.find_first_not_of(" \t\r") != line.npos) visit(line, lines.place());
+}
 
 int64_t for_each_record(const std::string& path, const std::vector<std::string>& fields, const RecordVisitor& visitor) {
   int64_t number = 0;

@@ -19,4 +19,8 @@ struct RecordVisitor {
 // Returns how many records there are.
 int64_t for_each_record(const std::string& path, const std::vector<std::string>& fields, const RecordVisitor& visitor);
 
+// Every line of a .jsonl file (also .gz or .zst) that is not blank, with its place for messages: "a.jsonl", line 3.
+using LineVisitor = std::function<void(const std::string& line, const std::string& place)>;
+void for_each_line(const std::string& path, const LineVisitor& visit);
+
 }  // namespace furious

@@ -1,6 +1,8 @@
 #include "decode/decoder.h"
 
 #include <algorithm>
+#include <cmath>
+#include <numeric>
 #include <utility>
 
 #include "base/error.h"
@@ -8,6 +10,7 @@
 #include "decode/token_program.h"
 #include "ops/elementwise.h"
 #include "ops/nn/conv.h"
+#include "ops/nn/cross_entropy.h"
 #include "ops/nn/embedding.h"
 #include "ops/nn/linear.h"
 #include "ops/nn/rms_norm.h"
@@ -42,6 +45,20 @@ void for_each_tensor(size_t layer, auto& mixer, auto& conv, auto&& f) {
   f(prefix + "log_decay", mixer.log_decay);
   f(prefix + "state", mixer.state);
   f(prefix + "conv", conv);
+}
+
+// Of a token by its row of logits, on the CPU.
+double log_probability(const Tensor& logits, int32_t token) {
+  const std::span row(logits.data<float>(), static_cast<size_t>(logits.elements()));
+  const double largest = std::ranges::max(row);
+  double sum = 0;
+  for (const float logit : row) sum += std::exp(static_cast<double>(logit) - largest);
+  return static_cast<double>(row[static_cast<size_t>(token)]) - largest - std::log(sum);
+}
+
+bool is_largest(const Tensor& logits, int32_t token) {
+  const std::span row(logits.data<float>(), static_cast<size_t>(logits.elements()));
+  return std::ranges::max_element(row) - row.begin() == token;
 }
 
 }  // namespace
@@ -286,6 +303,10 @@ void Decoder::read(int32_t slot, std::span<const int32_t> tokens) {
 }
 
 bool Decoder::read(std::span<const Prompt> prompts, const ReadProgress& progress) {
+  return read_passes(prompts, progress, {});
+}
+
+bool Decoder::read_passes(std::span<const Prompt> prompts, const ReadProgress& progress, const AfterPass& after) {
   int64_t all = 0, done = 0;
   // All before the first chunk: a slot that has read half of a prompt would be of no use.
   for (const auto& [slot, tokens] : prompts) {
@@ -308,9 +329,10 @@ bool Decoder::read(std::span<const Prompt> prompts, const ReadProgress& progress
       chunks.push_back({slot, own.first(count)});
       own = own.subspan(count);
     }
-    read_chunks(chunks);
+    const Tensor hidden = read_chunks(chunks);
     // After every pass, so that a later one that fails leaves these slots whole.
     for (const auto& [slot, own] : chunks) sampler_.read(slot, own);
+    if (after) after(chunks, hidden);
     done += static_cast<int64_t>(tokens);
     if (progress && !progress(done, all) && done < all) return false;
   }
@@ -318,7 +340,7 @@ bool Decoder::read(std::span<const Prompt> prompts, const ReadProgress& progress
 }
 
 // One pass over the weights. Every chunk gives logits, also where its prompt goes on: reading may end after any pass.
-void Decoder::read_chunks(std::span<const Prompt> chunks) {
+Tensor Decoder::read_chunks(std::span<const Prompt> chunks) {
   const PackedChunks packed(chunks, layers_.front().mixer);
   const auto count = static_cast<int64_t>(chunks.size());
   const bool one_each = packed.tokens == count;
@@ -328,7 +350,10 @@ void Decoder::read_chunks(std::span<const Prompt> chunks) {
     std::ranges::copy(chunks[i].tokens, ids.data<int32_t>() + packed.starts[i]);
     slots.push_back(chunks[i].slot);
   }
-  if (one_each) return forward(slots, model_->checked_ids("tokens", ids));
+  if (one_each) {
+    forward(slots, model_->checked_ids("tokens", ids));
+    return {};
+  }
   const Tensor h = model_->hidden(
       ids, [&](size_t layer) { return std::make_shared<PrefillOps>(layers_[layer], packed, model_->compute().mixer); });
   const Tensor last = Tensor::empty({count, h.size(2)}, h.dtype(), h.device());
@@ -336,6 +361,59 @@ void Decoder::read_chunks(std::span<const Prompt> chunks) {
     copy(last.select(0, i), h.select(0, 0).select(0, packed.starts[i] + packed.slots[i].count - 1));
   const Tensor logits = logits_forward(last, model_->output_matrix());
   for (int64_t i = 0; i < count; ++i) slots_[slots[i]] = {true, logits.slice(0, i, 1), -1};
+  return h;
+}
+
+double TokenScores::sum() const {
+  return std::accumulate(log_probabilities.begin(), log_probabilities.end(), 0.0);
+}
+
+std::vector<TokenScores> Decoder::score(std::span<const Prompt> prompts, bool greedy) {
+  std::vector<TokenScores> scores(prompts.size());
+  std::vector<Prompt> read;
+  std::map<int32_t, TokenScores*> of_slot;
+  const auto add_from_logits = [&](int32_t slot, int32_t token) {
+    const Tensor logits = to_device(this->logits(slot), {});
+    of_slot[slot]->log_probabilities.push_back(log_probability(logits, token));
+    if (greedy && !is_largest(logits, token)) of_slot[slot]->greedy = false;
+  };
+  // All before the first pass, which replaces the logits.
+  for (size_t i = 0; i < prompts.size(); ++i) {
+    const auto& [slot, tokens] = prompts[i];
+    require(!tokens.empty(), "decoder.score: no tokens for slot {}; give at least one", slot);
+    for (const int32_t id : {tokens.front(), tokens.back()})
+      require(id >= 0 && id < model_->config().vocabulary, "decoder.score: token {}, expected 0 to {}", id,
+              model_->config().vocabulary - 1);
+    of_slot[slot] = &scores[i];
+    add_from_logits(slot, tokens.front());
+    read.push_back({slot, tokens.first(tokens.size() - 1)});
+  }
+  // The target of a token is the next one of its prompt, which follows it in memory also where a chunk ends.
+  read_passes(read, {}, [&](std::span<const Prompt> chunks, const Tensor& hidden) {
+    if (!hidden) {
+      for (const auto& [slot, own] : chunks) add_from_logits(slot, own.data()[1]);
+      return;
+    }
+    const Tensor targets = Tensor::empty({1, hidden.size(1)}, DType::i32);
+    int32_t* next_target = targets.data<int32_t>();
+    for (const auto& [slot, own] : chunks) next_target = std::copy_n(own.data() + 1, own.size(), next_target);
+    CrossEntropyOptions options;
+    options.row_losses = Tensor::empty(targets.shape(), DType::f32, model_->device());
+    options.precision = model_->compute().precision;
+    cross_entropy_forward(hidden, model_->output_matrix(), model_->checked_ids("targets", targets), options);
+    const Tensor losses = to_device(options.row_losses, {});
+    int64_t row = 0;
+    for (const auto& [slot, own] : chunks) {
+      TokenScores& score = *of_slot[slot];
+      for (size_t i = 0; i < own.size(); ++i, ++row) {
+        score.log_probabilities.push_back(-losses.data<float>()[row]);
+        if (!greedy || !score.greedy) continue;
+        const Tensor logits = logits_forward(hidden.select(0, 0).slice(0, row, 1), model_->output_matrix());
+        score.greedy = is_largest(to_device(logits, {}), own.data()[i + 1]);
+      }
+    }
+  });
+  return scores;
 }
 
 void Decoder::read_token(std::span<const int32_t> slots, const Tensor& tokens) {

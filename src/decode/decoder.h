@@ -13,6 +13,7 @@
 // depends on its own tokens alone, but for rounding: on a GPU the number of slots in a step decides about kernels.
 #pragma once
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -60,6 +61,14 @@ class ChosenTokens {
   std::optional<HostCopy> best_, log_probabilities_;
 };
 
+// How probable given tokens are, one after the other.
+struct TokenScores {
+  std::vector<double> log_probabilities;
+  bool greedy = true;  // each is the most probable one in its place; where that was asked for
+
+  double sum() const;
+};
+
 class Decoder {
  public:
   // `vocabulary`: ids from there on are never chosen; 0: all of the model's may be. The model must outlive the decoder
@@ -88,6 +97,9 @@ class Decoder {
   // read.
   bool read(std::span<const Prompt> prompts, const ReadProgress& progress = {});
   void read(int32_t slot, std::span<const int32_t> tokens);
+  // log P of the tokens of each prompt (at least one), each after those before it and what its slot has read (at least
+  // one token). The slots then have read all of their prompt but its last token. `greedy` asks for TokenScores::greedy.
+  std::vector<TokenScores> score(std::span<const Prompt> prompts, bool greedy = false);
   void set_sampling(int32_t slot, const Sampling& sampling);
   ChosenTokens step(std::span<const int32_t> slots);
   // Reads given tokens, i32 [rows, 1] on any device, instead of choosing them. Penalties and random numbers count only
@@ -127,7 +139,11 @@ class Decoder {
   class StepOps;
   class PrefillOps;
 
-  void read_chunks(std::span<const Prompt> chunks);
+  // Called after a pass with what it read, and the output of the last norm for these tokens, [1, tokens, hidden];
+  // undefined where it read one token of each slot.
+  using AfterPass = std::function<void(std::span<const Prompt> chunks, const Tensor& hidden)>;
+  bool read_passes(std::span<const Prompt> prompts, const ReadProgress& progress, const AfterPass& after);
+  Tensor read_chunks(std::span<const Prompt> chunks);
   Slot& used(int32_t slot);
   const Slot& used(int32_t slot) const { return const_cast<Decoder*>(this)->used(slot); }
   const SlotRows& rows_of(std::span<const int32_t> slots);

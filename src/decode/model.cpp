@@ -56,15 +56,15 @@ Model Model::load(const std::filesystem::path& given, const LoadOptions& options
           options.threads);
   const ThreadLimit limit(options.threads);
   const Device device = usable_device(options.device);
-  const std::string dtype = !options.dtype.empty() ? options.dtype : device.is_cpu() ? "f32" : "bf16";
+  const bool is_named = !options.dtype.empty() && options.dtype != "auto";
+  const std::string dtype = is_named ? options.dtype : device.is_cpu() ? "f32" : "bf16";
   require(dtype == "f32" || dtype == "bf16", "dtype is {}, expected f32 or bf16", dtype);
   const std::filesystem::path path = checkpoint_of(given);
   const auto folder = std::filesystem::is_directory(path) ? path : path.parent_path();
-  require(
-      !options.tokenizer.empty() || has_tokenizer(folder) || !std::filesystem::exists(path),
-      "\"{}\" has no tokenizer: there is no tokenizer.json or tokenizer.model beside the weights; copy the one that "
-      "the model was trained with there, or give it with the option tokenizer (--tokenizer PATH, or byte)",
-      path.string());
+  require(!options.tokenizer.empty() || has_tokenizer(folder) || !std::filesystem::exists(path),
+          "{} has no tokenizer beside it; give the one that the model was trained with by --tokenizer "
+          "(LoadOptions::tokenizer): a SentencePiece model, a tokenizer.json, a folder with one, or \"byte\"",
+          path.string());
   LanguageModel model = load_model(path, options.arch, device, options.heads, options.progress,
                                    dtype == "bf16" ? WeightDType::bf16 : WeightDType::as_stored);
   model.set_compute(compute_in(dtype_from_name(dtype), device));

@@ -1,9 +1,11 @@
 #include "eval/test_loss.h"
 
+#include <algorithm>
+#include <bit>
 #include <optional>
-#include <vector>
 
 #include "base/error.h"
+#include "ops/boundaries.h"
 
 namespace furious {
 namespace {
@@ -28,10 +30,36 @@ class TextBytes {
   std::vector<int64_t> inside_, first_;
 };
 
+// The place of a number of tokens in position_losses: that of the power of two that is not below it.
+size_t place_of(int64_t known) {
+  return static_cast<size_t>(std::bit_width(static_cast<uint64_t>(known - 1)));
+}
+
+void add_by_position(std::vector<PositionLoss>& places, const Batch& batch, const Tensor& losses) {
+  const int64_t length = batch.targets.size(1);
+  for (const Segment& segment : segments_of("test loss", batch.boundaries, batch.targets.size(0), length))
+    for (int64_t i = segment.begin; i < segment.end; ++i) {
+      const int64_t token = segment.batch * length + i;
+      if (batch.targets.data<int32_t>()[token] < 0) continue;
+      PositionLoss& place = places.at(place_of(i - segment.begin + 1));
+      place.sum += static_cast<double>(losses.data<float>()[token]);
+      place.tokens += 1;
+    }
+}
+
 }  // namespace
 
+std::vector<PositionLoss> position_losses(int64_t length) {
+  std::vector<PositionLoss> places(1);
+  while (places.back().last < length) {
+    const int64_t before = places.back().last;
+    places.push_back({before + 1, std::min(2 * before, length)});
+  }
+  return places;
+}
+
 TestLoss test_loss(const LanguageModel& model, const BatchSource& batches, int64_t steps, const Tokenizer* tokenizer,
-                   const TestLossProgress& progress) {
+                   const TestLossProgress& progress, std::vector<PositionLoss>* by_position) {
   require(batches.vocabulary_size() <= model.config().vocabulary,
           "test loss: the data has {} token ids, the model knows {}: it was trained with another tokenizer",
           batches.vocabulary_size(), model.config().vocabulary);
@@ -52,6 +80,7 @@ TestLoss test_loss(const LanguageModel& model, const BatchSource& batches, int64
       total.tokens += 1;
       if (bytes) total.text_bytes += bytes->of(targets[i], inputs[i]);
     }
+    if (by_position != nullptr) add_by_position(*by_position, batch, losses);
     if (progress && !progress(step + 1, total)) break;
   }
   return total;

@@ -1,5 +1,7 @@
 #include "paper/ablation.h"
 
+#include <fmt/ranges.h>
+
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
@@ -9,6 +11,7 @@
 
 #include "base/error.h"
 #include "base/file.h"
+#include "model/cost.h"
 #include "model/plan.h"
 #include "tensor/arena.h"
 #include "train/divergence.h"
@@ -22,6 +25,8 @@ namespace fs = std::filesystem;
 
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 constexpr int64_t kCurvePoints = 200;
+constexpr const char* kSeed = "seed";
+constexpr const char* kGridWord = "--grid ";
 
 double mean_loss(std::span<const TrainStep> steps) {
   double sum = 0;
@@ -80,7 +85,9 @@ class AblationRunner {
   }
   TrainOptions options_of(const AblationRow& row, uint64_t seed) const;
   RowResult empty_result(const AblationRow& row) const;
-  // Trains or resumes it. False if it was stopped.
+  bool is_done(const TrainOptions& options, const RowRun& run) const;
+  std::vector<AblationJob> jobs(const std::vector<AblationRow>& rows, const std::vector<uint64_t>& seeds) const;
+  // Trains or resumes it. False if it was stopped, or is not done and all has been stopped.
   bool train_row(const AblationRow& row, uint64_t seed, RowResult& result);
 
   const AblationOptions& options_;
@@ -97,7 +104,7 @@ TrainOptions AblationRunner::options_of(const AblationRow& row, uint64_t seed) c
   return options;
 }
 
-RowResult AblationRunner::empty_result(const AblationRow& row) const {
+RowResult AblationRunner::empty_result(const AblationRow& row) const try {
   const ModelConfig config = model_config(row.options, TrainData::open(row.options).batches->vocabulary_size());
   std::map<std::string, std::string> texts = to_texts(resolved(row.options));
   for (const char* of_a_run : {"seed", "out", "resume"}) texts.erase(of_a_run);
@@ -108,16 +115,40 @@ RowResult AblationRunner::empty_result(const AblationRow& row) const {
           parameter_count(config),
           cache_numbers(config, kStateTokens) * static_cast<int64_t>(sizeof(float)),
           {}};
+} catch (const Error& error) {
+  fail("ablate: row {}: {}", row.name, error.what());
+}
+
+// A run killed after its last step may lack the checkpoint of it.
+bool AblationRunner::is_done(const TrainOptions& options, const RowRun& run) const {
+  return run.finished &&
+         (!run.diverged.empty() || fs::exists(fs::path(options.out) / fmt::format("step-{:08}", options.steps)));
+}
+
+std::vector<AblationJob> AblationRunner::jobs(const std::vector<AblationRow>& rows,
+                                              const std::vector<uint64_t>& seeds) const {
+  std::vector<AblationJob> all;
+  for (const uint64_t seed : seeds)
+    for (const AblationRow& row : rows) {
+      const TrainOptions options = options_of(row, seed), exact = resolved(options);
+      if (is_done(options, row_run(seed, read_log(options.out), options.steps))) continue;
+      const ModelConfig config = model_config(options, TrainData::open(options).batches->vocabulary_size());
+      const Device device = device_from_name(exact.device);
+      const TrainingMemory memory =
+          training_memory(config, options.batch / options.accumulate, options.length, options.recompute, device,
+                          compute_options(exact, device).activations);
+      all.push_back({row.name, options, memory.total()});
+    }
+  return all;
 }
 
 bool AblationRunner::train_row(const AblationRow& row, uint64_t seed, RowResult& result) {
   const TrainOptions options = options_of(row, seed);
   const auto newest = [&] { return row_run(seed, read_log(options.out), options.steps); };
   RowRun run = newest();
-  // A run killed after its last step may lack the checkpoint of it.
-  const bool saved = fs::exists(fs::path(options.out) / fmt::format("step-{:08}", options.steps));
   bool stopped = false;
-  if (!run.finished || (run.diverged.empty() && !saved)) {
+  if (!is_done(options, run)) {
+    if (ablation_.stopped) return false;
     TrainObserver observer;
     observer.stop = observer_.stop;
     observer.step = [&](const TrainStep& step) {
@@ -142,29 +173,52 @@ Ablation AblationRunner::run() {
   require(!base.out.empty(), "ablate: no folder for the runs; give --out");
   require(options_.seeds >= 1, "ablate: {} seeds, expected 1 or more", options_.seeds);
   check_train_options(base);
-  const std::vector<AblationRow> rows = ablation_rows(options_.words, base);
+  const std::vector<uint64_t> seeds = options_.all_seeds();
+  std::vector<GridAxis> grid = options_.grid;
+  std::erase_if(grid, [](const GridAxis& axis) { return axis.key == kSeed; });
+  const std::vector<AblationRow> rows = ablation_rows(options_.words, base, grid);
   ablation_.words = options_.words;
+  for (const GridAxis& axis : options_.grid)
+    ablation_.words.push_back(fmt::format("{}{}={}", kGridWord, axis.key, fmt::join(axis.values, ",")));
   for (const AblationRow& row : rows) {
     ablation_.rows.push_back(empty_result(row));
-    for (int64_t i = 0; i < options_.seeds; ++i) {
-      const uint64_t seed = base.seed + static_cast<uint64_t>(i);
-      check_same(folder_of(row, seed), options_of(row, seed));
-    }
+    for (const uint64_t seed : seeds) check_same(folder_of(row, seed), options_of(row, seed));
   }
   std::error_code problem;
   fs::create_directories(base.out, problem);
   require(!problem, "ablate: cannot create the folder {}: {}", base.out, problem.message());
   const DirectoryLock lock(base.out);
   if (observer_.begin) observer_.begin(ablation_);
+  if (observer_.train) observer_.train(jobs(rows, seeds));
   // All rows with the first seed first, so that the table is complete early.
-  for (int64_t i = 0; i < options_.seeds && !ablation_.stopped; ++i)
-    for (size_t row = 0; row < rows.size() && !ablation_.stopped; ++row)
-      ablation_.stopped = (observer_.stop && observer_.stop()) ||
-                          !train_row(rows[row], base.seed + static_cast<uint64_t>(i), ablation_.rows[row]);
+  for (const uint64_t seed : seeds)
+    for (size_t row = 0; row < rows.size(); ++row) {
+      ablation_.stopped = ablation_.stopped || (observer_.stop && observer_.stop());
+      if (!train_row(rows[row], seed, ablation_.rows[row])) ablation_.stopped = true;
+    }
   return ablation_;
 }
 
 }  // namespace
+
+std::vector<uint64_t> AblationOptions::all_seeds() const {
+  std::vector<uint64_t> all;
+  const auto listed = std::ranges::find(grid, kSeed, &GridAxis::key);
+  if (listed == grid.end()) {
+    for (int64_t i = 0; i < seeds; ++i) all.push_back(base.seed + static_cast<uint64_t>(i));
+    return all;
+  }
+  for (const std::string& text : listed->values) {
+    TrainOptions one;
+    set_train_option(one, kSeed, text);
+    all.push_back(one.seed);
+  }
+  return all;
+}
+
+bool Ablation::is_sweep() const {
+  return std::ranges::any_of(words, [](const std::string& word) { return word.starts_with(kGridWord); });
+}
 
 bool Ablation::finished() const {
   return !stopped && std::ranges::all_of(rows, [](const RowResult& row) {

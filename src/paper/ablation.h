@@ -47,11 +47,12 @@ struct RowResult {
 };
 
 struct Ablation {
-  std::vector<std::string> words;  // of the command line
+  std::vector<std::string> words;  // of the command line, with --grid
   std::vector<RowResult> rows;
   bool stopped = false;
 
   bool finished() const;
+  bool is_sweep() const;  // over a grid
 };
 
 // The results of a run of so many steps, from its log.
@@ -61,10 +62,22 @@ struct AblationOptions {
   std::vector<std::string> words;
   TrainOptions base;  // for all rows; its seed is the first, `out` the folder of the whole
   int64_t seeds = 1;
+  std::vector<GridAxis> grid = {};  // `seed` in it lists the seeds instead
+
+  std::vector<uint64_t> all_seeds() const;
+};
+
+// A run that is not finished, and the bytes that training it takes on its device.
+struct AblationJob {
+  std::string row;  // its name
+  TrainOptions options;
+  int64_t bytes = 0;
 };
 
 struct AblationObserver {
   std::function<void(const Ablation& so_far)> begin;  // all is checked, nothing is trained yet
+  // May train some or all of these in its own way, as `furious train` would; what it leaves is trained afterwards.
+  std::function<void(const std::vector<AblationJob>& jobs)> train;
   std::function<void(const RowResult& row, uint64_t seed, const TrainStep& step)> step;
   std::function<void(const Ablation& so_far, const RowResult& row, const RowRun& run)> run;  // one has ended
   std::function<bool()> stop;

@@ -89,6 +89,17 @@ bool any(const Ablation& ablation, auto&& of_row) {
   return std::ranges::any_of(ablation.rows, of_row);
 }
 
+// The row of a sweep with the smallest test loss, or where there is none, training loss; nullptr in other ablations.
+const RowResult* best_row(const Ablation& ablation) {
+  const RowResult* best = nullptr;
+  const bool tested = any(ablation, [](const RowResult& row) { return test_loss(row).count > 0; });
+  const auto loss = [&](const RowResult& row) { return tested ? test_loss(row) : train_loss(row); };
+  if (ablation.is_sweep())
+    for (const RowResult& row : ablation.rows)
+      if (loss(row).count > 0 && (best == nullptr || loss(row).mean < loss(*best).mean)) best = &row;
+  return best;
+}
+
 bool has_values(const Ablation& ablation) {
   return any(ablation, [](const RowResult& row) { return std::isfinite(last_value(row)); });
 }
@@ -363,7 +374,11 @@ std::string paper_cell(const RowResult& row, double PaperRow::*loss, bool severa
 Table ablation_table(const Ablation& ablation) {
   const std::map<std::string, std::set<std::string>> settings = paper_settings(ablation);
   const bool paper = !settings.empty();
-  const bool notes = any(ablation, [](const RowResult& row) { return !note(row).empty(); });
+  const RowResult* best = best_row(ablation);
+  const auto note_of = [&](const RowResult& row) {
+    return &row != best ? note(row) : note(row).empty() ? "best" : "best; " + note(row);
+  };
+  const bool notes = any(ablation, [&](const RowResult& row) { return !note_of(row).empty(); });
   const bool values = has_values(ablation);
   Table table{{"row", "train loss", "test loss"}, {}};
   if (paper) table.header.insert(table.header.end(), {"paper train", "paper test"});
@@ -381,7 +396,7 @@ Table ablation_table(const Ablation& ablation) {
     cells.push_back(cell(rate(row), 0));
     cells.push_back(fmt::format("{:.0f}", static_cast<double>(row.state_bytes) / 1e3));
     if (values) cells.push_back(std::isfinite(last_value(row)) ? fmt::format("{:.3g}", last_value(row)) : "-");
-    if (notes) cells.push_back(note(row));
+    if (notes) cells.push_back(note_of(row));
   }
   return table;
 }
@@ -417,7 +432,7 @@ std::string ablation_notes(const Ablation& ablation) {
   const RowResult& row = ablation.rows.front();
   const auto number = [&](const char* name) { return whole_option(row, name); };
   const auto tokens = [](const RowResult& one) { return whole_option(one, "batch") * whole_option(one, "length"); };
-  std::string text = fmt::format("{} steps of ", shared("steps"));
+  std::string text = shared("steps").empty() ? "Different numbers of steps of " : shared("steps") + " steps of ";
   if (any(ablation, [&](const RowResult& one) { return tokens(one) != tokens(row); }))
     text += fmt::format("{} sequences", shared("batch"));
   else
@@ -444,6 +459,7 @@ std::string ablation_notes(const Ablation& ablation) {
   if (const auto [pairs, agreeing] = order_of_the_paper(ablation); pairs > 0)
     text += fmt::format("Of {} pair{} of rows whose test losses differ in the paper, {} {} the same order here.\n",
                         pairs, pairs == 1 ? "" : "s", agreeing, agreeing == 1 ? "has" : "have");
+  if (const RowResult* best = best_row(ablation)) text += fmt::format("Best row: {}.\n", best->label);
   if (has_values(ablation))
     text +=
         "Value RMS: root mean square of the values that enter the mixer, of the layer where it is largest, at the "

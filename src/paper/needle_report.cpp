@@ -27,6 +27,31 @@ Json paper_json() {
 
 }  // namespace
 
+std::string answer_line(const std::string& model, const NeedleRecord& record) {
+  const auto& [needle, text, prompt_tokens, right] = record;
+  Json line{{"model", model}, {"length", needle.length}, {"depth_percent", needle.depth}};
+  if (needle.row >= 0) line["row"] = needle.row;
+  line.update({{"prompt_tokens", prompt_tokens}, {"expected", needle.answer}, {"answer", text}, {"right", right}});
+  return line.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n";
+}
+
+Table answers_table(const std::vector<NeedleRecord>& records) {
+  constexpr size_t kWrong = 3, kRight = 2;
+  Table table{{"length", "depth", "expected", "answer", ""}, {}};
+  for (const bool right : {false, true}) {
+    size_t left = right ? kRight : kWrong;
+    for (const NeedleRecord& record : records) {
+      if (record.right != right || left == 0) continue;
+      --left;
+      // Quoted, with what cannot be printed escaped or replaced.
+      table.rows.push_back(
+          {fmt::format("{}", record.needle.length), fmt::format("{}%", record.needle.depth), record.needle.answer,
+           Json(record.text).dump(-1, ' ', false, Json::error_handler_t::replace), right ? "right" : "wrong"});
+    }
+  }
+  return table;
+}
+
 HeatMap map_of(const NeedleResult& result, const std::string& unit) {
   const auto& [name, grid] = result;
   HeatMap map;

@@ -8,6 +8,7 @@
 
 #include "paper/needle.h"
 #include "report/heat_map.h"
+#include "report/table.h"
 
 namespace furious {
 
@@ -21,6 +22,17 @@ struct NeedleReport {
   std::string unit;         // of the lengths
   bool with_paper = false;  // include the authors' results
 };
+
+// What a model answered to a question.
+struct NeedleRecord {
+  Needle needle;  // without its prompt
+  std::string text;
+  int64_t prompt_tokens = 0;
+  bool right = false;
+};
+std::string answer_line(const std::string& model, const NeedleRecord& record);  // JSON, with a line break
+// A few of the answers as a table: wrong ones, and for comparison right ones.
+Table answers_table(const std::vector<NeedleRecord>& records);
 
 HeatMap map_of(const NeedleResult& result, const std::string& unit);  // lengths by depths
 // Models by tokens, as in the paper's figure; none where lengths do not count characters.

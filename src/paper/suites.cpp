@@ -6,6 +6,7 @@
 
 #include "base/error.h"
 #include "base/names.h"
+#include "base/number.h"
 #include "model/config_json.h"
 #include "ops/matmul.h"
 #include "train/options.h"
@@ -17,10 +18,10 @@ namespace {
 using Words = std::vector<std::string>;
 
 // Options that a row may change beside the switches; all others are common, so that rows can be compared.
-const Words kRowOptions = {"size",   "hidden",         "intermediate",   "heads",          "layers",         "qk-heads",
-                           "qk-dim", "tie-embeddings", "batch",          "length",         "accumulate",     "lr",
-                           "warmup", "clip",           "schedule-steps", "initialization", "beta1",          "beta2",
-                           "eps",    "dtype",          "weight-decay",   "recompute",      "mixer-precision"};
+const Words kRowOptions = {
+    "size",  "hidden", "intermediate", "heads", "layers",       "qk-heads",  "qk-dim",          "tie-embeddings",
+    "batch", "length", "accumulate",   "lr",    "warmup",       "clip",      "schedule-steps",  "initialization",
+    "beta1", "beta2",  "eps",          "dtype", "weight-decay", "recompute", "mixer-precision", "steps"};
 // Those of them that keep a row comparable with the paper, which has several sizes and lengths; the division of a batch
 // does not affect the loss.
 const Words kNeutralOptions = {"size", "length", "batch", "accumulate", "recompute"};
@@ -184,7 +185,23 @@ std::optional<PaperRow> paper_row(const TrainOptions& options, const std::vector
   return found;
 }
 
-AblationRow row_of(const std::string& word, const TrainOptions& base, const SuiteRows* suite) {
+// Every combination of the grid's values, as changes of a row.
+Words with_grid(const std::string& word, const std::vector<GridAxis>& grid) {
+  constexpr size_t kMostRows = 10000;
+  Words words{word};
+  for (const auto& [key, values] : grid) {
+    require(words.size() * values.size() <= kMostRows, "ablate: the grid has more than {} rows; use fewer values",
+            kMostRows);
+    Words longer;
+    for (const std::string& shorter : words)
+      for (const std::string& value : values)
+        longer.push_back(fmt::format("{}{}{}={}", shorter, shorter.find(':') == shorter.npos ? ":" : ",", key, value));
+    words = std::move(longer);
+  }
+  return words;
+}
+
+AblationRow row_of(const std::string& word, const TrainOptions& base, const SuiteRows* suite) try {
   AblationRow row{word, word, base, {}};
   const size_t colon = std::min(word.find(':'), word.size());
   row.options.arch = preset(word.substr(0, colon)).name;
@@ -195,15 +212,17 @@ AblationRow row_of(const std::string& word, const TrainOptions& base, const Suit
     const bool own_batch = std::ranges::find(changes, "batch", &KeyValue::key) != changes.end();
     if (!own_batch && tokens % row.options.length == 0) row.options.batch = tokens / row.options.length;
     require(row.options.batch * row.options.length == tokens,
-            "ablate: {} has {} x {} tokens in a step, the others {} x {}; all rows need the same number: choose its "
-            "length, or --batch and --length, accordingly",
-            word, row.options.batch, row.options.length, base.batch, base.length);
+            "{} x {} tokens in a step, the others have {} x {}; all rows need the same number: choose its length, or "
+            "--batch and --length, accordingly",
+            row.options.batch, row.options.length, base.batch, base.length);
   }
   check_train_options(row.options);
   row.paper = paper_row(row.options, changes, suite);
   if (row.paper && suite != nullptr && suite->labels == SuiteRows::Labels::paper) row.label = row.paper->label;
   if (base.data.starts_with("synthetic:")) row.paper.reset();  // the paper's losses are of text
   return row;
+} catch (const Error& error) {
+  fail("ablate: row {}: {}", word, error.what());
 }
 
 }  // namespace
@@ -224,7 +243,38 @@ std::string AblationRow::folder() const {
   return fit;
 }
 
-std::vector<AblationRow> ablation_rows(const std::vector<std::string>& words, const TrainOptions& base) {
+GridAxis grid_axis(const std::string& text) {
+  constexpr int64_t kMostValues = 1000;
+  const size_t equal = text.find('=');
+  require(equal != text.npos && equal > 0 && equal + 1 < text.size(),
+          "grid: \"{}\" is not KEY=VALUE,VALUE or KEY=FIRST..LAST, such as lr=1e-3,3e-3 or seed=1..3", text);
+  GridAxis axis{text.substr(0, equal), {}};
+  for (size_t begin = equal + 1; begin <= text.size();) {
+    const size_t end = std::min(text.find(',', begin), text.size());
+    const std::string value = text.substr(begin, end - begin);
+    begin = end + 1;
+    const size_t dots = value.find("..");
+    if (dots == value.npos) {
+      require(!value.empty(), "grid: \"{}\" has an empty value", text);
+      axis.values.push_back(value);
+      continue;
+    }
+    const auto first = parse_number<int64_t>(value.substr(0, dots)),
+               last = parse_number<int64_t>(value.substr(dots + 2));
+    require(first && last && *first >= 0 && *first <= *last && *last - *first < kMostValues,
+            "grid: \"{}\" is not a range of integers such as 1..3, of at most {} values", value, kMostValues);
+    for (int64_t i = *first; i <= *last; ++i) axis.values.push_back(fmt::format("{}", i));
+  }
+  for (const std::string& value : axis.values)
+    require(std::ranges::count(axis.values, value) == 1, "grid: \"{}\" has the value {} twice", text, value);
+  return axis;
+}
+
+std::vector<AblationRow> ablation_rows(const std::vector<std::string>& words, const TrainOptions& base,
+                                       const std::vector<GridAxis>& grid) {
+  for (const GridAxis& axis : grid)
+    require(std::ranges::count(grid, axis.key, &GridAxis::key) == 1, "ablate: two grids of {}; join their values",
+            axis.key);
   std::vector<AblationRow> rows;
   const auto add = [&](AblationRow row) {
     const auto same = std::ranges::find(rows, row.name, &AblationRow::name);
@@ -248,12 +298,13 @@ std::vector<AblationRow> ablation_rows(const std::vector<std::string>& words, co
     if (suite == suite_rows().end()) {
       require(std::ranges::none_of(suites(), [&](const Suite& one) { return one.name == name; }),
               "ablate: {}: changes apply to presets, not to suites; use flags for all rows (--lr, --switches)", word);
-      add(row_of(word, base, nullptr));
+      for (const std::string& row : with_grid(word, grid)) add(row_of(row, base, nullptr));
       continue;
     }
     TrainOptions options = base;
     options.log_values = options.log_values || suite->log_values;
-    for (const std::string& row : suite->words(options)) add(row_of(row, options, &*suite));
+    for (const std::string& own : suite->words(options))
+      for (const std::string& row : with_grid(own, grid)) add(row_of(row, options, &*suite));
   }
   require(!rows.empty(), "ablate: nothing to train; give a suite or presets");
   return rows;

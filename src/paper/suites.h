@@ -48,6 +48,15 @@ struct AblationRow {
 //
 // The paper's losses of a row are those of its preset, size and length; where it has none of that size, those of its
 // suite's figure or else of the small model; where it has none of that length, and all rows share one, those of 2048.
-std::vector<AblationRow> ablation_rows(const std::vector<std::string>& words, const TrainOptions& base);
+//
+// With a grid every row comes once for each combination of its values, which are further changes of the row. A row that
+// is invalid is an Error that names it.
+struct GridAxis {
+  std::string key;
+  std::vector<std::string> values;
+};
+GridAxis grid_axis(const std::string& text);  // "lr=1e-3,3e-3", "layers=2..4"
+std::vector<AblationRow> ablation_rows(const std::vector<std::string>& words, const TrainOptions& base,
+                                       const std::vector<GridAxis>& grid = {});
 
 }  // namespace furious

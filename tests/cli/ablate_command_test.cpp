@@ -1,6 +1,7 @@
 // `furious ablate` and `furious plot`, by running the binary.
 #include <signal.h>
 #include <sys/wait.h>
+#include <unistd.h>
 
 #include <filesystem>
 #include <nlohmann/json.hpp>
@@ -112,6 +113,124 @@ TEST_F(AblateCommandTest, Usage) {
              {"bad.json", "expected the results.json"});
   ASSERT_EQ(run(command("linear", "mine")).code, 0);
   expect_run(command("linear", "mine", "--lr 0.5"), 1, {"lr = 0.5", "another --out"});
+}
+
+TEST_F(AblateCommandTest, Grid) {
+  const std::string grid = "--grid lr=1e-3,1e-2 --grid seed=5..6";
+  expect_run(command("2mamba softmax", "out", grid), 0,
+             {"4 rows, 2 seeds, 4 steps each", "2mamba:lr=1e-3", "softmax:lr=1e-2", " ± ", "best", "Best row: "});
+  const Json json = results("out");
+  ASSERT_EQ(json["rows"].size(), 4u);
+  EXPECT_EQ(json["words"], (std::vector<std::string>{"2mamba", "softmax", "--grid lr=1e-3,1e-2", "--grid seed=5,6"}));
+  double best = 1e9;
+  std::string best_name;
+  for (const Json& row : json["rows"]) {
+    ASSERT_EQ(row["runs"].size(), 2u);
+    EXPECT_EQ(row["runs"][1]["seed"], 6);
+    if (row["test_loss"]["mean"] >= best) continue;
+    best = row["test_loss"]["mean"];
+    best_name = row["name"];
+  }
+  EXPECT_EQ(json["rows"][1]["options"]["lr"], "0.01");
+  EXPECT_NE(read_file(folder.path("out/report.html")).find("Best row: " + best_name), std::string::npos);
+  EXPECT_NE(read_file(folder.path("out/table.md")).find("| best |"), std::string::npos);
+  // More values train alone.
+  const auto more = run(command("2mamba softmax", "out", "--grid lr=1e-3,1e-2,5e-3 --grid seed=5..6"));
+  EXPECT_EQ(more.code, 0);
+  size_t found = 0;
+  for (size_t at = more.output.find("(already done)"); at != more.output.npos;
+       at = more.output.find("(already done)", at + 1))
+    ++found;
+  EXPECT_EQ(found, 8u) << more.output;
+
+  expect_run(command("2mamba", "bad", "--grid lr"), 2, {"--grid", "KEY=VALUE"});
+  expect_run(command("2mamba", "bad", "--grid seed=3..1"), 2, {"3..1", "range"});
+  expect_run(command("2mamba", "bad", "--grid lr=1,1"), 2, {"the value 1 twice"});
+  expect_run(command("2mamba", "bad", "--grid lrr=1,2"), 1, {"row 2mamba:lrr=1", "unknown key", "\"lr\""});
+  expect_run(command("2mamba", "bad", "--grid lr=1 --grid lr=2"), 1, {"two grids of lr"});
+  // An invalid row is named, and nothing was trained before.
+  expect_run(command("softmax 2mamba:heads=2,conv_window=3", "bad", "--grid hidden=16,17"), 1,
+             {"row softmax:hidden=17", "17"});
+  expect_run(command("2mamba 2mamba:score=linear", "bad"), 1, {"row 2mamba:score=linear"});
+  EXPECT_FALSE(fs::exists(folder.path("bad/runs")));
+}
+
+TEST_F(AblateCommandTest, SeveralRunsAtOnce) {
+  const std::string rows = "2mamba softmax 2mamba:lr=1000", more = "--grid seed=1..2 --steps 6";
+  expect_run(command(rows, "one", more), 0, {"done in"});
+  const RunResult result = run(command(rows, "several", more + " --jobs 3"));
+  EXPECT_EQ(result.code, 0) << result.output;
+  EXPECT_EQ(result.output.find("(already done)"), std::string::npos) << result.output;
+  EXPECT_EQ(without_rates(results("several"))["rows"].size(), 3u);
+  Json several = without_rates(results("several")), one = without_rates(results("one"));
+  EXPECT_EQ(several, one);  // the same bits
+  expect_run(command(rows, "several", more + " --jobs 3"), 0, {"(already done)"});
+  for (const auto& entry : fs::recursive_directory_iterator(folder.path("several/runs/2mamba")))
+    EXPECT_NE(entry.path().extension(), ".txt") << entry.path();
+  expect_run(command("2mamba", "bad", "--jobs 0"), 2, {"--jobs"});
+}
+
+TEST_F(AblateCommandTest, SeveralRunsAtOnceResumeAfterAStop) {
+  const std::string more = "--steps 40 --save-every 5 --jobs 2";
+  ASSERT_EQ(run(command("base", "whole", more)).code, 0);
+  for (const int signal : {SIGINT, SIGKILL}) {
+    const std::string out = fmt::format("stopped-{}", signal);
+    std::istringstream text(command("base", out, more));
+    const std::vector<std::string> words{std::istream_iterator<std::string>(text), {}};
+    const std::string log = folder.path(out + "/runs/mamba2-paper/seed-123/log.jsonl");
+    const int status = run_and_signal(words, signal, [&] { return fs::exists(log) && fs::file_size(log) > 0; });
+    if (signal == SIGINT) {
+      EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    } else {
+      ASSERT_TRUE(WIFSIGNALED(status)) << "it was done before it was killed";
+      // The processes are told to stop; until they have, their folders are locked.
+      for (int i = 0; i < 600 && run(command("base", out, more)).code != 0; ++i) ::usleep(100'000);
+    }
+    expect_run(command("base", out, more), 0, {"done in"});
+    EXPECT_EQ(without_rates(results(out)), without_rates(results("whole")));
+  }
+}
+
+TEST_F(AblateCommandTest, Scaling) {
+  const std::string rows = "2mamba softmax --grid hidden=8,16,24,32";
+  ASSERT_EQ(run(command(rows, "sizes", "--steps 12")).code, 0);
+  const std::string json = folder.path("s.json"), out = folder.path("charts");
+  expect_run(fmt::format("scaling {} --out {} --json {}", folder.path("sizes"), out, json), 0,
+             {"2mamba-hidden=8", "loss = E + A x^-α", "parameters", "flops", "no chart by tokens",
+              "chart: " + out + "/parameters.svg"});
+  const Json written = Json::parse(read_file(json));
+  ASSERT_EQ(written["runs"].size(), 8u);
+  const Json& first = written["runs"][0];
+  EXPECT_EQ(first["arch"], "2mamba");
+  EXPECT_EQ(first["tokens"], 12 * 4 * 24);
+  for (const Json& row : results("sizes")["rows"])
+    if (row["name"] == "2mamba:hidden=8") {
+      EXPECT_EQ(first["parameters"], row["parameters"]);
+      EXPECT_EQ(first["loss"], row["test_loss"]["mean"]);
+    }
+  EXPECT_EQ(written["curves"].size(), 2u + 8u + 2u);  // by tokens each size is a curve of its own
+  EXPECT_TRUE(written["curves"][0].contains("law"));
+  EXPECT_NE(read_file(out + "/parameters.svg").find("Loss by parameters"), std::string::npos);
+  EXPECT_NE(read_file(out + "/flops.svg").find("softmax"), std::string::npos);
+  EXPECT_NE(read_file(out + "/table.md").find("| α |"), std::string::npos);
+  EXPECT_FALSE(fs::exists(out + "/tokens.svg"));
+  expect_run(fmt::format("scaling {} --out {} --loss train --without-embedding", folder.path("sizes"), out), 0,
+             {"2mamba"});
+
+  // Along the tokens.
+  ASSERT_EQ(run(command("2mamba --grid steps=4,6,8,12", "steps", "")).code, 0);
+  expect_run(fmt::format("scaling {} --out {}", folder.path("steps"), out), 0,
+             {"tokens", "no chart by parameters", "chart: " + out + "/tokens.svg"});
+
+  expect_run("scaling", 2, {"runs"});
+  expect_run("scaling " + folder.path("nowhere"), 1, {"scaling: ", "nowhere does not exist"});
+  expect_run(fmt::format("scaling {0}/2mamba-hidden=8 {0}/2mamba-hidden=16 {0}/softmax-hidden=8 --out {1}",
+                         folder.path("sizes/runs"), out),
+             1, {"no architecture has 4 runs", "4 or more sizes"});
+  fs::remove(folder.path("steps/runs/2mamba-steps=4/seed-123/log.jsonl"));
+  folder.write("steps/runs/2mamba-steps=4/seed-123/log.jsonl", "");
+  expect_run(fmt::format("scaling {} --out {}", folder.path("steps"), out), 1,
+             {"left out: ", "2mamba-steps=4", "step 0 of 4"});
 }
 
 TEST_F(AblateCommandTest, Plot) {

@@ -147,7 +147,7 @@ TEST_F(GenerateCommand, Failures) {
   const std::string large = folder.write("t.model", testing::small_model());
   expect_run(generate("--prompt x --tokenizer " + large), 1, {"400 token ids", "258"});
   for (const char* name : kTokenizerFiles) fs::remove(model + "/" + name);
-  expect_run(generate("--prompt x"), 1, {"tokenizer"});
+  expect_run(generate("--prompt x"), 1, {"has no tokenizer beside it", "--tokenizer", "\"byte\""});
   expect_run(generate("--prompt x --tokens 1 --tokenizer byte"), 0, {});
 }
 
@@ -167,6 +167,9 @@ TEST_F(GenerateCommand, Usage) {
   expect_run("generate", 2, {"model"});
   expect_run(generate(""), 2, {"--prompt", "--load-state"});
   expect_run(generate("--prompt x --prompt-file y"), 2, {"--prompt"});
+  expect_run(generate("--prompt x y"), 2, {"--prompt"});
+  expect_run(generate("--prompt x --top-p 0"), 2, {"--top-p", "0 is not above 0", "--temperature 0"});
+  EXPECT_EQ(text_of("'some words' --tokens 5"), text_of("--prompt 'some words' --tokens 5"));
   for (const char* bad : {"--temperature -1", "--top-k -1", "--top-p 0", "--top-p 1.1", "--repetition-penalty 0",
                           "--sequences 0", "--tokens -1", "--seed x", "--threads -1", "--min-p 2", "--logit-bias 65",
                           "--logit-bias x=1", "--frequency-penalty x"})

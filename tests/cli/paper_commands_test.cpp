@@ -5,6 +5,7 @@
 #include <csignal>
 #include <filesystem>
 #include <nlohmann/json.hpp>
+#include <sstream>
 
 #include "cli/run.h"
 #include "data/corpus.h"
@@ -121,18 +122,44 @@ TEST_F(NiahCommand, RowsOfAFileAndThePapersProcedure) {
 }
 
 TEST_F(NiahCommand, LabelsDistinguishModels) {
-  for (const char* arch : {"2mamba", "softmax"}) {
+  for (const char* arch : {"2mamba", "softmax", "mamba2"}) {
     fs::create_directories(folder.path(fmt::format("runs/{}", arch)));
     fs::copy(model, folder.path(fmt::format("runs/{}/seed-123", arch)), fs::copy_options::recursive);
   }
-  const auto result =
-      run(fmt::format("niah {0}/2mamba/seed-123 {0}/softmax/seed-123 --lengths 300 --depths 0 --questions "
-                      "1 --device cpu --svg {1}",
-                      folder.path("runs"), folder.path("n.svg")));
+  const auto result = run(fmt::format(
+      "niah {0}/2mamba/seed-123 {0}/softmax/seed-123 {0}/mamba2/seed-123 --lengths 300 --depths 0 --questions "
+      "1 --device cpu --svg {1}",
+      folder.path("runs"), folder.path("n.svg")));
   EXPECT_EQ(result.code, 0);
-  for (const char* label : {"\n2mamba: ", "\nsoftmax: "})
+  for (const char* label : {"\n2mamba: ", "\nsoftmax: ", "\nmamba2: "})
     EXPECT_NE(result.output.find(label), std::string::npos) << result.output;
   EXPECT_EQ(result.output.find("seed-123"), std::string::npos) << result.output;
+}
+
+TEST_F(NiahCommand, ShowsAndSavesAnswers) {
+  const std::string data = folder.write("q.jsonl", question("12") + question("34"));
+  const std::string saved = folder.path("n-answers.jsonl");
+  expect_run(niah("--data " + data), 0,
+             {"2mamba: some answers", "expected", "12", "34", "wrong", "all answers: " + saved});
+  const Model loaded = Model::load(model, {.device = "cpu"});
+  std::istringstream lines(read_file(saved));
+  int64_t count = 0;
+  for (std::string text; std::getline(lines, text); ++count) {
+    const auto line = nlohmann::json::parse(text);
+    const Needle needle{"The key is", count == 0 ? "12" : "34", 10, 50, count};
+    EXPECT_EQ(line.at("model"), "2mamba");
+    EXPECT_EQ(line.at("expected"), needle.answer);
+    EXPECT_EQ(line.at("row"), count);
+    EXPECT_EQ(line.at("depth_percent"), 50);
+    EXPECT_EQ(line.at("prompt_tokens"), 11);
+    const std::string answer = answer_of(loaded, needle).text;
+    if (nlohmann::json(answer).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) == "\"" + answer + "\"")
+      EXPECT_EQ(line.at("answer"), answer);
+    EXPECT_EQ(line.at("right"), answers(answer, needle.answer));
+  }
+  EXPECT_EQ(count, 2);
+  expect_run(niah("--data " + data + " --answers " + folder.path("mine.jsonl")), 0, {"mine.jsonl"});
+  EXPECT_EQ(read_file(folder.path("mine.jsonl")), read_file(saved));
 }
 
 TEST_F(NiahCommand, WeightsWithoutAConfig) {

@@ -228,6 +228,51 @@ TEST_P(DecoderOf, SnapshotsContinueBitForBit) {
   }
 }
 
+// Texts of several lengths after contexts of their own, forked and scored together, against a full pass over each.
+TEST_P(DecoderOf, ScoresMatchTheFullPass) {
+  Random random(12);
+  const LanguageModel model = lively_model(little_named(GetParam()));
+  const int64_t vocabulary = model.config().vocabulary;
+  Decoder decoder(model, 9);
+  std::vector<std::vector<int32_t>> contexts, texts;
+  std::vector<Decoder::Prompt> prompts;
+  for (const int64_t length : {1, 40, 150}) {
+    const std::vector<int32_t> context = random_text(random, length, vocabulary);
+    const int32_t slot = decoder.start();
+    decoder.read(slot, context);
+    for (const int64_t own : {1, 2, 70}) {
+      contexts.push_back(context);
+      texts.push_back(random_text(random, own, vocabulary));
+      if (own == 2) {  // what greedy decoding writes
+        const std::vector<int32_t> written = alone(model, context, kGreedy, 2);
+        texts.back() = {written[0], written[1]};
+      }
+      prompts.push_back({own == 70 ? slot : decoder.fork(slot), {}});
+    }
+  }
+  for (size_t i = 0; i < texts.size(); ++i) prompts[i].tokens = texts[i];
+  const std::vector<TokenScores> scores = decoder.score(prompts, true);
+  for (size_t i = 0; i < texts.size(); ++i) {
+    std::vector<int32_t> all = contexts[i];
+    all.insert(all.end(), texts[i].begin(), texts[i].end());
+    const Tensor logits = model.logits(int_tensor_of(all, {1, static_cast<int64_t>(all.size())}));
+    ASSERT_EQ(scores[i].log_probabilities.size(), texts[i].size());
+    double sum = 0;
+    for (size_t t = 0; t < texts[i].size(); ++t) {
+      const std::vector<double> row =
+          to_doubles(logits.select(0, 0).select(0, static_cast<int64_t>(contexts[i].size() + t) - 1));
+      double total = 0;
+      for (const double logit : row) total += std::exp(logit);
+      const double expected = row[static_cast<size_t>(texts[i][t])] - std::log(total);
+      EXPECT_NEAR(scores[i].log_probabilities[t], expected, 2e-3) << i << " " << t;
+      sum += expected;
+    }
+    EXPECT_NEAR(scores[i].sum(), sum, 1e-2);
+    EXPECT_EQ(scores[i].greedy, texts[i] == alone(model, contexts[i], kGreedy, static_cast<int64_t>(texts[i].size())));
+    EXPECT_EQ(decoder.tokens(prompts[i].slot), static_cast<int64_t>(all.size()) - 1);
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Presets, DecoderOf,
                          ::testing::Values("2mamba", "softmax", "mamba2", "mamba2-paper", "2mamba-e", "shared",
                                            "window"),
@@ -264,6 +309,22 @@ TEST(Decoder, RefusesInvalidArguments) {
   Decoder of_other(other, 1);
   const int32_t slot = of_other.start();
   expect_error([&] { of_other.restore(slot, decoder.contents(a)); }, {"restore"});
+}
+
+TEST(Decoder, RefusesToScoreNothing) {
+  const LanguageModel model = lively_model(little_named("2mamba"));
+  Decoder decoder(model, 2);
+  const int32_t slot = decoder.start();
+  const std::vector<int32_t> text{1, 2}, outside{1, 1 << 20};
+  const auto score = [&](std::span<const int32_t> tokens) {
+    const Decoder::Prompt prompt{slot, tokens};
+    return decoder.score({&prompt, 1});
+  };
+  expect_error([&] { score(text); }, {"has read nothing"});
+  decoder.read(slot, text);
+  expect_error([&] { score({}); }, {"no tokens"});
+  expect_error([&] { score(outside); }, {"1048576", "expected 0 to"});
+  EXPECT_EQ(score(text)[0].log_probabilities.size(), 2u);
 }
 
 TEST(Decoder, LogProbabilitiesOfTheChosenAndTheBest) {

@@ -1,6 +1,7 @@
 #include "eval/test_loss.h"
 
 #include <filesystem>
+#include <set>
 
 #include "data/corpus.h"
 #include "data/tokenize.h"
@@ -100,6 +101,53 @@ TEST_F(TestLossTest, RefusesDataWithMoreIdsThanTheModel) {
   const Dataset data = tokenized({"a text"}, "byte");
   const LanguageModel model(model_config("linear", "tiny", 200), 3);
   expect_error([&] { test_loss(model, batches(data, Packing::packed), 1); }, {"258 token ids", "200", "tokenizer"});
+}
+
+TEST_F(TestLossTest, LossesByPositionAddUpToTheLoss) {
+  Random random(5);
+  const Dataset data = tokenized(random_documents(random, 9), "byte");
+  const LanguageModel model(model_config("2mamba", "tiny", 258), 3);
+  for (const Packing packing : {Packing::packed, Packing::isolated, Packing::rows}) {
+    const DatasetBatches source = batches(data, packing);
+    std::vector<PositionLoss> places = position_losses(16);
+    const TestLoss loss = test_loss(model, source, source.steps(), nullptr, {}, &places);
+    double sum = 0;
+    int64_t tokens = 0;
+    for (const PositionLoss& place : places) {
+      sum += place.sum;
+      tokens += place.tokens;
+    }
+    EXPECT_NEAR(sum, loss.sum, 1e-9 * loss.sum);
+    EXPECT_EQ(tokens, loss.tokens);
+    // Place by place, from the positions in the rows or documents.
+    std::vector<int64_t> expected(places.size());
+    for (int64_t step = 0; step < source.steps(); ++step) {
+      const Batch batch = source.at(step);
+      std::set<int64_t> starts;
+      if (batch.boundaries)
+        for (int64_t i = 0; i < batch.boundaries.elements(); ++i) starts.insert(batch.boundaries.data<int32_t>()[i]);
+      int64_t known = 0;
+      for (int64_t i = 0; i < batch.targets.elements(); ++i) {
+        known = i % 16 == 0 || starts.contains(i) ? 1 : known + 1;
+        if (batch.targets.data<int32_t>()[i] < 0) continue;
+        for (size_t p = 0; p < places.size(); ++p) expected[p] += known >= places[p].first && known <= places[p].last;
+      }
+    }
+    for (size_t p = 0; p < places.size(); ++p) EXPECT_EQ(places[p].tokens, expected[p]) << p;
+  }
+}
+
+TEST(PositionLosses, PowersOfTwo) {
+  const auto ends = [](int64_t length) {
+    std::vector<std::pair<int64_t, int64_t>> found;
+    for (const PositionLoss& place : position_losses(length)) found.emplace_back(place.first, place.last);
+    return found;
+  };
+  using Ends = std::vector<std::pair<int64_t, int64_t>>;
+  EXPECT_EQ(ends(1), (Ends{{1, 1}}));
+  EXPECT_EQ(ends(2), (Ends{{1, 1}, {2, 2}}));
+  EXPECT_EQ(ends(16), (Ends{{1, 1}, {2, 2}, {3, 4}, {5, 8}, {9, 16}}));
+  EXPECT_EQ(ends(11), (Ends{{1, 1}, {2, 2}, {3, 4}, {5, 8}, {9, 11}}));
 }
 
 }  // namespace

@@ -342,6 +342,22 @@ TEST(Suites, ASyntheticTaskHasNoFiguresInThePaper) {
   }
 }
 
+TEST(Suites, GridsMultiplyRows) {
+  Words names;
+  for (const AblationRow& row : ablation_rows({"2mamba:conv_window=4", "base"}, base_options(),
+                                              {grid_axis("lr=0.1,0.2"), grid_axis("layers=2..3")}))
+    names.push_back(row.name);
+  ASSERT_EQ(names.size(), 16u);
+  EXPECT_EQ(names[0], "2mamba:conv_window=4,lr=0.1,layers=2");
+  EXPECT_EQ(names[1], "2mamba:conv_window=4,lr=0.1,layers=3");
+  EXPECT_EQ(names[2], "2mamba:conv_window=4,lr=0.2,layers=2");
+  EXPECT_EQ(names[4], "linear:lr=0.1,layers=2");
+  EXPECT_EQ(grid_axis("steps=1,5..7").values, (Words{"1", "5", "6", "7"}));
+  for (const char* bad : {"lr", "=1", "lr=", "lr=1,,2", "lr=1..", "lr=2..1", "lr=0.1..0.3", "lr=1..5000", "lr=1,1"})
+    expect_error([&] { grid_axis(bad); }, {"grid: "});
+  expect_error([] { ablation_rows({"2mamba"}, base_options(), {grid_axis("lr=0.1,fast")}); }, {"row 2mamba:lr=fast"});
+}
+
 TEST(Suites, RefusesBadWords) {
   const auto refused = [](const Words& words, const Words& parts) {
     expect_error([&] { ablation_rows(words, base_options()); }, parts);
