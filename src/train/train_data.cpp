@@ -25,7 +25,9 @@ TrainData open_dataset(const TrainOptions& options, int ranks) {
   BatchOptions batches{options.batch,   options.length, packing_from_name(options.packing),
                        Order::shuffled, options.seed,   {},
                        options.bos};
-  data.batches = std::make_unique<DatasetBatches>(*data.dataset, Split::train, batches);
+  auto train = std::make_unique<DatasetBatches>(*data.dataset, Split::train, batches);
+  data.epoch_steps = train->steps();
+  data.batches = std::move(train);
   if (data.dataset->tokens(Split::test).size() > 1) {
     batches.batch = options.batch / options.accumulate / ranks;
     batches.order = Order::once;
