@@ -18,6 +18,7 @@
 //   RUN/log.jsonl          one line per step
 //   RUN/step-00000500/     checkpoints: Hugging Face folders, with training.safetensors to resume from
 //   RUN/latest             a link to the newest of them
+//   RUN/latest/ema/        with TrainOptions::ema: a model with the average of the weights
 //
 // Exceptions: every failure is a furious::Error with a message for the user. Exceptions of callbacks are passed on.
 // A callback must not call the object that calls it.
@@ -63,13 +64,24 @@ struct TrainOptions {
   // The order of rows is shuffled within so many that follow one another in the data; 0: within all of it.
   int64_t shuffle_window = 0;
 
-  // The optimizer: AdamW.
+  // The learning rate: linear warm-up to lr, then by the schedule: constant, linear, cosine or wsd (warm-up, stable,
+  // decay: constant, and linear at the end).
   int64_t steps = 1000;
   double lr = 1e-4;
-  int64_t warmup = 100;        // steps of linear warm-up to lr
-  int64_t schedule_steps = 0;  // step at which the linear decay reaches zero; 0: the last step
+  int64_t warmup = 100;  // steps of linear warm-up to lr
+  std::string schedule = "linear";
+  int64_t schedule_steps = 0;  // step at which the decay ends; 0: the last step
+  int64_t decay_steps = 0;     // of the decay, before its end; 0: all after the warm-up, with wsd a fifth of all steps
+  double min_lr = 0;           // with which the decay ends
+
+  // The optimizer: adamw, or muon: Muon for the matrices of the layers and AdamW for the rest.
+  std::string optimizer = "adamw";
   double weight_decay = 0.01, beta1 = 0.9, beta2 = 0.999, eps = 1e-8;
-  double clip = 0;  // clip the gradient to this norm; 0: no clipping
+  std::string decay_on = "all";  // parameters with weight decay: all, matrices, or layers (matrices of the layers)
+  double muon_momentum = 0.95;
+  double clip = 1;    // clip the gradient to this norm; 0: no clipping
+  double z_loss = 0;  // factor of the squared log-sum-exp of the logits, added to the loss in training
+  double ema = 0;     // decay of an exponential moving average of the weights; 0: none
 
   // Device and precision.
   std::string device = "auto";  // cpu, cuda, cuda:1, …; auto: a GPU if there is one
@@ -192,9 +204,10 @@ class FURIOUS_API Trainer {
   Trainer(Trainer&&) noexcept;
   Trainer& operator=(Trainer&&) noexcept;
 
-  // One step of AdamW. Batches may have different sizes; each new size allocates memory. A loss or gradient that is not
-  // finite is an Error, and so is a loss far above that of a uniform prediction if the batch has no weights; parameters
-  // are unchanged in the first case. After an Error for memory, or Cancelled, the step can be repeated.
+  // One step of the optimizer. Batches may have different sizes; each new size allocates memory. A loss or gradient
+  // that is not finite is an Error, and so is a loss far above that of a uniform prediction if the batch has no
+  // weights; parameters are unchanged in the first case. After an Error for memory, or Cancelled, the step can be
+  // repeated.
   TrainStep step(const TokenBatch& batch);
   // The same without the update: the loss, its gradients and their norm.
   TrainStep backward(const TokenBatch& batch);

@@ -29,7 +29,6 @@ TrainOptions laptop_options() {
   options.steps = 300;
   options.lr = 2e-3;
   options.warmup = 30;
-  options.clip = 1;
   options.eval_every = 30;
   options.keep = 1;
   return options;

@@ -70,7 +70,7 @@ struct StepBench {
   explicit StepBench(CLI::App& command)
       : flags(command, default_options(),
               {"size", "hidden", "intermediate", "heads", "layers", "qk-heads", "tie-embeddings", "batch", "length",
-               "accumulate", "device", "dtype", "threads", "recompute", "reduce", "timeout"}) {}
+               "accumulate", "device", "dtype", "threads", "recompute", "reduce", "timeout", "optimizer"}) {}
 
   TrainFlags flags;
   std::string preset = "2mamba";

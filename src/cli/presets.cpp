@@ -25,10 +25,12 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
+constexpr const char* kShownPreset = "2mamba";
 constexpr std::array<int64_t, 3> kLengths = {1 << 10, 8 << 10, 64 << 10};
 
 struct PresetsCommand {
   std::string name;
+  std::string given_size;  // empty: all sizes, and the cache memory of the paper's small one
   std::string size = "small";
   int64_t vocabulary = 32000;
   std::string json;
@@ -83,6 +85,21 @@ void print_one(const Preset& preset, const PresetsCommand& options) {
     fmt::print("  {:<14} {}\n", key, value.is_string() ? value.get<std::string>() : value.dump());
 }
 
+// The sizes with their dimensions, and what a 2Mamba of them has.
+void print_sizes(const PresetsCommand& options) {
+  Table table{{"size", "hidden", "intermediate", "heads", "head dim", "layers", "2mamba", "of it layers"}, {}};
+  for (const Size& size : sizes()) {
+    if (!options.given_size.empty() && size.name != options.given_size) continue;
+    const ModelConfig config = model_config(kShownPreset, size.name, options.vocabulary);
+    const int64_t all = parameter_count(config), around = 2 * config.vocabulary * config.hidden;
+    table.rows.push_back({size.name, fmt::format("{}", size.hidden), fmt::format("{}", size.intermediate),
+                          fmt::format("{}", size.heads), fmt::format("{}", size.hidden / size.heads),
+                          fmt::format("{}", size.layers), count_text(all), count_text(all - around)});
+  }
+  fmt::print("\nSizes, with the parameters of {} for a vocabulary of {}\n\n{}", kShownPreset, options.vocabulary,
+             to_text(table));
+}
+
 void print(const std::vector<Row>& rows, const PresetsCommand& options) {
   size_t width = 0;
   for (const Row& row : rows) width = std::max(width, row.preset.name.size());
@@ -100,6 +117,7 @@ void print(const std::vector<Row>& rows, const PresetsCommand& options) {
     for (const int64_t bytes : row.bytes) cells.push_back(fmt::format("{:.2f}", static_cast<double>(bytes) / 1e6));
   }
   fmt::print("{}", to_text(table));
+  print_sizes(options);
 }
 
 Json to_json(const std::vector<Row>& rows, const PresetsCommand& options) {
@@ -119,7 +137,14 @@ Json to_json(const std::vector<Row>& rows, const PresetsCommand& options) {
                        {"parameters", parameters},
                        {"sequence_bytes", bytes}});
   }
-  return {{"vocabulary", options.vocabulary}, {"size", options.size}, {"presets", presets}};
+  Json dimensions = Json::array();
+  for (const Size& size : sizes())
+    dimensions.push_back({{"name", size.name},
+                          {"hidden", size.hidden},
+                          {"intermediate", size.intermediate},
+                          {"heads", size.heads},
+                          {"layers", size.layers}});
+  return {{"vocabulary", options.vocabulary}, {"size", options.size}, {"presets", presets}, {"sizes", dimensions}};
 }
 
 void PresetsCommand::run() const {
@@ -153,16 +178,20 @@ void add_presets(CLI::App& app) {
   command->add_option("--preset", options->name, "Show only this preset, with its switches")
       ->check(parsed_by([](const std::string& name) { preset(name); }));
   command
-      ->add_option("--size", options->size,
-                   fmt::format("Size for which the cache memory is shown: {}", fmt::join(size_names(), ", ")))
-      ->check(parsed_by(check_size))
-      ->capture_default_str();
+      ->add_option("--size", options->given_size,
+                   fmt::format("Size whose dimensions and cache memory are shown: {}; by default all, and the cache "
+                               "memory of small",
+                               fmt::join(size_names(), ", ")))
+      ->check(parsed_by(check_size));
   command->add_option("--vocab", options->vocabulary, "Vocabulary size of the models")
       ->check(CLI::Range(int64_t{1}, int64_t{std::numeric_limits<int32_t>::max()}))
       ->capture_default_str();
   add_json(*command, options->json, "Write the list to this JSON file");
   command->footer("Example: furious presets --size medium --vocab 8192 --json presets.json");
-  command->callback([options] { options->run(); });
+  command->callback([options] {
+    if (!options->given_size.empty()) options->size = options->given_size;
+    options->run();
+  });
 }
 
 }  // namespace furious::cli

@@ -4,14 +4,32 @@
 #include <sys/ioctl.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <charconv>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
+#include <string_view>
 
 namespace furious::cli {
 namespace {
 
 volatile std::sig_atomic_t requested = 0;
+std::atomic<int64_t> step_in_progress = 0;                 // 0: signals are not announced
+static_assert(std::atomic<int64_t>::is_always_lock_free);  // a signal handler reads it
+
+// In a signal handler: without allocation and formatting libraries.
+void write_stop_message() {
+  constexpr std::string_view kBegin = "\nfinishing step ", kEnd = ", then saving; Ctrl-C again ends without saving\n";
+  std::array<char, 128> text;
+  char* end = std::ranges::copy(kBegin, text.begin()).out;
+  end = std::to_chars(end, text.end(), step_in_progress.load()).ptr;
+  end = std::ranges::copy(kEnd, end).out;
+  if (::write(STDERR_FILENO, text.data(), static_cast<size_t>(end - text.data())) < 0) return;  // nobody reads it
+}
 
 size_t terminal_width() {
   struct winsize size = {};
@@ -59,9 +77,18 @@ bool shows_colours() {
   return ::isatty(STDOUT_FILENO) != 0 && std::getenv("NO_COLOR") == nullptr;
 }
 
+void announce_stops(int64_t step) {
+  step_in_progress = step;
+}
+
 void stop_on_signals() {
   struct sigaction action = {};
-  action.sa_handler = [](int) { requested = 1; };
+  action.sa_handler = [](int) {
+    const int error = errno;
+    if (step_in_progress.load() > 0 && requested == 0) write_stop_message();
+    errno = error;
+    requested = 1;
+  };
   action.sa_flags = SA_RESETHAND;
   for (const int signal : {SIGINT, SIGTERM}) ::sigaction(signal, &action, nullptr);
 }

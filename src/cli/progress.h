@@ -3,6 +3,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <string>
 
 namespace furious::cli {
@@ -36,5 +37,7 @@ bool shows_colours();  // stdout is a terminal, and NO_COLOR is not set
 // The first SIGINT or SIGTERM requests a clean stop; a second one ends the process at once.
 void stop_on_signals();
 bool stop_requested();
+// The signal is answered at once with the name of this step, after which a checkpoint will be saved.
+void announce_stops(int64_t step);
 
 }  // namespace furious::cli

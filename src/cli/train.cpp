@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include <csignal>
+#include <filesystem>
 #include <memory>
 #include <sstream>
 #include <thread>
@@ -10,21 +11,27 @@
 #include "base/boundary.h"
 #include "base/error.h"
 #include "base/file.h"
+#include "base/names.h"
 #include "cli/commands.h"
+#include "cli/dry_run.h"
 #include "cli/progress.h"
 #include "cli/train_flags.h"
 #include "data/utf8.h"
 #include "dist/communicator.h"
+#include "train/run.h"
 
 namespace furious::cli {
 namespace {
 
+constexpr int64_t kSettled = 3;  // steps after which a step takes its usual time
+
 struct TrainCommand {
-  explicit TrainCommand(CLI::App& command) : flags(command, {}), recipe(command) {
+  explicit TrainCommand(CLI::App& command) : flags(command, {}), recipe(command), dry_run(command) {
     command.add_option("--config", config, "Read options from this TOML file; flags override it");
   }
   TrainFlags flags;
   RecipeFlag recipe;
+  DryRun dry_run;
   std::string config;
 
   TrainOptions resolve() const;
@@ -45,6 +52,16 @@ void apply_config(TrainOptions& options, const std::string& path) {
   }
 }
 
+// A folder without a run that was to be resumed: an Error where nothing says what to start instead.
+void check_name_of_run(const TrainOptions& options) {
+  const std::filesystem::path folder(options.out);
+  if (std::filesystem::exists(folder)) return;
+  const std::vector<std::string> beside = runs_beside(folder);
+  const std::string name = folder.filename().string(), near = nearest_name(name, beside);
+  if (options.data.empty()) unknown_name("run", options.out, beside);
+  if (!near.empty()) fmt::print("{} does not exist; did you mean {}?\n", options.out, near);
+}
+
 // Precedence: flags, the file, the recipe, the options the run was started with.
 TrainOptions TrainCommand::resolve() const {
   TrainOptions chosen;
@@ -57,7 +74,10 @@ TrainOptions TrainCommand::resolve() const {
   apply(chosen);
   if (!chosen.resume || chosen.out.empty()) return chosen;
   std::optional<TrainOptions> saved = options_of_run(chosen.out, chosen.resume_previous);
-  if (!saved) return chosen;
+  if (!saved) {
+    check_name_of_run(chosen);
+    return chosen;
+  }
   apply(*saved);
   return *saved;
 }
@@ -67,9 +87,16 @@ std::string step_text(const TrainStep& step, int64_t steps, double seconds_left)
                      step.tokens_per_second, 100 * step.mfu, clock_text(seconds_left));
 }
 
+// After the first steps: how long the rest will take.
+std::string time_text(int64_t left, double seconds_per_step) {
+  return fmt::format("{} for {} more steps of {:.3g} s, without test losses and checkpoints",
+                     clock_text(seconds_per_step * static_cast<double>(left)), left, seconds_per_step);
+}
+
 void TrainCommand::run() const {
   const TrainOptions options = resolve();
   if (options.data.empty()) throw CLI::RequiredError("--data");
+  if (dry_run) return dry_run.run(options);
   if (options.out.empty()) throw CLI::RequiredError("--out");
   std::signal(SIGPIPE,
               SIG_IGN);  // Ctrl-C also ends a `tee` at the other end of the pipe, before the checkpoint is saved
@@ -85,7 +112,11 @@ void TrainCommand::run() const {
   };
   observer.step = [&](const TrainStep& step) {
     if (first == 0) first = step.step;
+    announce_stops(step.step + 1);
     const double per_step = line.seconds() / static_cast<double>(step.step - first + 1);
+    const auto computed = static_cast<double>(options.batch * options.length) / step.tokens_per_second;
+    if (step.step == first + kSettled && step.step < options.steps)
+      line.print(time_text(options.steps - step.step, computed));
     if (step.test_loss)
       line.print(fmt::format("step {:>6}  loss {:.4f}  test loss {:.4f}  lr {:.2e}  {:.0f} tokens/s", step.step,
                              step.loss, *step.test_loss, step.lr, step.tokens_per_second));

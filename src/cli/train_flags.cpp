@@ -9,7 +9,7 @@ namespace furious::cli {
 TrainFlags::TrainFlags(CLI::App& command, const TrainOptions& defaults, const std::vector<std::string>& names) {
   for (const TrainOption& option : train_options()) {
     if (!names.empty() && std::find(names.begin(), names.end(), option.name) == names.end()) continue;
-    const std::string flag = "--" + option.name;
+    const std::string flag = "--" + option.name + (option.alias.empty() ? "" : ",--" + option.alias);
     if (option.kind == TrainOption::Kind::flag) {
       flags_.emplace_back(&option, command.add_flag(flag, option.help));
       continue;

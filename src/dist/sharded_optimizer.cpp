@@ -139,12 +139,33 @@ void ShardedOptimizer::add_squares(const Tensor& squares) {
   collectives_->all_reduce(squares);
 }
 
-std::vector<AdamWTensors> ShardedOptimizer::to_update() const {
+std::vector<AdamWTensors> ShardedOptimizer::to_update(const std::function<bool(size_t)>& is_member) const {
   std::vector<AdamWTensors> tensors;
-  for (int64_t bucket = 0; bucket < buckets(); ++bucket)
-    tensors.push_back({own_part_of(bucket_of(parameters_, bucket)), part_in_shard(sum_, bucket),
-                       part_in_shard(first_, bucket), part_in_shard(second_, bucket)});
+  const auto add = [&](int64_t bucket, const auto& cut) {
+    tensors.push_back({cut(own_part_of(bucket_of(parameters_, bucket))), cut(part_in_shard(sum_, bucket)),
+                       cut(part_in_shard(first_, bucket)), cut(part_in_shard(second_, bucket))});
+  };
+  if (!is_member) {
+    for (int64_t bucket = 0; bucket < buckets(); ++bucket) add(bucket, [](const Tensor& part) { return part; });
+    return tensors;
+  }
+  for (size_t i = 0; i < variables_.size(); ++i)
+    if (is_member(i))
+      for (const Stretch& own : own_stretches(i))
+        add(own.bucket, [&](const Tensor& part) { return part.slice(0, own.in_part, own.count); });
   return tensors;
+}
+
+std::vector<ShardedOptimizer::Stretch> ShardedOptimizer::own_stretches(size_t parameter) const {
+  std::vector<Stretch> stretches;
+  const int64_t offset = offsets_[parameter], count = variables_[parameter].value().elements();
+  for_each_bucket(parameter, [&](int64_t bucket) {
+    const int64_t part = (begins_[bucket + 1] - begins_[bucket]) / communicator_.size();
+    const int64_t own = begins_[bucket] + communicator_.rank() * part;
+    const int64_t begin = std::max(offset, own), end = std::min(offset + count, own + part);
+    if (begin < end) stretches.push_back({bucket, begin - own, begin - offset, end - begin});
+  });
+  return stretches;
 }
 
 void ShardedOptimizer::gather_parameters() {
@@ -158,15 +179,10 @@ StepTimes ShardedOptimizer::end_step() {
 }
 
 void ShardedOptimizer::set_moments(size_t parameter, const Tensor& first, const Tensor& second) {
-  const int64_t offset = offsets_[parameter], count = first.elements();
-  for (int64_t bucket = 0; bucket < buckets(); ++bucket) {
-    const int64_t part = (begins_[bucket + 1] - begins_[bucket]) / communicator_.size();
-    const int64_t own = begins_[bucket] + communicator_.rank() * part;
-    const int64_t begin = std::max(offset, own), end = std::min(offset + count, own + part);
-    if (begin >= end) continue;
+  for (const Stretch& own : own_stretches(parameter)) {
     const auto put = [&](const Tensor& shard, const Tensor& from) {
-      copy_between(part_in_shard(shard, bucket).slice(0, begin - own, end - begin),
-                   from.view({count}).slice(0, begin - offset, end - begin));
+      copy_between(part_in_shard(shard, own.bucket).slice(0, own.in_part, own.count),
+                   from.view({from.elements()}).slice(0, own.in_parameter, own.count));
     };
     put(first_, first);
     put(second_, second);

@@ -12,6 +12,7 @@
 // So a rank holds all parameters and its own gradients, but sums and moments of only 1/n of them.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <span>
 #include <vector>
@@ -36,7 +37,8 @@ class ShardedOptimizer {
   void finish();  // work submitted to the device from now on sees the sums
   std::vector<Tensor> sums() const;
   void add_squares(const Tensor& squares);  // adds those of the other ranks
-  std::vector<AdamWTensors> to_update() const;
+  // This rank's parts of all parameters, or of those that `is_member` selects by number.
+  std::vector<AdamWTensors> to_update(const std::function<bool(size_t parameter)>& is_member = {}) const;
   void gather_parameters();
   StepTimes end_step();
 
@@ -60,6 +62,12 @@ class ShardedOptimizer {
   Tensor part_in_shard(const Tensor& shard, int64_t bucket) const;
   Tensor place_of(const Tensor& flat, size_t parameter) const;
   void for_each_bucket(size_t parameter, const std::function<void(int64_t)>& f) const;
+  // The stretches of a parameter that are in this rank's parts: where in the part of the bucket, and where in the
+  // parameter.
+  struct Stretch {
+    int64_t bucket, in_part, in_parameter, count;
+  };
+  std::vector<Stretch> own_stretches(size_t parameter) const;
   void complete(size_t parameter);
   void send_ready();
   std::vector<Tensor> whole(const Tensor& shard) const;

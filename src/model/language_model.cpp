@@ -286,12 +286,12 @@ Tensor LanguageModel::checked_ids(std::string_view argument, const Tensor& ids, 
 }
 
 Variable LanguageModel::loss(Tape& tape, const Tensor& tokens, const Tensor& targets, const Tensor& boundaries,
-                             const Tensor& row_losses, const Tensor& weights) const {
+                             const Tensor& row_losses, const Tensor& weights, double z_loss) const {
   const Tensor targets_here = checked_ids("targets", targets, kIgnoredTarget);
   const Variable h = run(tape, tokens, boundaries);
   const Tape::Label label(tape, kLossWork);
   return cross_entropy(tape, h, output_weight(), targets_here, row_losses, compute_.precision,
-                       weights ? to_device(weights, device_) : weights);
+                       weights ? to_device(weights, device_) : weights, z_loss);
 }
 
 Tensor LanguageModel::logits(const Tensor& tokens, const Tensor& boundaries) const {

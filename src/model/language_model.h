@@ -62,9 +62,9 @@ class LanguageModel {
 
   // Mean cross-entropy of targets (i32 [batch, length], −1 ignored) after tokens of the same shape, each times its
   // weight (f32 of that shape; undefined: 1). Documents of a packed batch are kept apart by boundaries
-  // (ops/boundaries.h). Loss and row_losses are on the model's device.
+  // (ops/boundaries.h). Loss and row_losses are on the model's device. `z_loss`: as in ops/nn/cross_entropy.h.
   Variable loss(Tape& tape, const Tensor& tokens, const Tensor& targets, const Tensor& boundaries = {},
-                const Tensor& row_losses = {}, const Tensor& weights = {}) const;
+                const Tensor& row_losses = {}, const Tensor& weights = {}, double z_loss = 0) const;
 
   // Logits [batch, length, vocabulary] of a full pass, f32 on the CPU.
   Tensor logits(const Tensor& tokens, const Tensor& boundaries = {}) const;

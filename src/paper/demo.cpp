@@ -82,7 +82,6 @@ void Demo::make_models() {
   options.steps = options_.steps;
   options.lr = 4e-3;
   options.warmup = std::min<int64_t>(20, options_.steps / 4);
-  options.clip = 1;
   options.eval_batches = 8;
   for (const std::string& arch : options_.archs) {
     options.arch = arch;

@@ -30,7 +30,6 @@ TrainOptions small_model_options() {
   options.lr = 3e-3;
   options.warmup = 50;
   options.beta2 = 0.95;
-  options.clip = 1;
   options.eval_every = options.save_every = options.sample_every = 0;
   return options;
 }

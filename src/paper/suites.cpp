@@ -19,9 +19,11 @@ using Words = std::vector<std::string>;
 
 // Options that a row may change beside the switches; all others are common, so that rows can be compared.
 const Words kRowOptions = {
-    "size",  "hidden", "intermediate", "heads", "layers",       "qk-heads",  "qk-dim",          "tie-embeddings",
-    "batch", "length", "accumulate",   "lr",    "warmup",       "clip",      "schedule-steps",  "initialization",
-    "beta1", "beta2",  "eps",          "dtype", "weight-decay", "recompute", "mixer-precision", "steps"};
+    "size",           "hidden",          "intermediate", "heads",       "layers", "qk-heads",  "qk-dim",
+    "tie-embeddings", "batch",           "length",       "accumulate",  "lr",     "warmup",    "clip",
+    "schedule-steps", "initialization",  "beta1",        "beta2",       "eps",    "dtype",     "weight-decay",
+    "recompute",      "mixer-precision", "schedule",     "decay-steps", "min-lr", "optimizer", "decay-on",
+    "muon-momentum",  "z-loss",          "steps"};
 // Those of them that keep a row comparable with the paper, which has several sizes and lengths; the division of a batch
 // does not affect the loss.
 const Words kNeutralOptions = {"size", "length", "batch", "accumulate", "recompute"};

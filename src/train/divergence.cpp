@@ -63,7 +63,7 @@ void DivergenceCheck::check_step(int64_t step, const TrainStep& done, std::span<
   const auto largest = static_cast<size_t>(std::ranges::max_element(norms) - norms.begin());
   diverged(step,
            fmt::format("the loss has exploded to {:.4g} (a uniform prediction has {:.4g}); the largest gradient is at "
-                       "{} (norm {:.3g}). Try a smaller --lr, a longer --warmup or --clip 1",
+                       "{} (norm {:.3g}). Try a smaller --lr, a longer --warmup or a smaller --grad-clip",
                        done.loss, uniform, model_.parameters()[largest].name, norms[largest]),
            Scope::all);
 }

@@ -1,9 +1,12 @@
 #include "train/memory_plan.h"
 
+#include <algorithm>
+
 #include "base/error.h"
 #include "dist/sharded_optimizer.h"
 #include "model/plan.h"
 #include "tensor/arena.h"
+#include "train/optimizer.h"
 #include "train/options.h"
 
 namespace furious {
@@ -16,7 +19,12 @@ TrainingMemory needed_memory(const TrainOptions& options, const ModelConfig& con
   const Device device = device_from_name(options.device);
   TrainingMemory memory = training_memory(config, options.batch / options.accumulate, options.length, options.recompute,
                                           device, compute_options(options, device).activations);
-  if (parallel.sharded) memory.parameters = ShardedOptimizer::bytes(parameter_count(config), parallel.ranks.size());
+  const int64_t weights = parameter_count(config) * static_cast<int64_t>(sizeof(float));
+  const OptimizerMemory optimizer = optimizer_memory(options, config);
+  memory.parameters = parallel.sharded ? ShardedOptimizer::bytes(parameter_count(config), parallel.ranks.size())
+                                       : 2 * weights + optimizer.states;
+  if (options.ema > 0) memory.parameters += weights;
+  memory.activations = std::max(memory.activations, optimizer.scratch);  // the update follows the backward pass
   // Micro-batches after the first make the gradient of the output projection beside the accumulated one.
   if (options.accumulate > 1)
     memory.activations += config.vocabulary * config.hidden * static_cast<int64_t>(sizeof(float));

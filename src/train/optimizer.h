@@ -1,5 +1,6 @@
-// AdamW over the parameters of a model. The moments are whole on this process, or sharded over ranks
-// (dist/sharded_optimizer.h); both give the same bits for one rank.
+// The optimizer of a model: AdamW over all parameters, or Muon over the matrices of the layers and AdamW over the rest.
+// The moments are whole on this process, or, with AdamW, sharded over ranks (dist/sharded_optimizer.h); both give the
+// same bits for one rank.
 #pragma once
 
 #include <map>
@@ -9,6 +10,7 @@
 
 #include "dist/sharded_optimizer.h"
 #include "model/language_model.h"
+#include "ops/optim/muon.h"
 #include "train/data_parallel.h"
 
 namespace furious {
@@ -17,8 +19,8 @@ class SafetensorsReader;
 
 class Optimizer {
  public:
-  // `reduce`: the dtype in which sharded gradients are sent. Moments are zero.
-  Optimizer(const LanguageModel& model, const DataParallel& parallel, DType reduce);
+  // Resolved options. Moments are zero. Throws if Muon would be sharded.
+  Optimizer(const LanguageModel& model, const DataParallel& parallel, const TrainOptions& options);
 
   bool sharded() const { return shards_ != nullptr; }
 
@@ -27,7 +29,7 @@ class Optimizer {
   void begin_last_backward();  // gradients that it completes are final: sharded ones are sent from here on
   void fail();                 // sharded: this rank has no gradients, and all ranks get NaN
   // Clips by the norm of the whole gradient, which it writes to `norm`, and updates parameters and moments.
-  void update(const Tensor& norm, const Tensor& constants, double clip);
+  void update(const Tensor& norm, const Tensor& constants);
   // Without an update: only the norm. Not sharded.
   void finish_gradients(const Tensor& norm, const Tensor& constants);
   void clear_gradients();
@@ -40,15 +42,31 @@ class Optimizer {
   void load(const SafetensorsReader& file);
 
  private:
-  void collect_gradients();
-
-  struct Moments {
-    Tensor first, second;
+  // What the update of a parameter depends on.
+  struct Group {
+    bool decays = true;               // it has weight decay
+    std::vector<int64_t> row_blocks;  // of Muon: the rows that are orthogonalized together; empty: AdamW
   };
+  struct Moments {
+    Tensor first, second;  // Muon has one
+  };
+  Group group_of(const std::string& name) const;
+  bool splits_decay() const { return options_.decay_on != "all"; }
+  void collect_gradients();
+  void update_group(bool decays, const Tensor& constants);
+
   const LanguageModel& model_;
+  TrainOptions options_;
+  std::vector<Group> groups_;     // of all parameters
   std::vector<Moments> moments_;  // of all parameters; empty with shards
   std::unique_ptr<ShardedOptimizer> shards_;
   std::vector<Tensor> gradients_;
 };
+
+// Bytes of the states of the optimizer, not sharded, and of what an update needs beside them.
+struct OptimizerMemory {
+  int64_t states = 0, scratch = 0;
+};
+OptimizerMemory optimizer_memory(const TrainOptions& options, const ModelConfig& config);
 
 }  // namespace furious

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 #include <nlohmann/json.hpp>
+#include <numbers>
 #include <set>
 #include <sstream>
 
@@ -23,6 +24,7 @@ namespace furious {
 namespace {
 
 constexpr int64_t kAny = int64_t{1} << 60;  // arithmetic on it does not overflow
+constexpr const char *kConstant = "constant", *kLinear = "linear", *kCosine = "cosine", *kWsd = "wsd";
 
 template <class Number>
 Number parsed(const std::string& name, const std::string& text) {
@@ -91,7 +93,7 @@ class Table {
   void add(const std::string& name, const std::string& help, TrainOption::Kind kind,
            std::function<std::string(const TrainOptions&)> get,
            std::function<void(TrainOptions&, const std::string&)> set) {
-    rows.push_back({name, help, kind, fixed, std::move(get), std::move(set)});
+    rows.push_back({name, {}, help, kind, fixed, std::move(get), std::move(set)});
   }
 };
 
@@ -136,13 +138,38 @@ std::vector<TrainOption> make_table() {
   t.number("steps", &O::steps, 1, kAny, "Number of optimizer steps in total");
   t.number("lr", &O::lr, 0, 1e3, "Learning rate after the warm-up");
   t.number("warmup", &O::warmup, 0, kAny, "Number of steps of linear warm-up");
+  t.text(
+      "schedule", &O::schedule,
+      "Learning rate after the warm-up: constant, linear (decay), cosine, wsd (warm-up, stable, decay: constant, then "
+      "linear decay at the end)",
+      {kConstant, kLinear, kCosine, kWsd});
   t.number("schedule-steps", &O::schedule_steps, 0, kAny,
-           "Step at which the linear decay of the learning rate reaches zero; 0: the last step");
-  t.number("weight-decay", &O::weight_decay, 0, 1e3, "Weight decay of AdamW");
+           "Step at which the decay of the learning rate ends; 0: the last step");
+  t.number("decay-steps", &O::decay_steps, 0, kAny,
+           "Number of steps of the decay, before its end; 0: all after the warm-up, with wsd a fifth of all steps");
+  t.number("min-lr", &O::min_lr, 0, 1e3, "Learning rate with which the decay ends");
+  t.fixed = true;
+  t.text("optimizer", &O::optimizer,
+         "Optimizer: adamw, or muon (Muon for the matrices of the layers, AdamW for the rest)", {"adamw", "muon"});
+  t.fixed = false;
+  t.number("weight-decay", &O::weight_decay, 0, 1e3, "Weight decay of AdamW and Muon");
+  t.text("decay-on", &O::decay_on,
+         "Parameters with weight decay: all, matrices (no vectors, norms, convolutions), layers (the same without "
+         "embedding and output projection)",
+         {"all", "matrices", "layers"});
   t.number("beta1", &O::beta1, 0, 1, "Decay of the first moment of AdamW");
   t.number("beta2", &O::beta2, 0, 1, "Decay of the second moment of AdamW");
   t.number("eps", &O::eps, 1e-30, 1, "Epsilon of AdamW, added to the root of the second moment");
+  t.number("muon-momentum", &O::muon_momentum, 0, 1, "Momentum of Muon");
   t.number("clip", &O::clip, 0, 1e9, "Clip the gradient to this norm; 0: no clipping");
+  t.rows.back().alias = "grad-clip";
+  t.number("z-loss", &O::z_loss, 0, 1e3,
+           "Factor of the squared log-sum-exp of the logits, which is added to the loss in training; 0: none");
+  t.fixed = true;
+  t.number("ema", &O::ema, 0, 1,
+           "Decay of an exponential moving average of the weights, saved as a model in the folder ema of every "
+           "checkpoint; 0: none");
+  t.fixed = false;
   t.text("device", &O::device, "Device: cpu, cuda or cuda:N; auto: a GPU if there is one");
   t.text("dtype", &O::dtype,
          "Dtype of matrix products, on a GPU also of activations: f32, bf16, tf32 (f32 with products in TF32), or fp8 "
@@ -192,7 +219,7 @@ const std::vector<TrainOption>& train_options() {
 void set_train_option(TrainOptions& options, const std::string& name, const std::string& text) {
   std::vector<std::string> known;
   for (const TrainOption& option : train_options()) {
-    if (option.name == name) return option.set(options, text);
+    if (option.name == name || option.alias == name) return option.set(options, text);
     known.push_back(option.name);
   }
   unknown_name("option", name, known);
@@ -249,6 +276,9 @@ void check_train_options(const TrainOptions& options) {
       options.packing);
   require(options.beta1 < 1 && options.beta2 < 1, "train: beta1 and beta2 are {} and {}, expected less than 1",
           options.beta1, options.beta2);
+  require(options.muon_momentum < 1, "train: muon-momentum is {}, expected less than 1", options.muon_momentum);
+  require(options.ema < 1, "train: ema is {}, expected less than 1, such as 0.999", options.ema);
+  require(options.min_lr <= options.lr, "train: min-lr is {}, expected at most lr ({})", options.min_lr, options.lr);
 }
 
 void check_division(const TrainOptions& options, int ranks) {
@@ -372,12 +402,25 @@ Compute compute_options(const TrainOptions& options, Device device) {
   return compute;
 }
 
-double learning_rate(const TrainOptions& options, int64_t step) {
+DecayRange decay_range(const TrainOptions& options) {
+  if (options.schedule == kConstant) return {kAny, kAny + 1};
   const int64_t end = options.schedule_steps > 0 ? options.schedule_steps : std::max(options.steps, options.warmup + 1);
+  int64_t length = options.decay_steps;
+  if (length == 0) length = options.schedule == kWsd ? std::max<int64_t>(1, end / 5) : end;
+  return {std::max(options.warmup, end - length), end};
+}
+
+bool has_stable_phase(const TrainOptions& options) {
+  return options.schedule == kWsd;
+}
+
+double learning_rate(const TrainOptions& options, int64_t step) {
   const int64_t done = step - 1;
   if (done < options.warmup) return options.lr * static_cast<double>(step) / static_cast<double>(options.warmup);
-  const double left = static_cast<double>(end - done) / static_cast<double>(end - options.warmup);
-  return options.lr * std::clamp(left, 0.0, 1.0);
+  const auto [begin, end] = decay_range(options);
+  double left = std::clamp(static_cast<double>(end - done) / static_cast<double>(end - begin), 0.0, 1.0);
+  if (options.schedule == kCosine) left = (1 + std::cos(std::numbers::pi * (1 - left))) / 2;
+  return options.min_lr + (options.lr - options.min_lr) * left;
 }
 
 }  // namespace furious

@@ -14,7 +14,8 @@ namespace furious {
 
 struct TrainOption {
   enum class Kind : uint8_t { text, number, flag };
-  std::string name;  // without dashes in front: "schedule-steps"
+  std::string name;   // without dashes in front: "schedule-steps"
+  std::string alias;  // another name for it; empty: none
   std::string help;
   Kind kind = Kind::text;
   // Cannot be changed when a run is resumed.
@@ -57,7 +58,18 @@ ModelConfig model_config(const TrainOptions& options, int64_t vocabulary);
 // The precision and recomputation of resolved options.
 Compute compute_options(const TrainOptions& options, Device device);
 
-// Linear warm-up, then linear decay that reaches zero at schedule_steps. Steps count from 1.
+// The steps after which the learning rate begins to fall, and after which it has reached min_lr.
+struct DecayRange {
+  int64_t begin = 0, end = 0;
+};
+DecayRange decay_range(const TrainOptions& options);
+// Whether the rates before the decay are the same for any number of steps: a run then goes on from there.
+bool has_stable_phase(const TrainOptions& options);
+
+// Of step 1, 2, …, with `done` = step − 1 steps before it:
+//   warm-up    lr · step / warmup                                       done < warmup
+//   then       min_lr + (lr − min_lr) · f(left)                         left = (end − done) / (end − begin), in [0, 1]
+//   f          linear, wsd: left     cosine: (1 + cos(π (1 − left))) / 2     constant: 1
 double learning_rate(const TrainOptions& options, int64_t step);
 
 }  // namespace furious

@@ -71,13 +71,20 @@ class Run {
  public:
   Run(const TrainOptions& options, const TrainObserver& observer, const DataParallel& parallel)
       : options_(options), observer_(observer), parallel_(parallel), folder_(options.out) {}
-  ~Run() { parallel_.ranks.set_stop({}); }  // the observer does not outlive the run
+  ~Run() {
+    parallel_.ranks.set_stop({});  // the observer does not outlive the run
+    std::error_code ignored;
+    if (!trainer_)  // only empty folders can be removed
+      for (const fs::path& folder : created_) fs::remove(folder, ignored);
+  }
 
   TrainResult train();
 
  private:
   void open_folder();
   void find_newest();
+  fs::path before_decay(const fs::path& newest) const;
+  void report_rate(const TrainOptions& saved) const;
   void start();
   void resume();
   void update_fault_note() const;
@@ -93,6 +100,8 @@ class Run {
   void point_to_newest() const;
   void remove_old() const;
   bool every(int64_t steps) const { return steps > 0 && trainer_->steps_done() % steps == 0; }
+  // The step before a decay from which a longer run goes on; none: -1.
+  int64_t last_stable_step() const { return has_stable_phase(options_) ? decay_range(options_).begin : -1; }
   bool stop_wanted() const;
   void report(const std::string& text) const {
     if (observer_.message && leads()) observer_.message(text);
@@ -103,6 +112,7 @@ class Run {
   const TrainObserver& observer_;
   DataParallel parallel_;
   fs::path folder_;
+  std::vector<fs::path> created_;  // folders, the innermost first
   std::optional<DirectoryLock> lock_;
   std::unique_ptr<Training> trainer_;
   fs::path newest_;
@@ -154,10 +164,22 @@ void Run::resume() {
     point_to_newest();  // the run may have been killed before it did
     cut_log();
   }
+  report_rate(saved);
+}
+
+// Where resuming changes the learning rate.
+void Run::report_rate(const TrainOptions& saved) const {
+  if (saved_step_ >= options_.steps) return;
   const double was = learning_rate(saved, saved_step_ + 1), is = learning_rate(options_, saved_step_ + 1);
-  if (was != is && saved_step_ < options_.steps)
+  if (was != is)
     report(fmt::format(
         "the learning rate continues with {:.3g}; with the previous options of the run it would be {:.3g}", is, was));
+  const double last = learning_rate(saved, saved_step_);
+  if (saved_step_ >= saved.steps && is > 2 * last)
+    report(fmt::format(
+        "the finished run ended with a rate of {:.3g}: the loss rises at first; a run with --schedule wsd goes on from "
+        "before its decay instead",
+        last));
 }
 
 // Checkpoints newer than the one that is resumed would otherwise count as the newest ones.
@@ -194,6 +216,12 @@ void Run::announce() const {
         static_cast<double>(memory.total()) / 1e9));
   else
     report(fmt::format("all {} steps are done; increase --steps to continue", trainer_->steps_done()));
+  if (const int64_t next = trainer_->steps_done() + 1;
+      next <= options_.steps && options_.lr > 0 && learning_rate(options_, next) == 0)
+    report(fmt::format(
+        "warning: the learning rate is 0 from here on, since the schedule ends at step {}; increase --schedule-steps, "
+        "or give --min-lr",
+        decay_range(options_).end));
   if (const std::string slow = slow_precision(options_); !slow.empty()) report("warning: " + slow);
   if (const int ranks = parallel_.ranks.size(); ranks > 1) {
     report(fmt::format(
@@ -237,6 +265,7 @@ std::string Run::last_good() const {
 
 void Run::remove_old() const {
   std::vector<fs::path> found = checkpoints_in(folder_);
+  std::erase(found, folder_ / checkpoint_name(last_stable_step()));
   const size_t keep = static_cast<size_t>(options_.keep);
   for (size_t i = 0; i + keep < found.size(); ++i) {
     std::error_code ignored;  // a checkpoint that cannot be removed does no harm
@@ -290,6 +319,8 @@ void Run::point_to_newest() const {
 void Run::open_folder() {
   if (!leads()) return;
   std::error_code problem;
+  for (fs::path path = folder_; !path.empty() && !fs::exists(path, problem); path = path.parent_path())
+    created_.push_back(path);
   fs::create_directories(folder_, problem);
   require(!problem, "train: cannot create the folder {}: {}", folder_.string(), problem.message());
   lock_.emplace(folder_);
@@ -299,10 +330,30 @@ void Run::open_folder() {
 void Run::find_newest() {
   fs::path found;
   parallel_.ranks.agree([&] {
-    if (leads()) found = checkpoint_to_resume(folder_, options_.resume && options_.resume_previous);
+    if (!leads()) return;
+    found = checkpoint_to_resume(folder_, options_.resume && options_.resume_previous);
+    if (options_.resume && !options_.resume_previous && !found.empty()) found = before_decay(found);
   });
   newest_ = parallel_.ranks.from_first(found.string());
   options_.resume_previous = false;  // done; not an option of the run itself
+}
+
+// Without a decay the learning rate does not depend on the number of steps. So a run that is to do another number of
+// steps than its decay was made for goes on from the checkpoint before the decay, with the same bits as if it had been
+// started with that number.
+fs::path Run::before_decay(const fs::path& newest) const {
+  const TrainOptions saved = reading(newest, [&] { return saved_options(newest); });
+  if (!has_stable_phase(saved) || !has_stable_phase(options_)) return newest;
+  const int64_t done = step_of_checkpoint(newest);
+  int64_t same = 0;  // steps with the same rates
+  while (same < done && learning_rate(saved, same + 1) == learning_rate(options_, same + 1)) ++same;
+  if (same == done || same < decay_range(saved).begin) return newest;
+  std::vector<fs::path> found = checkpoints_in(folder_);
+  std::erase_if(found, [&](const fs::path& path) { return step_of_checkpoint(path) > same; });
+  if (found.empty()) return newest;
+  report(fmt::format("{} steps instead of {}: going on from {}, before the decay of the learning rate", options_.steps,
+                     saved.steps, found.back().string()));
+  return found.back();
 }
 
 TrainResult Run::train() {
@@ -340,7 +391,7 @@ TrainResult Run::train() {
       log(to_line(result.last));
       if (observer_.step) observer_.step(result.last);
     }
-    if (every(options_.save_every)) save();
+    if (every(options_.save_every) || trainer_->steps_done() == last_stable_step()) save();
     result.stopped = !finished && stop_wanted();
   }
   save();
@@ -393,6 +444,15 @@ std::vector<fs::path> checkpoints_in(const fs::path& run) {
     return std::pair(name.size(), name);
   });
   return found;
+}
+
+std::vector<std::string> runs_beside(const fs::path& folder) {
+  std::vector<std::string> names;
+  std::error_code ignored;
+  for (const fs::directory_entry& entry : fs::directory_iterator(fs::absolute(folder).parent_path(), ignored))
+    if (!checkpoints_in(entry.path()).empty()) names.push_back(entry.path().filename().string());
+  std::ranges::sort(names);
+  return names;
 }
 
 std::string run_toml_damage(const fs::path& run, const TrainOptions& saved) {

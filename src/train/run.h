@@ -15,4 +15,7 @@ std::vector<std::filesystem::path> checkpoints_in(const std::filesystem::path& r
 // is no run.toml.
 std::string run_toml_damage(const std::filesystem::path& run, const TrainOptions& saved);
 
+// The names of folders beside this one that hold runs with checkpoints.
+std::vector<std::string> runs_beside(const std::filesystem::path& folder);
+
 }  // namespace furious

@@ -90,7 +90,9 @@ TrainData open_dataset(const TrainOptions& options, int ranks) {
                        Order::shuffled, options.seed,          {},
                        options.bos,     options.shuffle_window};
   TrainData data;
-  data.batches = batches_of(all, Split::train, batches).source;
+  auto train = batches_of(all, Split::train, batches);
+  data.batches = std::move(train.source);
+  data.epoch_steps = train.steps;
   batches.batch = options.batch / options.accumulate / ranks;
   batches.order = Order::once;
   auto test = batches_of(with_test, Split::test, batches);

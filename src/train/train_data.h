@@ -27,6 +27,7 @@ struct TrainData {
   std::unique_ptr<BatchSource> batches;
   std::unique_ptr<BatchSource> test;  // null without a test split; a batch has the rows of one rank's micro-batch
   int64_t test_batches = 0;           // in the test split; 0: endless
+  int64_t epoch_steps = 0;            // steps in which each training sample is seen once; 0: endless
   std::string fingerprint;            // of the data, which a resumed run compares
 
   // `ranks`: processes that share a batch.

@@ -33,21 +33,38 @@ double measured_matmul_rate(MatmulPrecision precision, Device device) {
   return rate;
 }
 
-DType reduce_dtype(const TrainOptions& options) {
-  return options.reduce == "bf16" ? DType::bf16 : DType::f32;
-}
-
-ModelConfig config_of(const TrainOptions& options, const TrainData& data) {
+// Token ids of one tokenizer mean nothing to a model of another.
+void check_tokens(const TrainOptions& options, const TrainData& data, const ModelConfig& config) {
   const int64_t vocabulary = data.batches->vocabulary_size();
-  if (options.init.empty()) return model_config(options, vocabulary);
-  if (data.dataset) data.dataset->check_tokenizer_of(checkpoint_of(options.init));
-  ModelConfig config = load_config(options.init);
   require(config.vocabulary >= vocabulary, "train: {} has a vocabulary of {} tokens, but the data has {}", options.init,
           config.vocabulary, vocabulary);
-  return config;
+  if (!data.tokenizer) return;
+  const fs::path model = checkpoint_of(options.init), folder = fs::is_directory(model) ? model : model.parent_path();
+  if (!has_tokenizer(folder)) {
+    require(
+        !data.dataset || config.vocabulary == vocabulary,
+        "train: {} has no tokenizer and a vocabulary of {} tokens, but the data has {}: its token ids are others; put "
+        "the tokenizer of the model into its folder and tokenize the text with it",
+        options.init, config.vocabulary, vocabulary);
+    return;
+  }
+  const std::string own = load_tokenizer(folder.string())->fingerprint(), used = data.tokenizer->fingerprint();
+  require(own == used,
+          "train: {} {}, but {} was trained with {}; tokenize the text with the model's tokenizer (furious tokenize "
+          "--tokenizer {})",
+          data.dataset ? options.data : "the setup",
+          fmt::format("{} {}", data.dataset ? "was tokenized with" : "has the tokenizer", used), options.init, own,
+          folder.string());
 }
 
 }  // namespace
+
+ModelConfig config_of(const TrainOptions& options, const TrainData& data) {
+  if (options.init.empty()) return model_config(options, data.batches->vocabulary_size());
+  ModelConfig config = load_config(options.init);
+  check_tokens(options, data, config);
+  return config;
+}
 
 Training::Training(const TrainOptions& options, TrainData data, const DataParallel& parallel, const Cancel& cancel)
     : Training(options, config_of(options, data), std::move(data), parallel, cancel) {}
@@ -68,7 +85,7 @@ Training::Training(const TrainOptions& options, const ModelConfig& config, Train
                                            initialization_from_name(options.initialization), [this] { check_cancel(); })
                            : load_model(options.init, "", device_, 0, [this](int64_t, int64_t) { check_cancel(); }));
   if (data_.dataset) model_->set_bos(options.bos || data_.begins_with_bos());
-  optimizer_ = std::make_unique<Optimizer>(*model_, parallel_, reduce_dtype(options_));
+  make_optimizer();
   prepare();
 }
 
@@ -91,14 +108,20 @@ Training::Training(const TrainOptions& options, const fs::path& checkpoint, Trai
   check_memory(rank_options_, load_config(checkpoint), parallel_);
   model_ = std::make_unique<LanguageModel>(
       load_model(checkpoint, "", device_, 0, [this](int64_t, int64_t) { check_cancel(); }));
-  optimizer_ = std::make_unique<Optimizer>(*model_, parallel_, reduce_dtype(options_));
+  make_optimizer();
   optimizer_->load(file);
+  if (average_) average_->load(file);
   step_ = saved.step;
   prepare();
 }
 
 Training::~Training() {
   drop_graph();
+}
+
+void Training::make_optimizer() {
+  optimizer_ = std::make_unique<Optimizer>(*model_, parallel_, options_);
+  if (options_.ema > 0) average_.emplace(*model_, options_.ema);
 }
 
 void Training::prepare() {
@@ -159,7 +182,8 @@ TrainingMemory Training::memory() const {
 Variable Training::micro_batch_loss(Tape& tape, const StepInputs& inputs, int64_t micro_batch) const {
   const auto i = static_cast<size_t>(micro_batch);
   const auto compute_loss = [&] {
-    return model_->loss(tape, inputs.inputs[i], inputs.targets[i], feed_->boundaries()[i], {}, inputs.token_weights[i]);
+    return model_->loss(tape, inputs.inputs[i], inputs.targets[i], feed_->boundaries()[i], {}, inputs.token_weights[i],
+                        options_.z_loss);
   };
   if (!device_.is_cpu()) return compute_loss();  // its value is read after the step
   try {
@@ -174,14 +198,15 @@ Variable Training::micro_batch_loss(Tape& tape, const StepInputs& inputs, int64_
   divergence_->loss_not_finite(step_ + 1, feed_->batch(step_, micro_batch));
 }
 
-// One step: forward, backward, clipping, AdamW. On a GPU nothing in it waits for the device, and without boundaries
+// One step: forward, backward, clipping, update. On a GPU nothing in it waits for the device, and without boundaries
 // nothing in it comes from the host, so that a graph can capture it.
 void Training::compute(Profiler* profiler) {
   const StepInputs inputs = feed_->inputs();
   optimizer_->begin_step();
   compute_gradients(inputs, profiler);
   const Profiler::Scope scope(profiler, kOptimizerWork, StepPass::update);
-  optimizer_->update(results_.slice(0, 0, 1), inputs.constants, options_.clip);
+  optimizer_->update(results_.slice(0, 0, 1), inputs.constants);
+  if (average_) average_->update(inputs.constants);
 }
 
 // Forward and backward of all micro-batches. A rank that diverges still takes part in the collectives of the step, so
@@ -376,8 +401,13 @@ std::string Training::sample(int64_t tokens) const {
 }
 
 void Training::save(const fs::path& directory) const {
-  const std::map<std::string, Tensor> moments = optimizer_->state();
-  if (parallel_.ranks.leads()) write_checkpoint(directory, *model_, moments, step_, data_, options_);
+  std::map<std::string, Tensor> states = optimizer_->state();
+  if (!parallel_.ranks.leads()) return;
+  if (average_) {
+    average_->add_state(states);
+    write_average(directory, average_->averaged(step_), data_);
+  }
+  write_checkpoint(directory, *model_, states, step_, data_, options_);
 }
 
 }  // namespace furious

@@ -5,7 +5,8 @@
 //   memory_plan.h          the estimate of memory that is checked before anything is allocated
 //   given_batches.h        batches of a caller
 //   step_feed.h            inputs of a step, copied to the device one step ahead
-//   optimizer.h            AdamW and its moments, whole or sharded over ranks
+//   optimizer.h            AdamW or Muon and their moments, whole or sharded over ranks
+//   weight_average.h       the exponential moving average of the weights
 //   divergence.h           losses and gradients that are not finite
 //   training_checkpoint.h  what is saved
 #pragma once
@@ -24,8 +25,12 @@
 #include "train/optimizer.h"
 #include "train/step_feed.h"
 #include "train/train_data.h"
+#include "train/weight_average.h"
 
 namespace furious {
+
+// The model that the options train on this data: of options.init, which must know its token ids, or a new one.
+ModelConfig config_of(const TrainOptions& options, const TrainData& data);
 
 class Training {
  public:
@@ -74,6 +79,7 @@ class Training {
   void disable_graph() { graph_disabled_ = true; }
 
  private:
+  void make_optimizer();
   void prepare();
   void make_feed(const TrainOptions& sizes, bool weighted);
   void check_cancel() const;
@@ -95,6 +101,7 @@ class Training {
   Cancel cancel_;
   std::unique_ptr<LanguageModel> model_;
   std::unique_ptr<Optimizer> optimizer_;
+  std::optional<WeightAverage> average_;  // with options.ema
   std::unique_ptr<StepFeed> feed_;
   std::unique_ptr<DivergenceCheck> divergence_;
   std::optional<double> rate_;

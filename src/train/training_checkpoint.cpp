@@ -16,10 +16,16 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr const char* kTrainingFile = "training.safetensors";
+constexpr const char* kAverageFolder = "ema";
 constexpr const char* kStepPrefix = "step-";
 
 std::string checksum_text(const SafetensorsReader& file) {
   return file.checksum() ? hash_text(*file.checksum()) : "";
+}
+
+void write_model(const fs::path& directory, const LanguageModel& model, const TrainData& data) {
+  if (data.tokenizer) save_tokenizer(directory, *data.tokenizer, model.config().bos);
+  save_model(directory, model);
 }
 
 }  // namespace
@@ -46,15 +52,19 @@ TrainOptions saved_options(const fs::path& checkpoint) {
 }
 
 void write_checkpoint(const fs::path& directory, const LanguageModel& model,
-                      const std::map<std::string, Tensor>& moments, int64_t step, const TrainData& data,
+                      const std::map<std::string, Tensor>& states, int64_t step, const TrainData& data,
                       const TrainOptions& options) {
-  if (data.tokenizer) save_tokenizer(directory, *data.tokenizer, model.config().bos);
-  save_model(directory, model);
+  write_model(directory, model, data);
   const nlohmann::json saved{{"step", step},
                              {"data", data.fingerprint},
                              {"model", checksum_text(SafetensorsReader(directory))},
                              {"options", to_texts(options)}};
-  write_safetensors(directory / kTrainingFile, moments, {{"furious", saved.dump()}});
+  write_safetensors(directory / kTrainingFile, states, {{"furious", saved.dump()}});
+}
+
+void write_average(const fs::path& directory, const LanguageModel& average, const TrainData& data) {
+  fs::create_directory(directory / kAverageFolder);
+  write_model(directory / kAverageFolder, average, data);
 }
 
 std::vector<std::string> checkpoint_mismatches(const fs::path& checkpoint) {
@@ -80,6 +90,8 @@ std::vector<std::string> checkpoint_damage(const fs::path& checkpoint) {
     }
   };
   add([&] { return SafetensorsReader(checkpoint).damage(); });
+  if (fs::exists(checkpoint / kAverageFolder))
+    add([&] { return SafetensorsReader(checkpoint / kAverageFolder).damage(); });
   add([&] { return open_training_file(checkpoint).damage(); });
   add([&] { return checkpoint_mismatches(checkpoint); });
   return lines;
@@ -88,6 +100,10 @@ std::vector<std::string> checkpoint_damage(const fs::path& checkpoint) {
 bool is_checkpoint_name(const std::string& name) {
   return name.starts_with(kStepPrefix) && name.size() >= checkpoint_name(0).size() &&
          std::all_of(name.begin() + 5, name.end(), [](char c) { return c >= '0' && c <= '9'; });
+}
+
+int64_t step_of_checkpoint(const fs::path& checkpoint) {
+  return std::stoll(checkpoint.filename().string().substr(std::string(kStepPrefix).size()));
 }
 
 std::string checkpoint_name(int64_t step) {

@@ -31,7 +31,8 @@ void expect_run(const std::string& arguments, int code, const std::vector<std::s
     EXPECT_NE(result.output.find(part), std::string::npos) << "\"" << part << "\" is missing in: " << result.output;
 }
 
-int run_and_signal(std::vector<std::string> arguments, int signal, const std::function<bool()>& ready) {
+int run_and_signal(std::vector<std::string> arguments, int signal, const std::function<bool()>& ready,
+                   const std::string& output) {
   arguments.insert(arguments.begin(), "furious");
   std::fflush(nullptr);  // or the child writes it again
   const pid_t child = ::fork();
@@ -39,8 +40,8 @@ int run_and_signal(std::vector<std::string> arguments, int signal, const std::fu
     std::vector<char*> words;
     for (std::string& argument : arguments) words.push_back(argument.data());
     words.push_back(nullptr);
-    if (std::freopen("/dev/null", "w", stdout) == nullptr) ::_exit(126);
-    if (std::freopen("/dev/null", "w", stderr) == nullptr) ::_exit(126);
+    if (std::freopen(output.c_str(), "a", stdout) == nullptr) ::_exit(126);
+    if (std::freopen(output.c_str(), "a", stderr) == nullptr) ::_exit(126);
     ::execv(FURIOUS_BINARY, words.data());
     ::_exit(127);
   }

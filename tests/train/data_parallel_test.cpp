@@ -68,6 +68,17 @@ TEST_F(WorldTrainer, MatchesASingleProcessForOtherOptions) {
   expect_same({ranks, true, 512}, 2e-4, "mamba2");
 }
 
+TEST_F(WorldTrainer, DecayGroupsAndAveragesAreShared) {
+  options.weight_decay = 0.5;
+  options.ema = 0.9;
+  for (const char* group : {"matrices", "layers"}) {
+    options.decay_on = group;
+    for (const int64_t bucket : {64, 1000, 0}) expect_same({ranks, true, bucket}, 2e-4, group);
+  }
+  options.optimizer = "muon";
+  expect_error([&] { Training(options, {ranks, true, 512}); }, {"muon needs whole matrices", "--optimizer adamw"});
+}
+
 TEST_F(WorldTrainer, SendsInBf16) {
   options.reduce = "bf16";
   expect_same({ranks, true, 512}, 2e-2, "bf16");

@@ -1,5 +1,7 @@
 #include "train/options.h"
 
+#include <cmath>
+#include <functional>
 #include <set>
 
 #include "support.h"
@@ -116,6 +118,62 @@ TEST(TrainOptions, LearningRateWarmsUpAndDecays) {
   options.warmup = 50;
   options.schedule_steps = 0;  // the run ends within the warm-up
   EXPECT_DOUBLE_EQ(learning_rate(options, 12), 12.0 / 50);
+}
+
+// Every step of every schedule, against the formulas with their ends worked out by hand.
+TEST(TrainOptions, SchedulesFollowTheirFormulas) {
+  TrainOptions options;
+  options.lr = 3e-3;
+  options.min_lr = 3e-4;
+  options.warmup = 10;
+  options.steps = 110;
+  const auto expect_rates = [&](const std::function<double(double done)>& after_warmup) {
+    for (int64_t step = 1; step <= 150; ++step) {
+      const auto done = static_cast<double>(step - 1);
+      const double expected = step <= 10 ? 3e-3 * static_cast<double>(step) / 10 : after_warmup(done);
+      EXPECT_NEAR(learning_rate(options, step), expected, 1e-15) << options.schedule << " " << step;
+    }
+  };
+  options.schedule = "constant";
+  expect_rates([](double) { return 3e-3; });
+  options.schedule = "linear";
+  expect_rates([](double done) { return 3e-4 + 2.7e-3 * std::max(0.0, (110 - done) / 100); });
+  options.schedule = "cosine";
+  expect_rates([](double done) {
+    return 3e-4 + 2.7e-3 * (1 + std::cos(std::acos(-1.0) * std::min(1.0, (done - 10) / 100))) / 2;
+  });
+  options.schedule = "wsd";  // a fifth of 110 steps
+  expect_rates([](double done) { return 3e-4 + 2.7e-3 * std::clamp((110 - done) / 22, 0.0, 1.0); });
+  options.decay_steps = 50;
+  expect_rates([](double done) { return 3e-4 + 2.7e-3 * std::clamp((110 - done) / 50, 0.0, 1.0); });
+  options.schedule = "linear";  // a shorter decay at the end
+  expect_rates([](double done) { return 3e-4 + 2.7e-3 * std::clamp((110 - done) / 50, 0.0, 1.0); });
+  options.schedule = "cosine";
+  options.schedule_steps = 80;
+  expect_rates([](double done) {
+    return 3e-4 + 2.7e-3 * (1 + std::cos(std::acos(-1.0) * std::clamp((done - 30) / 50, 0.0, 1.0))) / 2;
+  });
+  options.decay_steps = 1000;  // no longer than what follows the warm-up
+  options.schedule = "wsd";
+  expect_rates([](double done) { return 3e-4 + 2.7e-3 * std::max(0.0, (80 - done) / 70); });
+}
+
+TEST(TrainOptions, SchedulesAndOptimizersRefuseBadValues) {
+  TrainOptions options;
+  expect_error([&] { set_train_option(options, "schedule", "cosin"); }, {"schedule", "did you mean \"cosine\""});
+  expect_error([&] { set_train_option(options, "optimizer", "sgd"); }, {"optimizer", "muon"});
+  expect_error([&] { set_train_option(options, "decay-on", "norms"); }, {"decay-on", "matrices"});
+  expect_error([&] { set_train_option(options, "ema", "2"); }, {"ema is 2", "0 to 1"});
+  options.min_lr = 1;
+  expect_error([&] { check_train_options(options); }, {"min-lr is 1", "at most lr"});
+  options.min_lr = 0;
+  options.ema = 1;
+  expect_error([&] { check_train_options(options); }, {"ema is 1", "0.999"});
+  options.ema = 0;
+  options.muon_momentum = 1;
+  expect_error([&] { check_train_options(options); }, {"muon-momentum is 1"});
+  set_train_option(options, "grad-clip", "0.25");  // the other name of clip
+  EXPECT_EQ(options.clip, 0.25);
 }
 
 TEST(TrainOptions, SlowPrecisionsOfAGpuAreNamed) {

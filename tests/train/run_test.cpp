@@ -89,6 +89,11 @@ TEST_F(RunTest, ResumesAnywhereBitForBit) {
     options.recompute = random.coin();
     options.clip = random.pick<double>({0, 0.5});
     options.eps = random.pick<double>({1e-8, 1e-2});
+    options.optimizer = random.pick<std::string>({"adamw", "muon"});
+    options.decay_on = random.pick<std::string>({"all", "matrices", "layers"});
+    options.schedule = random.pick<std::string>({"constant", "linear", "cosine", "wsd"});
+    options.ema = random.pick<double>({0, 0.9});
+    options.z_loss = random.pick<double>({0, 1e-3});
     options.bos = options.packing == "rows" && random.coin();
     train(options);
     const auto expected = contents(options.out);
@@ -247,6 +252,88 @@ TEST_F(RunTest, ResumeReportsChangedOptions) {
   options.steps = 16;
   train(options, observer);
   EXPECT_NE(messages.find("learning rate continues with 0.00333"), std::string::npos) << messages;
+}
+
+// A finished WSD run that is given more steps continues from before its decay: with the bits of a run that had them
+// from the start.
+TEST_F(RunTest, AnExtendedWsdRunEqualsALongerOne) {
+  TrainOptions options = options_for("long");
+  options.schedule = "wsd";
+  options.decay_steps = 4;
+  options.keep = 1;
+  options.steps = 20;
+  train(options);
+  const auto expected = contents(options.out);
+  options.out = folder.path("extended");
+  options.steps = 12;
+  train(options);
+  EXPECT_TRUE(fs::exists(options.out + "/step-00000008")) << "kept beside the newest, for more steps";
+  EXPECT_FALSE(fs::exists(options.out + "/step-00000009"));
+  options.resume = true;
+  train(options);  // nothing to do, nothing changes
+  EXPECT_TRUE(fs::exists(options.out + "/step-00000012"));
+  std::string messages;
+  TrainObserver observer;
+  observer.message = [&](const std::string& text) { messages += text + "\n"; };
+  options.steps = 20;
+  train(options, observer);
+  EXPECT_NE(messages.find("20 steps instead of 12: going on from"), std::string::npos) << messages;
+  EXPECT_NE(messages.find("step-00000012.set-aside"), std::string::npos) << messages;
+  EXPECT_TRUE(fs::exists(options.out + "/step-00000012.set-aside"));
+  fs::remove_all(options.out + "/step-00000012.set-aside");
+  EXPECT_TRUE(contents(options.out) == expected);
+  EXPECT_EQ(log_of(options.out).size(), 20u);
+}
+
+TEST_F(RunTest, OtherSchedulesSayWhatMoreStepsChange) {
+  for (const char* schedule : {"constant", "linear", "cosine"}) {
+    TrainOptions options = options_for(schedule);
+    options.schedule = schedule;
+    train(options);
+    std::string messages;
+    TrainObserver observer;
+    observer.message = [&](const std::string& text) { messages += text + "\n"; };
+    options.resume = true;
+    options.steps = 24;
+    train(options, observer);
+    const bool jumps = messages.find("the finished run ended with a rate of") != std::string::npos;
+    EXPECT_EQ(jumps, schedule != std::string("constant")) << messages;
+    EXPECT_EQ(messages.find("learning rate continues with") != std::string::npos, jumps) << messages;
+  }
+  TrainOptions options = options_for("over");
+  options.schedule_steps = 12;
+  train(options);
+  std::string messages;
+  TrainObserver observer;
+  observer.message = [&](const std::string& text) { messages += text + "\n"; };
+  options.resume = true;
+  options.steps = 14;
+  train(options, observer);
+  EXPECT_NE(messages.find("the learning rate is 0 from here on"), std::string::npos) << messages;
+  EXPECT_NE(messages.find("--min-lr"), std::string::npos) << messages;
+}
+
+TEST_F(RunTest, StatesOfAnotherOptimizerAreRefused) {
+  TrainOptions options = options_for("run");
+  train(options);
+  options.resume = true;
+  options.optimizer = "muon";
+  expect_error([&] { train(options); }, {"--optimizer adamw, not muon"});
+  options.optimizer = "adamw";
+  options.ema = 0.9;
+  expect_error([&] { train(options); }, {"--ema 0, not 0.9"});
+}
+
+TEST_F(RunTest, AFailedStartLeavesNoFolders) {
+  TrainOptions options = options_for("run");
+  options.out = folder.path("a/b/run");
+  options.init = "/nowhere";
+  expect_error([&] { train(options); }, {"/nowhere"});
+  EXPECT_FALSE(fs::exists(folder.path("a")));
+  fs::create_directories(folder.path("a/b"));
+  expect_error([&] { train(options); }, {"/nowhere"});
+  EXPECT_TRUE(fs::exists(folder.path("a/b")));
+  EXPECT_FALSE(fs::exists(options.out));
 }
 
 TEST_F(RunTest, CleansUpAfterAKilledRun) {

@@ -103,6 +103,10 @@ TEST_F(TrainingCuda, ACapturedStepHasTheBitsOfOneLaunchedKernelByKernel) {
       options.recompute = accumulate > 1;
       options.packing = accumulate > 1 ? "rows" : "packed";
       options.clip = 0.5;
+      options.optimizer = accumulate > 1 ? "muon" : "adamw";
+      options.decay_on = accumulate > 1 ? "layers" : "all";
+      options.z_loss = accumulate > 1 ? 1e-4 : 0;
+      options.ema = accumulate > 1 ? 0.9 : 0;
       Training captured(options), plain(options);
       plain.disable_graph();
       for (int i = 0; i < 6; ++i) {

@@ -1,11 +1,13 @@
 #include "train/training.h"
 
+#include <cstring>
 #include <filesystem>
 
 #include "model/checkpoint.h"
 #include "model/cost.h"
 #include "ops/elementwise.h"
 #include "ops/matmul.h"
+#include "ops/optim/muon.h"
 #include "tensor/arena.h"
 #include "train/small_run.h"
 
@@ -173,6 +175,133 @@ TEST_F(TrainingTest, ClippingBoundsTheGradientNotItsReport) {
   free.step();
   clipped.step();
   EXPECT_GT(relative_error(weights_of(clipped), weights_of(free)), 1e-6);
+}
+
+TEST_F(TrainingTest, MuonLearnsAndItsMemoryIsCounted) {
+  options.steps = 80;
+  options.lr = 1e-2;
+  Training adamw(options);
+  options.optimizer = "muon";
+  options.data = data;
+  Training muon(options);
+  EXPECT_LT(muon.memory().parameters, adamw.memory().parameters);  // one moment less for matrices
+  TrainStep last;
+  for (int i = 0; i < 80; ++i) last = muon.step();
+  EXPECT_LT(last.loss, 3);
+  EXPECT_LT(*muon.test_loss(), 3);
+  options.ema = 0.99;
+  const Training averaged(options);
+  EXPECT_EQ(averaged.memory().parameters - muon.memory().parameters, 4 * static_cast<int64_t>(weights_of(muon).size()));
+}
+
+// The update of every parameter of a model, from the gradients of the step and the formulas of the optimizers.
+TEST_F(TrainingTest, MuonUpdatesTheMatricesOfTheLayersAndAdamWTheRest) {
+  options.arch = "mamba2";  // with a convolution, a gate, dt and D
+  options.optimizer = "muon";
+  options.clip = 0;
+  options.lr = 1e-2;
+  options.warmup = 0;
+  options.weight_decay = 0.3;
+  Training trainer(options);
+  const ModelConfig& config = trainer.model().config();
+  std::vector<Tensor> expected;
+  for (const Parameter& parameter : trainer.model().parameters())
+    expected.push_back(to_dtype(parameter.value.value(), DType::f32));
+  const double rate = trainer.step().lr;
+  const AdamW adamw{rate, options.weight_decay, options.beta1, options.beta2, options.eps};
+  const AdamWConstants constants = adamw_constants(adamw, 1);
+  const Tensor numbers = Tensor::empty({kAdamWConstants}, DType::f32);
+  std::memcpy(numbers.raw(), &constants, sizeof(constants));
+  int matrices = 0;
+  for (size_t i = 0; i < expected.size(); ++i) {
+    const Parameter& parameter = trainer.model().parameters()[i];
+    const Tensor& gradient = trainer.gradients()[i];
+    if (!gradient) continue;
+    const auto has = [&](const char* text) { return parameter.name.find(text) != std::string::npos; };
+    if (has("proj.weight")) {
+      std::vector<int64_t> rows{gradient.size(0)};
+      if (has("qkv_proj"))
+        rows = {config.q_heads * config.qk_dim, config.k_heads * config.qk_dim, config.v_heads * config.head_dim};
+      int64_t begin = 0;
+      for (const int64_t count : rows) {
+        const MuonTensors tensors{expected[i].slice(0, begin, count), gradient.slice(0, begin, count),
+                                  Tensor::zeros({count, gradient.size(1)}, DType::f32)};
+        muon_update(std::span(&tensors, 1), numbers, options.muon_momentum);
+        begin += count;
+      }
+      ++matrices;
+    } else {
+      adamw_update(expected[i], gradient, Tensor::zeros(gradient.shape(), DType::f32),
+                   Tensor::zeros(gradient.shape(), DType::f32), adamw, 1);
+    }
+    EXPECT_TRUE(same_bits(parameter.value.value(), expected[i])) << parameter.name;
+  }
+  EXPECT_GE(matrices, 2 * 5);
+}
+
+TEST_F(TrainingTest, WeightDecayOfGroups) {
+  options.weight_decay = 0.5;
+  options.lr = 1e-2;
+  options.warmup = 0;
+  for (const char* optimizer : {"adamw", "muon"}) {
+    options.optimizer = optimizer;
+    options.decay_on = "all";
+    Training all(options);
+    options.weight_decay = 0;
+    Training none(options);
+    options.weight_decay = 0.5;
+    all.step();
+    none.step();
+    for (const char* group : {"matrices", "layers"}) {
+      options.decay_on = group;
+      Training trainer(options);
+      trainer.step();
+      for (size_t i = 0; i < trainer.model().parameters().size(); ++i) {
+        const Parameter& parameter = trainer.model().parameters()[i];
+        const bool embedding = parameter.name == "model.embed_tokens.weight" || parameter.name == "lm_head.weight";
+        const bool matrix = parameter.name.ends_with("proj.weight");
+        const bool decays = matrix || (embedding && group == std::string("matrices"));
+        const Training& expected = decays ? all : none;
+        EXPECT_TRUE(same_bits(parameter.value.value(), expected.model().parameters()[i].value.value()))
+            << optimizer << " " << group << " " << parameter.name;
+      }
+    }
+  }
+}
+
+TEST_F(TrainingTest, ZLossIsPartOfTheLossInTraining) {
+  Training plain(options);
+  options.z_loss = 1e-2;
+  Training with(options);
+  const double expected = 1e-2 * std::pow(std::log(258.0), 2);  // logits are about 0
+  EXPECT_EQ(*plain.test_loss(), *with.test_loss());
+  EXPECT_NEAR(with.step().loss - plain.step().loss, expected, 0.05 * expected);
+  EXPECT_NE(weights_of(plain), weights_of(with));
+}
+
+// Against the weights of every step, averaged in double.
+TEST_F(TrainingTest, AverageOfTheWeights) {
+  options.ema = 0.8;
+  Training trainer(options);
+  std::vector<double> sum;
+  double weight = 0;
+  for (int step = 1; step <= 7; ++step) {
+    trainer.step();
+    const std::vector<double> now = weights_of(trainer);
+    sum.resize(now.size());
+    for (size_t i = 0; i < now.size(); ++i) sum[i] = 0.8 * sum[i] + 0.2 * now[i];
+    weight = 0.8 * weight + 0.2;
+  }
+  for (double& each : sum) each /= weight;
+  const std::string path = folder.path("saved");
+  std::filesystem::create_directories(path);
+  trainer.save(path);
+  const LanguageModel average = load_model(path + "/ema");
+  std::vector<double> found;
+  for (const Parameter& parameter : average.parameters())
+    for (const double x : to_doubles(parameter.value.value())) found.push_back(x);
+  EXPECT_LT(relative_error(found, sum, 1e-3), 1e-5);
+  EXPECT_NE(found, weights_of(trainer));
 }
 
 TEST_F(TrainingTest, SyntheticTasksNeedNoFiles) {

@@ -1,6 +1,7 @@
 #include "ops/nn/cross_entropy.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
 #include "base/error.h"
@@ -45,11 +46,13 @@ void check_arguments(const Tensor& hidden, const Tensor& weight, const Tensor& t
   check.contiguous("hidden", hidden);
   if (options.row_losses) check.dense("row_losses", options.row_losses, DType::f32, rows, device);
   if (options.weights) check.dense("weights", options.weights, DType::f32, rows, device);
+  require(std::isfinite(options.z_loss) && options.z_loss >= 0, "cross_entropy: z_loss is {}, expected 0 or more",
+          options.z_loss);
 }
 
 // Goes through the rows chunk by chunk; losses is f64 [rows], weights f32 [rows] or undefined, the gradients are there
 // if they are wanted.
-void run_chunks(const Tensor& hidden, const Tensor& weight, const Tensor& targets, const Tensor& weights,
+void run_chunks(const Tensor& hidden, const Tensor& weight, const Tensor& targets, const Tensor& weights, double z_loss,
                 MatmulPrecision precision, const CrossEntropyResult& result, const Tensor& losses) {
   const Device device = hidden.device();
   const int64_t rows = hidden.size(0);
@@ -62,7 +65,7 @@ void run_chunks(const Tensor& hidden, const Tensor& weight, const Tensor& target
     const auto part = [&](const Tensor& of) { return of.slice(0, begin, count); };
     const Tensor logits = buffer.slice(0, 0, count);
     matmul(logits, part(hidden), weight, {.transpose_b = true, .precision = precision});
-    FURIOUS_DISPATCH(device, cross_entropy_rows(logits, part(targets), weights ? part(weights) : weights,
+    FURIOUS_DISPATCH(device, cross_entropy_rows(logits, part(targets), weights ? part(weights) : weights, z_loss,
                                                 result.counted, with_gradient, part(losses)));
     if (result.hidden_gradient)
       matmul(part(result.hidden_gradient.as_matrix()), logits, weight, {.precision = precision});
@@ -138,14 +141,14 @@ CrossEntropyResult cross_entropy_forward(const Tensor& hidden, const Tensor& wei
   FURIOUS_DISPATCH(device, count_targets(result.counted, targets));
   const Tensor losses = Tensor::empty({rows}, DType::f64, device);
   run_chunks(hidden.as_matrix(), converted_once(weight, precision), targets.view({rows}),
-             options.weights ? options.weights.view({rows}) : Tensor(), precision, result, losses);
+             options.weights ? options.weights.view({rows}) : Tensor(), options.z_loss, precision, result, losses);
   FURIOUS_DISPATCH(device, mean_loss(result.loss, losses, result.counted));
   if (options.row_losses) copy(options.row_losses.view({rows}), losses);
   return result;
 }
 
 Variable cross_entropy(Tape& tape, const Variable& hidden, const Variable& weight, const Tensor& targets,
-                       const Tensor& row_losses, MatmulPrecision precision, const Tensor& weights) {
+                       const Tensor& row_losses, MatmulPrecision precision, const Tensor& weights, double z_loss) {
   const bool weight_gradient = tape.recording() && weight.needs_gradient();
   const CrossEntropyResult result =
       cross_entropy_forward(hidden.value(), weight.value(), targets,
@@ -154,6 +157,7 @@ Variable cross_entropy(Tape& tape, const Variable& hidden, const Variable& weigh
                              .place = weight_gradient && targets.elements() > 0 ? weight.new_gradient() : Tensor(),
                              .row_losses = row_losses,
                              .weights = weights,
+                             .z_loss = z_loss,
                              .precision = precision});
   return tape.record(
       result.loss, {hidden, weight},

@@ -67,20 +67,32 @@ void multiply(float* x, int64_t count, float factor) {
   for (; i < count; ++i) x[i] *= factor;
 }
 
-double row_loss(float* logits, int64_t vocabulary, int32_t target) {
-  const float most = largest(logits, vocabulary);
-  const float distance = most - logits[target];
-  return std::log(exp_sum<false>(logits, vocabulary, most)) + static_cast<double>(distance);
+// z s², and the factor 1 + 2 z s of the softmax in the gradient, for s = log(sum) + most.
+struct ZLoss {
+  double loss = 0, factor = 1;
+};
+ZLoss z_loss_of(double z, double sum, float most) {
+  if (z == 0) return {};
+  const double s = std::log(sum) + static_cast<double>(most);
+  return {z * s * s, 1 + 2 * z * s};
 }
 
-// Leaves coefficient · (softmax − onehot) in the place of the logits.
-double row_loss_with_gradient(float* logits, int64_t vocabulary, int32_t target, float coefficient) {
+double row_loss(float* logits, int64_t vocabulary, int32_t target, double z) {
+  const float most = largest(logits, vocabulary);
+  const float distance = most - logits[target];
+  const double sum = exp_sum<false>(logits, vocabulary, most);
+  return std::log(sum) + static_cast<double>(distance) + z_loss_of(z, sum, most).loss;
+}
+
+// Leaves coefficient · ((1 + 2 z s) softmax − onehot) in the place of the logits.
+double row_loss_with_gradient(float* logits, int64_t vocabulary, int32_t target, double z, float coefficient) {
   const float most = largest(logits, vocabulary);
   const float distance = most - logits[target];
   const double sum = exp_sum<true>(logits, vocabulary, most);
-  multiply(logits, vocabulary, static_cast<float>(static_cast<double>(coefficient) / sum));
+  const ZLoss more = z_loss_of(z, sum, most);
+  multiply(logits, vocabulary, static_cast<float>(static_cast<double>(coefficient) * more.factor / sum));
   logits[target] -= coefficient;
-  return std::log(sum) + static_cast<double>(distance);
+  return std::log(sum) + static_cast<double>(distance) + more.loss;
 }
 
 }  // namespace
@@ -99,8 +111,8 @@ HWY_EXPORT(row_loss_with_gradient);
 
 namespace cpu {
 
-void cross_entropy_rows(const Tensor& logits, const Tensor& targets, const Tensor& weights, const Tensor& counted,
-                        bool with_gradient, const Tensor& losses) {
+void cross_entropy_rows(const Tensor& logits, const Tensor& targets, const Tensor& weights, double z_loss,
+                        const Tensor& counted, bool with_gradient, const Tensor& losses) {
   const int64_t vocabulary = logits.size(1);
   float* const data = logits.data<float>();
   const int32_t* const ids = targets.data<int32_t>();
@@ -115,10 +127,10 @@ void cross_entropy_rows(const Tensor& logits, const Tensor& targets, const Tenso
         if (with_gradient) std::fill_n(row_logits, vocabulary, 0.0f);
         row_losses[row] = 0;
       } else if (with_gradient) {
-        row_losses[row] = factor * HWY_DYNAMIC_DISPATCH(row_loss_with_gradient)(row_logits, vocabulary, ids[row],
-                                                                                static_cast<float>(factor * share));
+        row_losses[row] = factor * HWY_DYNAMIC_DISPATCH(row_loss_with_gradient)(
+                                       row_logits, vocabulary, ids[row], z_loss, static_cast<float>(factor * share));
       } else {
-        row_losses[row] = factor * HWY_DYNAMIC_DISPATCH(row_loss)(row_logits, vocabulary, ids[row]);
+        row_losses[row] = factor * HWY_DYNAMIC_DISPATCH(row_loss)(row_logits, vocabulary, ids[row], z_loss);
       }
     }
   });

@@ -19,8 +19,9 @@ struct alignas(sizeof(T) * kWidth) Pack {
 // One block per row. A first pass finds the largest logit and Σ exp(l − largest) together, rescaling the sum whenever a
 // larger one comes up; a second, with a gradient wanted, replaces the logits. A NaN among them makes the sum NaN.
 template <class T, int kWidth, bool kGradient>
-__global__ void __launch_bounds__(kThreads) rows_kernel(T* logits, int64_t vocabulary, const int32_t* targets,
-                                                        const float* weights, const int32_t* counted, double* losses) {
+__global__ void __launch_bounds__(kThreads)
+    rows_kernel(T* logits, int64_t vocabulary, const int32_t* targets, const float* weights, float z_loss,
+                const int32_t* counted, double* losses) {
   __shared__ float largest_parts[32], sum_parts[32];
   using Packed = Pack<T, kWidth>;
   const int64_t row = blockIdx.x;
@@ -58,12 +59,14 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(T* logits, int64_t vocab
   // Each of the two meets at a barrier: from here on every thread has read the row.
   const float row_largest = block_max(largest, largest_parts);
   const float row_sum = block_sum(sum * __expf(largest - row_largest), sum_parts);
+  const float log_sum = z_loss > 0 ? logf(row_sum) + row_largest : 0.0f;
   if (threadIdx.x == 0)
     losses[row] = static_cast<double>(weight) *
-                  (log(static_cast<double>(row_sum)) + static_cast<double>(row_largest - target_logit));
+                  (log(static_cast<double>(row_sum)) + static_cast<double>(row_largest - target_logit) +
+                   static_cast<double>(z_loss) * static_cast<double>(log_sum) * static_cast<double>(log_sum));
   if constexpr (kGradient) {
     const float coefficient = weight / static_cast<float>(*counted);
-    const float factor = coefficient / row_sum;
+    const float factor = coefficient / row_sum * (1.0f + 2.0f * z_loss * log_sum);
     for (int p = threadIdx.x; p < count; p += kThreads) {
       Packed pack = packs[p];
 #pragma unroll
@@ -77,12 +80,12 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(T* logits, int64_t vocab
 }
 
 template <class T, int kWidth>
-void launch_rows(const Tensor& logits, const Tensor& targets, const Tensor& weights, const Tensor& counted,
-                 bool with_gradient, const Tensor& losses) {
+void launch_rows(const Tensor& logits, const Tensor& targets, const Tensor& weights, double z_loss,
+                 const Tensor& counted, bool with_gradient, const Tensor& losses) {
   const auto kernel = with_gradient ? rows_kernel<T, kWidth, true> : rows_kernel<T, kWidth, false>;
   kernel<<<static_cast<unsigned>(logits.size(0)), kThreads, 0, stream(logits.device())>>>(
       static_cast<T*>(logits.raw()), logits.size(1), targets.data<int32_t>(), weights ? weights.data<float>() : nullptr,
-      counted.data<int32_t>(), losses.data<double>());
+      static_cast<float>(z_loss), counted.data<int32_t>(), losses.data<double>());
   check_launch("cross_entropy");
 }
 
@@ -129,17 +132,17 @@ void count_targets(const Tensor& counted, const Tensor& targets) {
   check_launch("cross_entropy");
 }
 
-void cross_entropy_rows(const Tensor& logits, const Tensor& targets, const Tensor& weights, const Tensor& counted,
-                        bool with_gradient, const Tensor& losses) {
+void cross_entropy_rows(const Tensor& logits, const Tensor& targets, const Tensor& weights, double z_loss,
+                        const Tensor& counted, bool with_gradient, const Tensor& losses) {
   require(logits.size(1) <= 1 << 30, "cross_entropy: a vocabulary of {} is too large for a GPU", logits.size(1));
   with_activation_type(logits.dtype(), [&](auto zero) {
     using T = typename OnDevice<decltype(zero)>::Type;
     constexpr int kWidth = 16 / sizeof(T);
     // Rows that begin at multiples of 16 bytes; the logits' memory itself does.
     if (logits.size(1) % kWidth == 0)
-      launch_rows<T, kWidth>(logits, targets, weights, counted, with_gradient, losses);
+      launch_rows<T, kWidth>(logits, targets, weights, z_loss, counted, with_gradient, losses);
     else
-      launch_rows<T, 1>(logits, targets, weights, counted, with_gradient, losses);
+      launch_rows<T, 1>(logits, targets, weights, z_loss, counted, with_gradient, losses);
   });
 }
 

@@ -128,7 +128,8 @@ AdamWConstants adamw_constants(const AdamW& options, int64_t step, double gradie
           .decay = static_cast<float>(1 - options.learning_rate * options.weight_decay),
           .step_size = static_cast<float>(options.learning_rate / (1 - std::pow(options.beta1, t))),
           .denominator = static_cast<float>(1 / std::sqrt(1 - std::pow(options.beta2, t))),
-          .epsilon = static_cast<float>(options.epsilon)};
+          .epsilon = static_cast<float>(options.epsilon),
+          .learning_rate = static_cast<float>(options.learning_rate)};
 }
 
 void adamw_update(std::span<const AdamWTensors> tensors, const Tensor& numbers) {

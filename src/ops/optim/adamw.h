@@ -34,6 +34,7 @@ struct AdamWConstants {  // the formula above with everything that is the same f
   float step_size;    // lr / (1 − β₁ᵗ)
   float denominator;  // 1 / √(1 − β₂ᵗ)
   float epsilon;
+  float learning_rate;
 };
 inline constexpr int64_t kAdamWConstants = sizeof(AdamWConstants) / sizeof(float);
 

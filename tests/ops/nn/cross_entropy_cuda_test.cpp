@@ -11,13 +11,13 @@ struct Losses {
   Tensor loss, rows, dhidden, dweight;
 };
 
-Losses run(const Tensor& hidden, const Tensor& weight, const Tensor& targets, float upstream) {
+Losses run(const Tensor& hidden, const Tensor& weight, const Tensor& targets, float upstream, double z_loss = 0) {
   const Variable h(hidden, true), w(weight, true);
   const Tensor rows = Tensor::empty(targets.shape(), DType::f32, hidden.device());
   const Tensor gradient = Tensor::empty({1}, DType::f32, hidden.device());
   fill(gradient, upstream);
   Tape tape;
-  const Variable loss = cross_entropy(tape, h, w, targets, rows);
+  const Variable loss = cross_entropy(tape, h, w, targets, rows, MatmulPrecision::f32, {}, z_loss);
   tape.backward(loss, gradient);
   return {loss.value(), rows, h.gradient(), w.gradient()};
 }
@@ -29,8 +29,9 @@ void compare(Random& random, int64_t rows, int64_t vocabulary, int64_t dim, DTyp
   for (int32_t& id : ids) id = static_cast<int32_t>(random.integer(random.coin() ? -1 : 0, vocabulary - 1));
   const Tensor targets = int_tensor_of(ids, {rows});
   const float upstream = random.coin() ? 1.0f : 0.37f;
-  const Losses expected = run(hidden, weight, targets, upstream);
-  const Losses actual = run(to_gpu(hidden, dtype), to_gpu(weight), to_gpu(targets), upstream);
+  const double z_loss = random.pick<double>({0, 1e-4, 0.1});
+  const Losses expected = run(hidden, weight, targets, upstream, z_loss);
+  const Losses actual = run(to_gpu(hidden, dtype), to_gpu(weight), to_gpu(targets), upstream, z_loss);
   EXPECT_EQ(actual.dhidden.dtype(), dtype);
   EXPECT_EQ(actual.dweight.dtype(), DType::f32);
   const auto check = [&](const char* what, const Tensor& a, const Tensor& b) {

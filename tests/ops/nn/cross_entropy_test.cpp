@@ -23,7 +23,7 @@ Tensor random_targets(testing::Random& random, const Shape& shape, int64_t vocab
   return int_tensor_of(ids, shape);
 }
 
-Vector row_losses_oracle(const Vector& hidden, const Vector& weight, int64_t dim, const Tensor& targets) {
+Vector row_losses_oracle(const Vector& hidden, const Vector& weight, int64_t dim, const Tensor& targets, double z = 0) {
   const auto vocabulary = static_cast<int64_t>(weight.size()) / dim;
   Vector losses;
   for (int64_t r = 0; r < targets.elements(); ++r) {
@@ -34,14 +34,15 @@ Vector row_losses_oracle(const Vector& hidden, const Vector& weight, int64_t dim
     double sum = 0;
     for (double logit : logits) sum += std::exp(logit - most);
     const int32_t target = targets.data<int32_t>()[r];
-    losses.push_back(target < 0 ? 0 : most + std::log(sum) - logits[target]);
+    const double log_sum = most + std::log(sum);
+    losses.push_back(target < 0 ? 0 : log_sum - logits[target] + z * log_sum * log_sum);
   }
   return losses;
 }
 
-double loss_oracle(const Vector& hidden, const Vector& weight, int64_t dim, const Tensor& targets) {
+double loss_oracle(const Vector& hidden, const Vector& weight, int64_t dim, const Tensor& targets, double z = 0) {
   double sum = 0;
-  for (double loss : row_losses_oracle(hidden, weight, dim, targets)) sum += loss;
+  for (double loss : row_losses_oracle(hidden, weight, dim, targets, z)) sum += loss;
   const int32_t* ids = targets.data<int32_t>();
   const auto counted = std::count_if(ids, ids + targets.elements(), [](int32_t id) { return id >= 0; });
   return counted == 0 ? 0 : sum / static_cast<double>(counted);
@@ -92,6 +93,30 @@ TEST(CrossEntropy, GradientsAgreeWithFiniteDifferences) {
     EXPECT_LT(relative_error(result.hidden_gradient, numeric_gradient(at_hidden, hs, {1}), 1e-2), 5e-6);
     EXPECT_LT(relative_error(result.weight_gradient, numeric_gradient(at_weight, ws, {1}), 1e-2), 5e-6);
   }
+}
+
+TEST(CrossEntropy, ZLossAgreesWithFiniteDifferences) {
+  testing::Random random(47);
+  for (const double z : {1e-4, 0.1, 3.0}) {
+    for (int i = 0; i < 4; ++i) {
+      const int64_t vocabulary = random.integer(1, 37), dim = random.integer(1, 6), length = random.integer(1, 4);
+      const Tensor targets = random_targets(random, {2, length}, vocabulary, random.coin());
+      const Tensor hidden = random.normal_tensor({2, length, dim}), weight = random.normal_tensor({vocabulary, dim});
+      const CrossEntropyResult result = cross_entropy_forward(
+          hidden, weight, targets, {.hidden_gradient = true, .weight_gradient = true, .z_loss = z});
+      const CrossEntropyResult loss_alone = cross_entropy_forward(hidden, weight, targets, {.z_loss = z});
+      const Vector hs = to_doubles(hidden), ws = to_doubles(weight);
+      const auto at_hidden = [&](const Vector& v) { return Vector{loss_oracle(v, ws, dim, targets, z)}; };
+      const auto at_weight = [&](const Vector& v) { return Vector{loss_oracle(hs, v, dim, targets, z)}; };
+      const double expected = loss_oracle(hs, ws, dim, targets, z);
+      EXPECT_NEAR(value_of(result.loss), expected, 5e-6 * std::max(1.0, expected)) << z;
+      EXPECT_NEAR(value_of(loss_alone.loss), expected, 5e-6 * std::max(1.0, expected)) << z;
+      EXPECT_LT(relative_error(result.hidden_gradient, numeric_gradient(at_hidden, hs, {1}), 1e-2), 1e-5) << z;
+      EXPECT_LT(relative_error(result.weight_gradient, numeric_gradient(at_weight, ws, {1}), 1e-2), 1e-5) << z;
+    }
+  }
+  const Tensor x = random.normal_tensor({2, 3}), w = random.normal_tensor({5, 3});
+  expect_error([&] { cross_entropy_forward(x, w, int_tensor_of({0, 1}, {2}), {.z_loss = -1}); }, {"z_loss is -1"});
 }
 
 TEST(CrossEntropy, WeightsOfRows) {
