@@ -47,13 +47,14 @@ int64_t boundary_before(const InputFile& file, int64_t at) {
   const int64_t begin = std::max<int64_t>(0, at - std::min(kBoundaryWindow, at / 2));
   const auto stream = open_text_stream(file);
   stream->skip(begin);
-  std::string window(static_cast<size_t>(at - begin), '\0');
+  std::string window(static_cast<size_t>(at - begin + 1), '\0');
   window.resize(stream->read(window.data(), window.size()));
+  size_t last = window.empty() ? 0 : window.size() - 1;  // of the byte that would be the first of the tail
   for (const std::string_view ending : {"\n\n", "\n\r\n", "\n", " "})
-    if (const size_t found = after_last(window, ending)) return begin + static_cast<int64_t>(found);
-  size_t last = window.size();
-  while (last > 1 && (static_cast<unsigned char>(window[last - 1]) & 0xC0) == 0x80) --last;
-  return begin + static_cast<int64_t>(last > 0 ? last - 1 : 0);  // the begin of the last character
+    if (const size_t found = after_last(std::string_view(window).substr(0, last), ending))
+      return begin + static_cast<int64_t>(found);
+  while (last > 0 && (static_cast<unsigned char>(window[last]) & 0xC0) == 0x80) --last;
+  return begin + static_cast<int64_t>(last);
 }
 
 }  // namespace

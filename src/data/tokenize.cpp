@@ -259,7 +259,7 @@ Json plan_of(const TokenizeOptions& options, const Tokenizer& tokenizer, const s
              int64_t train_files) {
   Json inputs = Json::array();
   for (const InputFile& file : files) {
-    inputs.push_back({{"path", utf8_of_bytes(file.modified > 0 ? file.path : kStandardInput)},
+    inputs.push_back({{"path", utf8_of_bytes(file.modified != 0 ? file.path : kStandardInput)},
                       {"size", file.size},
                       {"modified", file.modified}});
     if (static_cast<int64_t>(inputs.size()) > train_files) inputs.back()["test"] = true;

@@ -2,10 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <filesystem>
 #include <utility>
 
 #include "base/error.h"
-#include "base/file.h"
 #include "base/hash.h"
 #include "base/names.h"
 #include "base/number.h"
@@ -15,6 +15,12 @@
 
 namespace furious {
 namespace {
+
+// False also for a name that is too long to be one.
+bool exists(const std::string& path) {
+  std::error_code failed;
+  return std::filesystem::exists(path, failed);
+}
 
 std::string fingerprint_of(const Dataset& dataset) {
   std::string text = dataset.manifest().tokenizer.fingerprint;
@@ -121,13 +127,13 @@ TrainData open_task(const TrainOptions& options, int ranks, Options task) {
 }  // namespace
 
 std::vector<DataShare> data_shares(const std::string& data) {
-  if (path_exists(data) || data.find_first_of(":,") == data.npos) return {{data, 0}};
+  if (exists(data) || data.find_first_of(":,") == data.npos) return {{data, 0}};
   std::vector<DataShare> shares;
   for (size_t begin = 0; begin <= data.size();) {
     const size_t end = std::min(data.find(',', begin), data.size());
     const std::string part = data.substr(begin, end - begin);
     begin = end + 1;
-    const size_t colon = path_exists(part) ? part.npos : part.rfind(':');
+    const size_t colon = exists(part) ? part.npos : part.rfind(':');
     if (colon == part.npos) {
       shares.push_back({part, 0});
       continue;

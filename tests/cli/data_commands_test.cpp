@@ -117,7 +117,7 @@ TEST_F(DataCommands, ASingleTextFileIsEnough) {
   for (const std::string& document : random_documents(random, 400)) text += document + "\n\n";
   const std::string input = folder.write("book.txt", text);
   const std::string model = folder.path("t.model"), shards = folder.path("shards"), out = folder.path("run");
-  expect_run(fmt::format("tokenizer train {} --vocab 300 --out {}", input, model), 0, {"vocabulary of 300"});
+  expect_run(fmt::format("tokenizer train {} --vocab 400 --out {}", input, model), 0, {"vocabulary of 400"});
   expect_run(fmt::format("tokenize {} --tokenizer {} --out {}", input, model, shards), 0,
              {"the test split is the end of", "book.txt"});
   const Dataset data(shards);
@@ -154,12 +154,13 @@ TEST_F(DataCommands, FormatsOfText) {
   std::string csv = "n,body\r\n", objects = "[", values = "[";
   for (const std::string& document : documents) {
     const std::string line = json_lines({document});
-    csv += "1,\"" + document + "\"\r\n";  // without quotes of their own
+    std::string quoted;
+    for (const char c : document) quoted += c == '"' ? std::string("\"\"") : std::string(1, c);
+    csv += "1,\"" + quoted + "\"\r\n";
     objects += (objects.size() > 1 ? ",\n  " : "") + line;
     const size_t colon = line.find(':') + 1;
     values += (values.size() > 1 ? "," : "") + line.substr(colon, line.rfind('}') - colon);
   }
-  ASSERT_EQ(csv.find('"', csv.find("1,\"") + 3), csv.find("\"\r\n"));
   const auto tokens = [&](const std::string& name, const std::string& input, const std::string& more = "",
                           const std::string& before = "") {
     const RunResult result = run(tokenize(input, name, "--test-fraction 0.2 " + more), before);
@@ -174,21 +175,21 @@ TEST_F(DataCommands, FormatsOfText) {
   EXPECT_EQ(tokens("values", folder.write("b.json", values + "]")), expected);
   EXPECT_EQ(tokens("lines", folder.write("c.json", json_lines(documents))), expected);
   EXPECT_EQ(tokens("csv", folder.write("a.csv", csv), "--column body"), expected);
-  std::ranges::replace(csv, ',', '\t');
   EXPECT_EQ(tokens("format", folder.write("a.dump", json_lines(documents)), "--format jsonl"), expected);
   EXPECT_EQ(tokens("pipe", "-", "--format jsonl", "cat " + jsonl + " |"), expected);
   EXPECT_FALSE(fs::exists(folder.path("pipe/standard-input")));
   expect_run(tokenize("-", "pipe"), 1, {"standard input cannot be compared"});
 
-  const std::string markdown = "# Title\n\nText & more.\n";
+  const std::string markdown = "# Title\n\nText & more.";
   const auto text = tokens("txt", folder.write("a.txt", markdown));
   EXPECT_EQ(tokens("md", folder.write("a.md", markdown)), text);
-  EXPECT_EQ(tokens("html", folder.write("a.html", "<h1># Title</h1><p>Text &amp; more.<pre>\n</pre>")), text);
+  EXPECT_EQ(tokens("html", folder.write("a.html", "<h1># Title</h1><p>Text &amp; more.</p>\n")), text);
   EXPECT_EQ(tokens("stdin", "-", "", "cat " + folder.path("a.txt") + " |"), text);
   expect_run(tokenize(folder.write("bad.csv", "a,text\n1,\"x\"y\n"), "bad"), 1, {"bad.csv", "line 2"});
   expect_run(tokenize(folder.write("bad.json", R"([{"text": "x"}, {"text": 1}])"), "bad"), 1, {"bad.json", "record 2"});
-  expect_run(fmt::format("tokenizer train - --vocab 300 --out {} < {}", folder.path("t.model"), folder.path("c.json")),
-             0, {"vocabulary of 300"});
+  expect_run(fmt::format("tokenizer train - --format json --vocab 400 --out {} < {}", folder.path("t.model"),
+                         folder.path("c.json")),
+             0, {"vocabulary of 400"});
 }
 
 TEST_F(DataCommands, ShowsShards) {
@@ -229,15 +230,16 @@ TEST_F(DataCommands, TrainsOnAMixture) {
         data, folder.path(out), more);
   };
   const std::string mixed = a + ":0.7," + b + ":0.3";
-  expect_run(train(mixed, "whole", "--steps 8 --schedule-steps 100 --eval-every 4"), 0,
+  expect_run(train(mixed, "whole", "--steps 8 --warmup 4 --schedule-steps 100 --eval-every 4"), 0,
              {"done after 8 steps", "test loss"});
-  expect_run(train(mixed, "parts", "--steps 5 --schedule-steps 100 --eval-every 4"), 0, {"done after 5 steps"});
+  expect_run(train(mixed, "parts", "--steps 5 --warmup 4 --schedule-steps 100 --eval-every 4"), 0,
+             {"done after 5 steps"});
   expect_run("train --resume --steps 8 --out " + folder.path("parts"), 0, {"resumed from", "done after 8 steps"});
   const auto weights = [&](const std::string& out) {
     return testing::read_file(folder.path(out) + "/latest/model.safetensors");
   };
   EXPECT_TRUE(weights("whole") == weights("parts"));
-  expect_run(train(a + ":0.5," + b + ":0.5", "other", "--steps 8 --schedule-steps 100"), 0, {"done"});
+  expect_run(train(a + ":0.5," + b + ":0.5", "other", "--steps 8 --warmup 4 --schedule-steps 100"), 0, {"done"});
   EXPECT_FALSE(weights("whole") == weights("other"));
   expect_run(fmt::format("train --resume --steps 9 --out {} --data {}:0.6,{}:0.4", folder.path("parts"), a, b), 1,
              {"other data"});

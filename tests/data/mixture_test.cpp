@@ -9,6 +9,7 @@ namespace furious {
 namespace {
 
 using testing::expect_error;
+using testing::same_bits;
 using testing::TemporaryFolder;
 
 TEST(Mixture, SharesAreExactAndRowsOfASourceFollowOneAnother) {
