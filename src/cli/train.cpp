@@ -57,9 +57,10 @@ void check_name_of_run(const TrainOptions& options) {
   const std::filesystem::path folder(options.out);
   if (std::filesystem::exists(folder)) return;
   const std::vector<std::string> beside = runs_beside(folder);
-  const std::string name = folder.filename().string(), near = nearest_name(name, beside);
-  if (options.data.empty()) unknown_name("run", options.out, beside);
-  if (!near.empty()) fmt::print("{} does not exist; did you mean {}?\n", options.out, near);
+  const std::string name = folder.filename().string();
+  if (options.data.empty()) unknown_name("run", name, beside);
+  if (const std::string near = nearest_name(name, beside); !near.empty())
+    fmt::print("{} does not exist; did you mean {}?\n", options.out, near);
 }
 
 // Precedence: flags, the file, the recipe, the options the run was started with.

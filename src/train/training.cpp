@@ -36,25 +36,23 @@ double measured_matmul_rate(MatmulPrecision precision, Device device) {
 // Token ids of one tokenizer mean nothing to a model of another.
 void check_tokens(const TrainOptions& options, const TrainData& data, const ModelConfig& config) {
   const int64_t vocabulary = data.batches->vocabulary_size();
+  const fs::path model = checkpoint_of(options.init), folder = fs::is_directory(model) ? model : model.parent_path();
+  if (data.tokenizer && has_tokenizer(folder)) {
+    const std::string own = load_tokenizer(folder.string())->fingerprint(), used = data.tokenizer->fingerprint();
+    require(own == used,
+            "train: {} {}, but {} was trained with {}; tokenize the text with the model's tokenizer (furious tokenize "
+            "--tokenizer {})",
+            data.dataset ? options.data : "the setup",
+            fmt::format("{} {}", data.dataset ? "was tokenized with" : "has the tokenizer", used), options.init, own,
+            folder.string());
+  } else if (data.dataset) {
+    require(config.vocabulary == vocabulary,
+            "train: {} has no tokenizer and a vocabulary of {} tokens, but the data has {}: its token ids are others; "
+            "put the tokenizer of the model into its folder and tokenize the text with it",
+            options.init, config.vocabulary, vocabulary);
+  }
   require(config.vocabulary >= vocabulary, "train: {} has a vocabulary of {} tokens, but the data has {}", options.init,
           config.vocabulary, vocabulary);
-  if (!data.tokenizer) return;
-  const fs::path model = checkpoint_of(options.init), folder = fs::is_directory(model) ? model : model.parent_path();
-  if (!has_tokenizer(folder)) {
-    require(
-        !data.dataset || config.vocabulary == vocabulary,
-        "train: {} has no tokenizer and a vocabulary of {} tokens, but the data has {}: its token ids are others; put "
-        "the tokenizer of the model into its folder and tokenize the text with it",
-        options.init, config.vocabulary, vocabulary);
-    return;
-  }
-  const std::string own = load_tokenizer(folder.string())->fingerprint(), used = data.tokenizer->fingerprint();
-  require(own == used,
-          "train: {} {}, but {} was trained with {}; tokenize the text with the model's tokenizer (furious tokenize "
-          "--tokenizer {})",
-          data.dataset ? options.data : "the setup",
-          fmt::format("{} {}", data.dataset ? "was tokenized with" : "has the tokenizer", used), options.init, own,
-          folder.string());
 }
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include "cli/run.h"
 #include "model/config.h"
 #include "model/plan.h"
+#include "train/options.h"
 #include "train/small_run.h"
 
 namespace furious {
@@ -153,7 +154,7 @@ TEST_F(TrainOptionsCommandTest, UnknownFlagsAndRunsAreAnsweredWithTheNearest) {
 TEST_F(TrainOptionsCommandTest, InitialWeightsOfAnotherTokenizerAreRefused) {
   ASSERT_EQ(run(command("bytes", "--steps 1")).code, 0);
   const std::string text = folder.write("words.txt", read_file(folder.path("data.jsonl")));
-  expect_run(fmt::format("tokenizer train {} --vocab 300 --out {}", text, folder.path("words.model")), 0, {});
+  expect_run(fmt::format("tokenizer train {} --vocab 400 --out {}", text, folder.path("words.model")), 0, {});
   expect_run(fmt::format("tokenize {} --tokenizer {} --out {}", folder.path("data.jsonl"), folder.path("words.model"),
                          folder.path("words")),
              0, {"documents"});

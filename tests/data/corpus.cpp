@@ -59,8 +59,8 @@ std::string read_file(const std::string& path) {
 
 std::map<std::string, std::string> read_folder(const std::string& path) {
   std::map<std::string, std::string> files;
-  for (const auto& entry : fs::directory_iterator(path))
-    files[entry.path().filename().string()] = read_file(entry.path().string());
+  for (const auto& entry : fs::recursive_directory_iterator(path))
+    if (!entry.is_directory()) files[fs::relative(entry.path(), path).string()] = read_file(entry.path().string());
   return files;
 }
 

@@ -26,7 +26,7 @@ class TemporaryFolder {
 };
 
 std::string read_file(const std::string& path);
-std::map<std::string, std::string> read_folder(const std::string& path);  // name -> content
+std::map<std::string, std::string> read_folder(const std::string& path);  // name -> content, with folders in it
 
 std::string zstd_of(std::string_view text);
 std::string gzip_of(std::string_view text);
