@@ -192,11 +192,11 @@ TEST_F(AblateCommandTest, SeveralRunsAtOnceResumeAfterAStop) {
 }
 
 TEST_F(AblateCommandTest, Scaling) {
-  const std::string rows = "2mamba softmax --grid hidden=8,16,24,32";
+  const std::string rows = "2mamba softmax --grid hidden=16,24,32,48";
   ASSERT_EQ(run(command(rows, "sizes", "--steps 12")).code, 0);
   const std::string json = folder.path("s.json"), out = folder.path("charts");
   expect_run(fmt::format("scaling {} --out {} --json {}", folder.path("sizes"), out, json), 0,
-             {"2mamba-hidden=8", "loss = E + A x^-α", "parameters", "flops", "no chart by tokens",
+             {"2mamba-hidden=16", "loss = E + A x^-α", "parameters", "flops", "no chart by tokens",
               "chart: " + out + "/parameters.svg"});
   const Json written = Json::parse(read_file(json));
   ASSERT_EQ(written["runs"].size(), 8u);
@@ -204,7 +204,7 @@ TEST_F(AblateCommandTest, Scaling) {
   EXPECT_EQ(first["arch"], "2mamba");
   EXPECT_EQ(first["tokens"], 12 * 4 * 24);
   for (const Json& row : results("sizes")["rows"])
-    if (row["name"] == "2mamba:hidden=8") {
+    if (row["name"] == "2mamba:hidden=16") {
       EXPECT_EQ(first["parameters"], row["parameters"]);
       EXPECT_EQ(first["loss"], row["test_loss"]["mean"]);
     }
@@ -224,7 +224,7 @@ TEST_F(AblateCommandTest, Scaling) {
 
   expect_run("scaling", 2, {"runs"});
   expect_run("scaling " + folder.path("nowhere"), 1, {"scaling: ", "nowhere does not exist"});
-  expect_run(fmt::format("scaling {0}/2mamba-hidden=8 {0}/2mamba-hidden=16 {0}/softmax-hidden=8 --out {1}",
+  expect_run(fmt::format("scaling {0}/2mamba-hidden=16 {0}/2mamba-hidden=24 {0}/softmax-hidden=16 --out {1}",
                          folder.path("sizes/runs"), out),
              1, {"no architecture has 4 runs", "4 or more sizes"});
   fs::remove(folder.path("steps/runs/2mamba-steps=4/seed-123/log.jsonl"));

@@ -127,7 +127,9 @@ TEST_F(EvalCommand, Tasks) {
   EXPECT_EQ(written.at(0).at("task"), "choose");
   EXPECT_EQ(written.at(0).at("examples"), 3);
   EXPECT_FALSE(written.at(1).contains("acc_norm"));
-  const Model loaded = Model::load(model, {.device = "cpu"});
+  LoadOptions options;
+  options.device = "cpu";
+  const Model loaded = Model::load(model, options);
   double loss = 0;
   std::istringstream lines(testing::read_file(examples));
   int64_t count = 0;

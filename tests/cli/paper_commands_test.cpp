@@ -10,6 +10,7 @@
 #include "cli/run.h"
 #include "data/corpus.h"
 #include "data/tokenizer.h"
+#include "data/utf8.h"
 #include "decode/model_parts.h"
 #include "model/checkpoint.h"
 #include "paper/cache_memory.h"
@@ -141,7 +142,9 @@ TEST_F(NiahCommand, ShowsAndSavesAnswers) {
   const std::string saved = folder.path("n-answers.jsonl");
   expect_run(niah("--data " + data), 0,
              {"2mamba: some answers", "expected", "12", "34", "wrong", "all answers: " + saved});
-  const Model loaded = Model::load(model, {.device = "cpu"});
+  LoadOptions options;
+  options.device = "cpu";
+  const Model loaded = Model::load(model, options);
   std::istringstream lines(read_file(saved));
   int64_t count = 0;
   for (std::string text; std::getline(lines, text); ++count) {
@@ -153,8 +156,9 @@ TEST_F(NiahCommand, ShowsAndSavesAnswers) {
     EXPECT_EQ(line.at("depth_percent"), 50);
     EXPECT_EQ(line.at("prompt_tokens"), 11);
     const std::string answer = answer_of(loaded, needle).text;
-    if (nlohmann::json(answer).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) == "\"" + answer + "\"")
-      EXPECT_EQ(line.at("answer"), answer);
+    if (valid_utf8_prefix(answer) == answer.size()) {
+      EXPECT_EQ(line.at("answer"), answer);  // otherwise with characters replaced
+    }
     EXPECT_EQ(line.at("right"), answers(answer, needle.answer));
   }
   EXPECT_EQ(count, 2);

@@ -1,7 +1,8 @@
 #include "eval/task.h"
 
+#include <algorithm>
 #include <cmath>
-#include <filesystem>
+#include <nlohmann/json.hpp>
 
 #include "data/corpus.h"
 #include "decode/model_parts.h"

@@ -1,5 +1,7 @@
 #include "paper/power_law.h"
 
+#include <array>
+
 #include "support.h"
 
 namespace furious {
@@ -62,8 +64,8 @@ TEST(PowerLaw, StandardErrorsCoverTheNoise) {
 
 TEST(PowerLaw, SaysWhatItCannotDetermine) {
   const std::vector<double> x = sizes(5);
-  EXPECT_NE(fit_power_law(x, {1, 2, 3, 4, 5}).problem.find("does not fall"), std::string::npos);
-  EXPECT_FALSE(fit_power_law(x, {3, 2, 2, 2, 2}).problem.empty());  // a step is no power law
+  EXPECT_NE(fit_power_law(x, std::vector<double>{1, 2, 3, 4, 5}).problem.find("does not fall"), std::string::npos);
+  EXPECT_FALSE(fit_power_law(x, std::vector<double>{3, 2, 2, 2, 2}).problem.empty());  // a step is no power law
   expect_error(
       [] {
         fit_power_law(std::vector<double>{1, 2, 3}, std::vector<double>{3, 2, 1});
