@@ -58,12 +58,14 @@ int main(int argc, char** argv) {
   furious::cli::add_tokenizer(app);
   furious::cli::add_tokenize(app);
   furious::cli::add_train(app);
+  furious::cli::add_watch(app);
   furious::cli::add_eval(app);
   furious::cli::add_generate(app);
   furious::cli::add_serve(app);
   furious::cli::add_chat(app);
   furious::cli::add_ablate(app);
   furious::cli::add_plot(app);
+  furious::cli::add_compare(app);
   furious::cli::add_niah(app);
   furious::cli::add_recall(app);
   furious::cli::add_memory(app);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <string>
 
 namespace furious::cli {
@@ -30,6 +31,13 @@ class ProgressLine {
 };
 
 std::string clock_text(double seconds);  // "1:02:03", "2:03"
+
+struct TerminalSize {
+  int64_t columns = 80, rows = 24;
+  bool operator==(const TerminalSize&) const = default;
+};
+TerminalSize terminal_size(int descriptor);  // the default where it is no terminal
+bool draws_on_terminal();                    // stdout is one that can place the cursor
 
 bool shows_colours();  // stdout is a terminal, and NO_COLOR is not set
 

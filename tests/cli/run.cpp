@@ -31,18 +31,22 @@ void expect_run(const std::string& arguments, int code, const std::vector<std::s
     EXPECT_NE(result.output.find(part), std::string::npos) << "\"" << part << "\" is missing in: " << result.output;
 }
 
-int run_and_signal(std::vector<std::string> arguments, int signal, const std::function<bool()>& ready) {
+void exec_binary(std::vector<std::string> arguments) {
   arguments.insert(arguments.begin(), "furious");
+  std::vector<char*> words;
+  for (std::string& argument : arguments) words.push_back(argument.data());
+  words.push_back(nullptr);
+  ::execv(FURIOUS_BINARY, words.data());
+  ::_exit(127);
+}
+
+int run_and_signal(std::vector<std::string> arguments, int signal, const std::function<bool()>& ready) {
   std::fflush(nullptr);  // or the child writes it again
   const pid_t child = ::fork();
   if (child == 0) {
-    std::vector<char*> words;
-    for (std::string& argument : arguments) words.push_back(argument.data());
-    words.push_back(nullptr);
     if (std::freopen("/dev/null", "w", stdout) == nullptr) ::_exit(126);
     if (std::freopen("/dev/null", "w", stderr) == nullptr) ::_exit(126);
-    ::execv(FURIOUS_BINARY, words.data());
-    ::_exit(127);
+    exec_binary(std::move(arguments));
   }
   int status = 0;
   bool signalled = false;
