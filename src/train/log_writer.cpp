@@ -59,6 +59,21 @@ std::string event_file_name(int64_t microseconds) {
   return fmt::format("{}{:010}.{:06}.furious", kEventFilePrefix, microseconds / 1'000'000, microseconds % 1'000'000);
 }
 
+// Their points are in the new file, too. A program that follows the folder goes on to the new file from the one that it
+// was reading only if that still exists; so it becomes empty, and is removed the next time.
+void empty_old_events(const fs::path& folder, const fs::path& events) {
+  std::vector<fs::path> old;
+  for (const fs::directory_entry& entry : fs::directory_iterator(folder))
+    if (entry.path() != events && entry.path().filename().string().starts_with(kEventFilePrefix))
+      old.push_back(entry.path());
+  for (const fs::path& file : old) {
+    if (fs::is_empty(file))
+      fs::remove(file);
+    else
+      fs::resize_file(file, 0);
+  }
+}
+
 }  // namespace
 
 std::vector<LogFormat> log_formats_from_names(const std::string& names) {
@@ -97,11 +112,7 @@ LogWriter::LogWriter(const fs::path& folder, const std::vector<LogFormat>& forma
     lines = event_file_start(kept.empty() ? static_cast<double>(now) / 1e6 : kept.front().time);
     for (const TrainStep& step : kept) lines += events_of(step);
     append(events_, lines, std::ios::trunc);
-    std::vector<fs::path> old;
-    for (const fs::directory_entry& entry : fs::directory_iterator(folder))
-      if (entry.path() != events_ && entry.path().filename().string().starts_with(kEventFilePrefix))
-        old.push_back(entry.path());
-    for (const fs::path& file : old) fs::remove(file);
+    empty_old_events(folder, events_);
   }
 }
 
