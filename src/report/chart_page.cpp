@@ -70,7 +70,7 @@ std::string to_html(const Chart& chart) {
       html += fmt::format("<div class=\"drawing\" data-log=\"{:d}{:d}\"{}>\n{}</div>\n", log_x, log_y,
                           log_x == chart.log_x && log_y == chart.log_y ? "" : " hidden", to_svg(variant, true));
     }
-  return html + "<div class=\"tip\" hidden></div>\n<script type=\"application/json\">" + data_of(chart) +
+  return html + "<div class=\"tip chart\" hidden></div>\n<script type=\"application/json\">" + data_of(chart) +
          "</script>\n</figure>\n";
 }
 

@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <memory>
 
 #include "base/error.h"
@@ -43,7 +44,8 @@ LogNumber if_known(const std::string& name, Number TrainStep::*field) {
   return {name, "train/" + name,
           [field](const TrainStep& step) { return step.*field > 0 ? Json(step.*field) : Json(); },
           [field](TrainStep& step, double value) {
-            if (value > 0 && value < 9e18) step.*field = static_cast<Number>(value);
+            if (value > 0 && value < static_cast<double>(std::numeric_limits<Number>::max()))
+              step.*field = static_cast<Number>(value);
           }};
 }
 

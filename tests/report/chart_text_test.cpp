@@ -24,12 +24,14 @@ Chart chart_of(std::vector<Series> series) {
 TEST(ChartText, ALineFromCornerToCorner) {
   const std::string text = to_text(chart_of({{"a", {0, 1}, {1, 0}}}), {12, 8, false, true});
   EXPECT_EQ(text,
-            "1.0 |a\n"
-            "    | aa\n"
-            "0.6 |  aa\n"
-            "0.4 |   aa\n"
-            "    |     aa\n"
-            "    +----------\n")
+            "1.0 |aa\n"
+            "    |  aa\n"
+            "0.6 |    aa\n"
+            "    |      aa\n"
+            "0.0 |        aa\n"
+            "    +----------\n"
+            "     0.0  0.6\n"
+            "        step\n")
       << text;
 }
 
