@@ -105,8 +105,14 @@ void WatchCommand::update() {
   }
 }
 
+// Between two runs of `furious ablate` all that exist have ended.
 bool WatchCommand::all_ended() const {
-  return waiting_.empty() && std::ranges::all_of(runs_, &Watched::ended);
+  if (!waiting_.empty() || !std::ranges::all_of(runs_, &Watched::ended)) return false;
+  if (runs_.size() == places_.size()) return true;  // each place is a run
+  double newest = 0;
+  for (const Watched* run : runs_)
+    if (const auto& steps = run->follower.log().steps; !steps.empty()) newest = std::max(newest, steps.back().time);
+  return now() - newest > kPatience;
 }
 
 // What fits, the most important first.
