@@ -1,5 +1,5 @@
 # Shortcuts for CMake presets. `make test` on a fresh Debian machine installs missing packages, builds and tests.
-.PHONY: help setup build demo test test-serve test-interop install asan tsan fuzz python cuda test-cuda bench findings format tidy clean
+.PHONY: help setup build demo test test-serve test-logs test-interop install asan tsan fuzz python cuda test-cuda bench findings format tidy clean
 JOBS ?= $(shell nproc)
 PREFIX ?= /usr/local
 FUZZ_SECONDS ?= 20
@@ -12,6 +12,7 @@ help:
 	@echo "make demo    train three small models side by side and compare them"
 	@echo "make test    install packages, build, and run all tests"
 	@echo "make test-serve   test the server with the openai package and Chromium (installs them)"
+	@echo "make test-logs   read event files with TensorBoard (installs it)"
 	@echo "make install PREFIX=/usr/local   install the binary, libfurious and its headers"
 	@echo "make asan    run the fast tests under the address and undefined-behaviour sanitizers"
 	@echo "make tsan    run the tests with threads under the thread sanitizer"
@@ -44,6 +45,12 @@ test: build
 test-serve: build
 	@scripts/setup.sh python3-venv chromium chromium-driver curl
 	tests/serve_interop/run.sh build/release/furious build
+
+test-logs: build
+	@scripts/setup.sh python3-venv
+	test -x build/logs-venv/bin/python || $(PYTHON) -m venv build/logs-venv
+	build/logs-venv/bin/pip install -q tensorboard
+	build/logs-venv/bin/python tests/log_interop/check_tensorboard.py build/release/furious
 
 install: build
 	cmake --install build/release --prefix $(PREFIX)

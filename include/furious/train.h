@@ -15,7 +15,7 @@
 // A run is a folder:
 //
 //   RUN/run.toml           all options; `furious train --config` reads it
-//   RUN/log.jsonl          one line per step
+//   RUN/log.jsonl          one line per step; with TrainOptions::log also log.csv and event files of TensorBoard
 //   RUN/step-00000500/     checkpoints: Hugging Face folders, with training.safetensors to resume from
 //   RUN/latest             a link to the newest of them
 //   RUN/latest/ema/        with TrainOptions::ema: a model with the average of the weights
@@ -107,6 +107,7 @@ struct TrainOptions {
   int64_t save_every = 500, keep = 2;              // steps between checkpoints; how many are kept
   int64_t sample_every = 500, sample_tokens = 48;  // steps between samples of text; 0: none
   bool log_values = false;                         // log the RMS of values with every test loss
+  std::string log;  // copies of the log for other programs: csv, tensorboard, or both with a comma
 };
 
 // Computation time of the processes in a step, without waiting.
@@ -122,7 +123,13 @@ struct TrainStep {
   double loss = 0, lr = 0, gradient_norm = 0;
   int64_t tokens = 0;  // targets of the batch
   double tokens_per_second = 0;
-  double mfu = 0;  // FLOP/s of the model divided by the rate of a large matrix product on this device
+  double mfu = 0;      // FLOP/s of the model divided by the rate of a large matrix product on this device
+  int64_t memory = 0;  // largest memory of tensors in the step, in bytes, on the device of this process
+  // Of a run, since its start and over interruptions; 0 in the steps of a Trainer.
+  double seconds = 0;        // wall-clock time of steps, test losses, samples and checkpoints
+  double time = 0;           // of day at which the step was done, in seconds since 1970
+  int64_t total_tokens = 0;  // rows × length of all steps, padding included
+  double total_flops = 0;    // of forward and backward passes, without recomputation
   std::optional<double> test_loss;
   std::string sample;  // text, where one was made
   // For each layer, the RMS of the values that enter its mixer (after discretization); with log_values.

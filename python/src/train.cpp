@@ -186,7 +186,8 @@ void bind_options(nb::module_& module) {
       .def_rw("keep", &Options::keep)
       .def_rw("sample_every", &Options::sample_every)
       .def_rw("sample_tokens", &Options::sample_tokens)
-      .def_rw("log_values", &Options::log_values);
+      .def_rw("log_values", &Options::log_values)
+      .def_rw("log", &Options::log);
 }
 
 }  // namespace
@@ -201,6 +202,11 @@ void bind_train(nb::module_& module) {
       .def_ro("tokens", &furious::TrainStep::tokens, "Targets of the batch.")
       .def_ro("tokens_per_second", &furious::TrainStep::tokens_per_second)
       .def_ro("mfu", &furious::TrainStep::mfu)
+      .def_ro("memory", &furious::TrainStep::memory, "Largest memory of tensors in the step, in bytes.")
+      .def_ro("seconds", &furious::TrainStep::seconds, "Of a run: time in training since its start.")
+      .def_ro("time", &furious::TrainStep::time, "Of a run: seconds since 1970.")
+      .def_ro("total_tokens", &furious::TrainStep::total_tokens, "Of a run: since its start.")
+      .def_ro("total_flops", &furious::TrainStep::total_flops, "Of a run: since its start.")
       .def_ro("test_loss", &furious::TrainStep::test_loss, "None where it was not computed.")
       .def_ro("sample", &furious::TrainStep::sample)
       .def_ro("value_rms", &furious::TrainStep::value_rms);

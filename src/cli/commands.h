@@ -16,6 +16,7 @@ void add_bench_sampling(CLI::App& bench);
 void add_bench_serve(CLI::App& bench);
 void add_bench_step(CLI::App& bench);
 void add_chat(CLI::App& app);
+void add_compare(CLI::App& app);
 void add_data(CLI::App& app);
 void add_demo(CLI::App& app);
 void add_eval(CLI::App& app);
@@ -34,6 +35,7 @@ void add_tokenize(CLI::App& app);
 void add_tokenizer(CLI::App& app);
 void add_train(CLI::App& app);
 void add_verify(CLI::App& app);
+void add_watch(CLI::App& app);
 
 // A mistake in the command line: exit code 2.
 class UsageError : public Error {

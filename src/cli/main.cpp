@@ -97,6 +97,7 @@ int main(int argc, char** argv) {
   furious::cli::add_tokenize(app);
   furious::cli::add_data(app);
   furious::cli::add_train(app);
+  furious::cli::add_watch(app);
   furious::cli::add_eval(app);
   furious::cli::add_generate(app);
   furious::cli::add_serve(app);
@@ -104,6 +105,7 @@ int main(int argc, char** argv) {
   furious::cli::add_ablate(app);
   furious::cli::add_plot(app);
   furious::cli::add_scaling(app);
+  furious::cli::add_compare(app);
   furious::cli::add_niah(app);
   furious::cli::add_recall(app);
   furious::cli::add_memory(app);

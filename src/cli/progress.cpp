@@ -31,11 +31,6 @@ void write_stop_message() {
   if (::write(STDERR_FILENO, text.data(), static_cast<size_t>(end - text.data())) < 0) return;  // nobody reads it
 }
 
-size_t terminal_width() {
-  struct winsize size = {};
-  return ::ioctl(STDERR_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 0 ? size.ws_col : 80;
-}
-
 }  // namespace
 
 ProgressLine::ProgressLine(std::string name) : name_(std::move(name)), terminal_(::isatty(STDERR_FILENO) != 0) {}
@@ -47,7 +42,9 @@ bool ProgressLine::due() const {
 void ProgressLine::show(const std::string& line) {
   shown_ = Clock::now();
   drawn_ = terminal_;
-  const std::string text = terminal_ ? "\r\033[K" + line.substr(0, terminal_width() - 1) : name_ + ": " + line + "\n";
+  const std::string text =
+      terminal_ ? "\r\033[K" + line.substr(0, static_cast<size_t>(terminal_size(STDERR_FILENO).columns - 1))
+                : name_ + ": " + line + "\n";
   std::fputs(text.c_str(), stderr);  // does not throw: work continues when the reading end is closed
   std::fflush(stderr);
 }
@@ -71,6 +68,17 @@ std::string clock_text(double seconds) {
   const auto whole = static_cast<int64_t>(seconds + 0.5);
   if (whole >= 3600) return fmt::format("{}:{:02}:{:02}", whole / 3600, whole / 60 % 60, whole % 60);
   return fmt::format("{}:{:02}", whole / 60, whole % 60);
+}
+
+TerminalSize terminal_size(int descriptor) {
+  struct winsize size = {};
+  if (::ioctl(descriptor, TIOCGWINSZ, &size) != 0 || size.ws_col == 0 || size.ws_row == 0) return {};
+  return {size.ws_col, size.ws_row};
+}
+
+bool draws_on_terminal() {
+  const char* type = std::getenv("TERM");
+  return ::isatty(STDOUT_FILENO) != 0 && type != nullptr && std::string_view(type) != "dumb";
 }
 
 bool shows_colours() {

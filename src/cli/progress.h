@@ -32,6 +32,13 @@ class ProgressLine {
 
 std::string clock_text(double seconds);  // "1:02:03", "2:03"
 
+struct TerminalSize {
+  int64_t columns = 80, rows = 24;
+  bool operator==(const TerminalSize&) const = default;
+};
+TerminalSize terminal_size(int descriptor);  // the default where it is no terminal
+bool draws_on_terminal();                    // stdout is one that can place the cursor
+
 bool shows_colours();  // stdout is a terminal, and NO_COLOR is not set
 
 // The first SIGINT or SIGTERM requests a clean stop; a second one ends the process at once.

@@ -44,7 +44,7 @@ double median_rate(const std::vector<TrainStep>& steps) {
 // Options that may change when a run is resumed.
 bool may_change(const std::string& option) {
   static const std::set<std::string> names = {"accumulate", "device",     "threads", "recompute",    "out",
-                                              "resume",     "save-every", "keep",    "sample-tokens"};
+                                              "resume",     "save-every", "keep",    "sample-tokens", "log"};
   return names.contains(option);
 }
 

@@ -12,6 +12,7 @@
 #include "base/file.h"
 #include "base/json.h"
 #include "base/number.h"
+#include "report/chart_page.h"
 #include "report/markup.h"
 
 namespace furious {
@@ -472,14 +473,14 @@ std::string ablation_page(const Ablation& ablation) {
   const std::string title = escape_markup(title_of(ablation));
   std::string html = "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n";
   html += "<meta name=\"viewport\" content=\"width=device-width\">\n";
-  html += fmt::format("<title>{}</title>\n{}</head>\n<body>\n<h1>{}</h1>\n", title, kPageStyle, title);
+  html +=
+      fmt::format("<title>{}</title>\n{}{}</head>\n<body>\n<h1>{}</h1>\n", title, kPageStyle, chart_page_head(), title);
   html += fmt::format("<div class=\"wide\">{}</div>\n", to_html(ablation_table(ablation)));
   html += paragraphs(ablation_notes(ablation));
-  for (const NamedChart& named : ablation_charts(ablation))
-    html += fmt::format("<figure>\n{}</figure>\n", to_svg(named.chart));
+  for (const NamedChart& named : ablation_charts(ablation)) html += to_html(named.chart);
   html += folded("Every run", runs_table(ablation));
   html += folded("Options that all rows share", options_table(ablation));
-  return html + "</body>\n</html>\n";
+  return html + chart_page_end() + "</body>\n</html>\n";
 }
 
 std::string ablation_to_json(const Ablation& ablation) {

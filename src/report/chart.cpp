@@ -5,11 +5,11 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <limits>
 #include <string_view>
 
 #include "base/error.h"
 #include "data/utf8.h"
+#include "report/axis.h"
 #include "report/markup.h"
 
 namespace furious {
@@ -60,130 +60,6 @@ std::string style() {
 
 double width_of(std::string_view text) {
   return kCharacter * static_cast<double>(utf8_length(text));
-}
-
-// The ends of double's range are out of bounds, so that arithmetic on ranges stays inside it. False for NaN.
-bool drawable(double value, bool log) {
-  return std::abs(value) <= 1e300 && (!log || value >= 1e-300);
-}
-
-bool has_band(const Series& series, size_t i, bool log) {
-  return !series.low.empty() && drawable(series.low[i], log) && drawable(series.high[i], log);
-}
-
-int exponent_of(double value) {
-  return static_cast<int>(std::floor(std::log10(std::abs(value)) + 1e-9));
-}
-
-// 1, 2 or 5 times a power of ten, at least an eighth of the span.
-double nice_step(double span) {
-  const double power = std::pow(10, std::floor(std::log10(span / 8)));
-  const double rest = span / 8 / power;
-  return power * (rest <= 1 ? 1 : rest <= 2 ? 2 : rest <= 5 ? 5 : 10);
-}
-
-struct Axis {
-  bool log = false;
-  double low = 0, high = 1;  // of the logarithm on a log axis
-  double step = 0;           // between ticks; 0 where they are spaced by factors
-  std::vector<double> ticks;
-
-  double place(double value) const { return ((log ? std::log10(value) : value) - low) / (high - low); }  // 0 to 1
-};
-
-void add_even_ticks(Axis& axis, double low, double high) {
-  axis.step = nice_step(high - low);
-  axis.ticks.clear();
-  for (double i = std::ceil(low / axis.step - 1e-9); i <= high / axis.step + 1e-9; ++i)
-    axis.ticks.push_back(i * axis.step + 0.0);  // no negative zero
-}
-
-// Powers of ten; where those are fewer than three, also 2 and 5 times them; where those are too, even steps.
-void add_log_ticks(Axis& axis) {
-  const int first = static_cast<int>(std::ceil(axis.low - 1e-9));
-  const int last = static_cast<int>(std::floor(axis.high + 1e-9));
-  const int stride = (last - first) / 8 + 1;
-  const std::vector<double> factors = last - first < 2 ? std::vector<double>{1, 2, 5} : std::vector<double>{1};
-  for (int exponent = first - 1; exponent <= last; ++exponent)
-    for (const double factor : factors) {
-      const double place = exponent + std::log10(factor);
-      if ((exponent - first) % stride == 0 && place >= axis.low - 1e-9 && place <= axis.high + 1e-9)
-        axis.ticks.push_back(factor * std::pow(10, exponent));
-    }
-  if (axis.ticks.size() < 3) add_even_ticks(axis, std::pow(10, axis.low), std::pow(10, axis.high));
-}
-
-// The axis for values between low and high, with a part of their span left free at the ends.
-Axis make_axis(bool log, double low, double high, double free) {
-  Axis axis;
-  axis.log = log;
-  if (low > high) {  // no values
-    low = log ? 1 : 0;
-    high = log ? 10 : 1;
-  }
-  const double size = std::max(std::abs(low), std::abs(high));
-  if (log) {
-    low = std::log10(low);
-    high = std::log10(high);
-    if (high - low < 1e-9) {
-      low -= 0.5;
-      high += 0.5;
-    }
-  } else if (high - low <= std::max(1e-12 * size, 1e-290)) {  // one value, up to rounding
-    const double around = size > 1e-280 ? 0.1 * size : 1;
-    low -= around;
-    high += around;
-  } else if (low > 0 && low < 0.1 * high) {
-    low = 0;
-  }
-  const double span = high - low;
-  axis.low = low == 0 && !log ? low : low - free * span;
-  axis.high = high + free * span;
-  if (log)
-    add_log_ticks(axis);
-  else
-    add_even_ticks(axis, axis.low, axis.high);
-  return axis;
-}
-
-Axis make_axis(const Chart& chart, bool log, std::vector<double> Series::*values, double free) {
-  double low = std::numeric_limits<double>::infinity();
-  double high = -low;
-  for (const Series& series : chart.series)
-    for (size_t i = 0; i < series.x.size(); ++i) {
-      if (!drawable(series.x[i], chart.log_x) || !drawable(series.y[i], chart.log_y)) continue;
-      const auto cover = [&](double value) {
-        low = std::min(low, value);
-        high = std::max(high, value);
-      };
-      cover((series.*values)[i]);
-      if (values == &Series::x || !has_band(series, i, chart.log_y)) continue;
-      cover(series.low[i]);
-      cover(series.high[i]);
-    }
-  return make_axis(log, low, high, free);
-}
-
-std::string superscript(int number) {
-  static constexpr std::array kDigits = {"⁰", "¹", "²", "³", "⁴", "⁵", "⁶", "⁷", "⁸", "⁹"};
-  std::string text;
-  for (const char c : std::to_string(number)) text += c == '-' ? "⁻" : kDigits[c - '0'];
-  return text;
-}
-
-// As many digits as tell one tick from the next; with powers of ten where an axis holds very large or small numbers.
-std::string tick_text(const Axis& axis, double value) {
-  const auto [low, high] = std::minmax({std::abs(axis.ticks.front()), std::abs(axis.ticks.back())});
-  const double smallest = axis.step > 0 ? high : low;  // even ticks count in units of the largest
-  const int exponent = value == 0 ? 0 : exponent_of(value);
-  const int last_digit = axis.step > 0 ? exponent_of(axis.step) : exponent;
-  const bool plain = smallest > 0.999e-3 && high < 0.999e6;
-  if (plain || value == 0 || (axis.step == 0 && (exponent == 0 || exponent == 1)))
-    return fmt::format("{:.{}f}", value, plain ? std::max(0, -last_digit) : 0);
-  const std::string factor =
-      fmt::format("{:.{}g}", value / std::pow(10, exponent), std::max(1, exponent - last_digit + 1));
-  const std::string power = "10" + superscript(exponent);
-  return factor == "1" ? power : factor == "-1" ? "-" + power : factor + "×" + power;
 }
 
 // Moves sorted places apart by at least `gap`, half up and half down, within [low, high] if they fit.
@@ -267,6 +143,11 @@ std::string draw_run(const std::vector<Point>& run, size_t colour, std::string_v
   return fmt::format("<polyline class=\"line s{}{}\" points=\"{}\"/>\n", colour, stroke, points_text(run));
 }
 
+size_t own_colour(const Chart& chart, size_t series) {
+  const int chosen = chart.series[series].colour;
+  return chosen < 0 ? series : static_cast<size_t>(chosen);
+}
+
 struct End {  // of a line
   std::string name;
   size_t colour;
@@ -324,17 +205,32 @@ std::string draw_marks(const std::vector<Mark>& marks, const Axis& x, double hei
 
 std::vector<double> smooth(const std::vector<double>& values, int64_t reach) {
   const auto count = static_cast<int64_t>(values.size());
+  std::vector<double> sums{0};  // of the values before each place
+  std::vector<int64_t> missing{0};
+  for (const double value : values) {
+    const bool finite = std::isfinite(value);
+    sums.push_back(sums.back() + (finite ? value : 0));
+    missing.push_back(missing.back() + (finite ? 0 : 1));
+  }
   std::vector<double> means;
   for (int64_t i = 0; i < count; ++i) {
     const int64_t here = std::min({i, count - 1 - i, reach});
-    double sum = 0;
-    for (int64_t j = i - here; j <= i + here; ++j) sum += values[static_cast<size_t>(j)];
-    means.push_back(sum / static_cast<double>(2 * here + 1));
+    const auto begin = static_cast<size_t>(i - here), end = static_cast<size_t>(i + here + 1);
+    if (here == 0)
+      means.push_back(values[begin]);
+    else if (missing[begin] != missing[end])
+      means.push_back(std::nan(""));
+    else
+      means.push_back((sums[end] - sums[begin]) / static_cast<double>(end - begin));
   }
   return means;
 }
 
-std::string to_svg(const Chart& chart) {
+size_t colour_class(const Chart& chart, size_t series) {
+  return own_colour(chart, series) % kOnLight.size();
+}
+
+std::string to_svg(const Chart& chart, bool with_places) {
   size_t named = 0;
   for (const Series& series : chart.series) {
     require(series.x.size() == series.y.size(), "chart \"{}\": series \"{}\" has {} x values and {} y values",
@@ -355,9 +251,8 @@ std::string to_svg(const Chart& chart) {
     const Series& series = chart.series[i];
     const auto runs = runs_of(series, frame);
     if (runs.empty()) continue;
-    const size_t own = series.colour < 0 ? i : static_cast<size_t>(series.colour);
-    const size_t colour = own % kOnLight.size();
-    const std::string stroke = std::array{"", " dashed", " dotted"}[own / kOnLight.size() % 3];
+    const size_t colour = colour_class(chart, i);
+    const std::string stroke = std::array{"", " dashed", " dotted"}[own_colour(chart, i) / kOnLight.size() % 3];
     background += draw_band(series, frame, colour);
     for (const auto& run : runs)
       (series.faint ? background : lines) += draw_run(run, colour, stroke + (series.faint ? " faint" : ""));
@@ -374,10 +269,14 @@ std::string to_svg(const Chart& chart) {
   const double top = kMargin + 56;
   const double wide = std::max(left + kPlotWidth + 22 + names_width, kMargin + 1.3 * width_of(chart.title)) + kMargin;
   const double high = top + height + 48 + kMargin;
+  const auto range = [](const Axis& axis) { return fmt::format("{:d} {} {}", axis.log, axis.low, axis.high); };
+  const std::string places = with_places ? fmt::format(" data-plot=\"{:.1f} {:.1f} {} {}\" data-x=\"{}\" data-y=\"{}\"",
+                                                       left, top, kPlotWidth, height, range(frame.x), range(frame.y))
+                                         : "";
   return fmt::format(
              "<svg xmlns=\"http://www.w3.org/2000/svg\" class=\"chart\" role=\"img\" width=\"{0:.0f}\" "
-             "height=\"{1:.0f}\" viewBox=\"0 0 {0:.0f} {1:.0f}\">\n<title>{2}</title>\n<desc>{3}</desc>\n",
-             wide, high, escape_markup(chart.title),
+             "height=\"{1:.0f}\" viewBox=\"0 0 {0:.0f} {1:.0f}\"{2}>\n<title>{3}</title>\n<desc>{4}</desc>\n",
+             wide, high, places, escape_markup(chart.title),
              escape_markup(fmt::format("Line chart of {} over {}: {}", chart.y_label, chart.x_label, names))) +
          style() + "<rect class=\"ground\" width=\"100%\" height=\"100%\"/>\n" +
          text_at(kMargin, kMargin + 16, " class=\"title\"", chart.title) +

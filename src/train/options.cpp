@@ -19,6 +19,7 @@
 #include "data/utf8.h"
 #include "model/config_json.h"
 #include "tensor/device.h"
+#include "train/log_writer.h"
 
 namespace furious {
 namespace {
@@ -70,6 +71,15 @@ class Table {
         [name, field](TrainOptions& o, const std::string& value) {
           require(value == "true" || value == "false", "{}: \"{}\" is neither true nor false", name, value);
           o.*field = value == "true";
+        });
+  }
+
+  void log_formats(const std::string& name, std::string TrainOptions::*field, const std::string& help) {
+    add(
+        name, help, TrainOption::Kind::text, [field](const TrainOptions& o) { return o.*field; },
+        [field](TrainOptions& o, const std::string& value) {
+          log_formats_from_names(value);
+          o.*field = value;
         });
   }
 
@@ -197,6 +207,8 @@ std::vector<TrainOption> make_table() {
   t.number("sample-tokens", &O::sample_tokens, 1, 1 << 20, "Number of tokens in a sample");
   t.flag("log-values", &O::log_values,
          "Log the RMS of the values that enter the mixer of each layer, with every test loss");
+  t.log_formats("log", &O::log,
+                "Copies of log.jsonl for other programs: csv (log.csv), tensorboard (event files), or csv,tensorboard");
   return t.rows;
 }
 

@@ -4,8 +4,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
-#include <fstream>
+#include <optional>
 
 #include "base/boundary.h"
 #include "base/error.h"
@@ -14,7 +15,7 @@
 #include "model/checkpoint.h"
 #include "model/cost.h"
 #include "model/plan.h"
-#include "train/log.h"
+#include "train/log_writer.h"
 #include "train/options.h"
 #include "train/training.h"
 #include "train/training_checkpoint.h"
@@ -92,10 +93,12 @@ class Run {
   std::string last_good() const;
   void check_unchanged(const TrainOptions& saved, const fs::path& checkpoint) const;
   void set_newer_aside() const;
-  void cut_log();
+  void open_log();
   void announce() const;
   void test(TrainStep& step) const;
-  void log(const std::string& line) const;
+  void add_totals(TrainStep& step) const;
+  template <class Write>
+  void log(Write&& write);
   void save();
   void point_to_newest() const;
   void remove_old() const;
@@ -115,8 +118,11 @@ class Run {
   std::vector<fs::path> created_;  // folders, the innermost first
   std::optional<DirectoryLock> lock_;
   std::unique_ptr<Training> trainer_;
+  std::optional<LogWriter> log_;  // of rank 0
   fs::path newest_;
   int64_t saved_step_ = -1;
+  double seconds_before_ = 0;  // in training, by earlier processes
+  std::chrono::steady_clock::time_point start_;
 };
 
 void Run::start() {
@@ -124,7 +130,7 @@ void Run::start() {
           folder_.string());
   trainer_ = std::make_unique<Training>(options_, TrainData::open(options_, parallel_.ranks.size()), parallel_,
                                         observer_.cancel);
-  if (leads()) write_text(folder_ / kLogFile, "");
+  if (leads()) log_.emplace(folder_, log_formats_from_names(options_.log), std::vector<TrainStep>());
 }
 
 void Run::check_unchanged(const TrainOptions& saved, const fs::path& checkpoint) const {
@@ -138,11 +144,11 @@ void Run::check_unchanged(const TrainOptions& saved, const fs::path& checkpoint)
 }
 
 // Steps after the checkpoint will be repeated and logged again.
-void Run::cut_log() {
-  std::string kept;
-  for (const TrainStep& step : read_log(folder_).steps)
-    if (step.step <= trainer_->steps_done()) kept += to_line(step) + "\n";
-  write_text(folder_ / kLogFile, kept);
+void Run::open_log() {
+  std::vector<TrainStep> kept = read_log(folder_).steps;
+  std::erase_if(kept, [&](const TrainStep& step) { return step.step > trainer_->steps_done(); });
+  if (!kept.empty()) seconds_before_ = kept.back().seconds;
+  log_.emplace(folder_, log_formats_from_names(options_.log), kept);
 }
 
 void Run::resume() {
@@ -162,7 +168,7 @@ void Run::resume() {
   if (leads()) {
     set_newer_aside();
     point_to_newest();  // the run may have been killed before it did
-    cut_log();
+    open_log();
   }
   report_rate(saved);
 }
@@ -244,11 +250,22 @@ void Run::test(TrainStep& step) const {
   if (options_.log_values) step.value_rms = trainer_->value_rms();
 }
 
-void Run::log(const std::string& line) const {
-  std::ofstream file(folder_ / kLogFile, std::ios::app);
-  file << line << "\n";
-  file.flush();
-  require(file.good(), "train: cannot write {}; is the disk full?\n{}", (folder_ / kLogFile).string(), last_good());
+// Batch and length of a run never change.
+void Run::add_totals(TrainStep& step) const {
+  const auto now = std::chrono::system_clock::now().time_since_epoch();
+  step.time = static_cast<double>(std::chrono::duration_cast<std::chrono::milliseconds>(now).count()) / 1e3;
+  step.seconds = seconds_before_ + std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+  step.total_tokens = step.step * options_.batch * options_.length;
+  step.total_flops = static_cast<double>(step.step) * trainer_->flops();
+}
+
+template <class Write>
+void Run::log(Write&& write) {
+  try {
+    write(*log_);
+  } catch (const Error& error) {
+    fail("train: {}\n{}", error.what(), last_good());
+  }
 }
 
 // For errors. Diverged weights fail in the step after their update: a checkpoint of them is not a good one.
@@ -369,6 +386,7 @@ TrainResult Run::train() {
   });
   announce();
   parallel_.ranks.set_stop(observer_.stop);
+  start_ = std::chrono::steady_clock::now();
   TrainResult result;
   while (trainer_->steps_done() < options_.steps && !result.stopped) {
     bool finished = false;
@@ -378,7 +396,7 @@ TrainResult Run::train() {
       finished = trainer_->steps_done() == options_.steps;
       if (every(options_.eval_every) || (finished && options_.eval_every > 0)) test(result.last);
     } catch (const Diverged& error) {
-      if (leads()) log(diverged_line(trainer_->steps_done() + 1, error.what()));
+      if (leads()) log([&](LogWriter& file) { file.add_divergence(trainer_->steps_done() + 1, error.what()); });
       throw Diverged(fmt::format("{}\n{}", error.what(), last_good()));
     } catch (const OutOfMemory& error) {
       fail("{}\n{}", error.what(),
@@ -388,7 +406,8 @@ TrainResult Run::train() {
     if (leads()) {
       const Communicator::SoloWork solo(parallel_.ranks);
       if (every(options_.sample_every)) result.last.sample = trainer_->sample(options_.sample_tokens);
-      log(to_line(result.last));
+      add_totals(result.last);
+      log([&](LogWriter& file) { file.add(result.last); });
       if (observer_.step) observer_.step(result.last);
     }
     if (every(options_.save_every) || trainer_->steps_done() == last_stable_step()) save();

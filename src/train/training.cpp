@@ -237,7 +237,8 @@ void Training::run_step(Profiler* profiler) {
     arena.reset_peak();
     const size_t before = arena.usage().live;
     compute(profiler);
-    step_bytes_ = arena.usage().peak - before;
+    memory_ = arena.usage().peak;
+    step_bytes_ = memory_ - before;
     warmed_up_ = true;
     return;
   }
@@ -254,6 +255,7 @@ void Training::run_step(Profiler* profiler) {
     };
     graph_.emplace(device_, work, step_bytes_);
   }
+  memory_ = Arena::of(device_).usage().live + step_bytes_;  // the graph has an arena of its own
   graph_->run();
 }
 
@@ -282,6 +284,7 @@ TrainStep Training::step(Profiler* profiler) {
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   done.tokens_per_second = static_cast<double>(step_options_.batch * step_options_.length) / seconds;
   done.mfu = flops_ / seconds / flops_rate_;
+  done.memory = static_cast<int64_t>(memory_);
   return done;
 }
 

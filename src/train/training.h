@@ -70,6 +70,7 @@ class Training {
   void save(const std::filesystem::path& directory) const;  // into an existing directory; rank 0 writes
 
   int64_t steps_done() const { return step_; }
+  double flops() const { return flops_ * parallel_.ranks.size(); }  // of forward and backward of a step
   const LanguageModel& model() const { return *model_; }
   const TrainOptions& options() const { return options_; }
   const std::vector<Tensor>& gradients() const { return optimizer_->gradients(); }  // of the last step, not clipped
@@ -113,7 +114,8 @@ class Training {
   bool warmed_up_ = false;  // a step has run without a graph
   size_t step_bytes_ = 0;   // peak memory of that step beyond what was allocated before it
   std::optional<Graph> graph_;
-  double flops_ = 0;       // of a step
+  size_t memory_ = 0;      // peak memory of the last step
+  double flops_ = 0;       // of a step, on this rank
   double flops_rate_ = 0;  // that a large matrix product reaches here
 };
 

@@ -31,19 +31,23 @@ void expect_run(const std::string& arguments, int code, const std::vector<std::s
     EXPECT_NE(result.output.find(part), std::string::npos) << "\"" << part << "\" is missing in: " << result.output;
 }
 
+void exec_binary(std::vector<std::string> arguments) {
+  arguments.insert(arguments.begin(), "furious");
+  std::vector<char*> words;
+  for (std::string& argument : arguments) words.push_back(argument.data());
+  words.push_back(nullptr);
+  ::execv(FURIOUS_BINARY, words.data());
+  ::_exit(127);
+}
+
 int run_and_signal(std::vector<std::string> arguments, int signal, const std::function<bool()>& ready,
                    const std::string& output) {
-  arguments.insert(arguments.begin(), "furious");
   std::fflush(nullptr);  // or the child writes it again
   const pid_t child = ::fork();
   if (child == 0) {
-    std::vector<char*> words;
-    for (std::string& argument : arguments) words.push_back(argument.data());
-    words.push_back(nullptr);
     if (std::freopen(output.c_str(), "a", stdout) == nullptr) ::_exit(126);
     if (std::freopen(output.c_str(), "a", stderr) == nullptr) ::_exit(126);
-    ::execv(FURIOUS_BINARY, words.data());
-    ::_exit(127);
+    exec_binary(std::move(arguments));
   }
   int status = 0;
   bool signalled = false;

@@ -17,6 +17,9 @@ RunResult run(const std::string& arguments, const std::string& before = "");  //
 // Runs the binary and expects the exit code and all of `parts` in its output.
 void expect_run(const std::string& arguments, int code, const std::vector<std::string>& parts);
 
+// Replaces this process by the binary; for the child after a fork.
+[[noreturn]] void exec_binary(std::vector<std::string> arguments);
+
 // Starts the binary, sends `signal` once `ready` returns true, and returns the status of waitpid. Both streams go to
 // the file `output`.
 int run_and_signal(std::vector<std::string> arguments, int signal, const std::function<bool()>& ready,
