@@ -16,6 +16,7 @@
 #include "decode/model_parts.h"
 #include "model/checkpoint.h"
 #include "serve/server.h"
+#include "tensor/arena.h"
 
 namespace furious::cli {
 namespace {
@@ -58,8 +59,7 @@ std::string bytes_text(int64_t bytes) {
 
 // As many as fit into half of the memory that is left.
 int64_t automatic_slots(int64_t bytes, Device device) {
-  const int64_t available = device.is_cpu() ? available_memory() : memory::available(device);
-  return std::clamp<int64_t>(available / 2 / std::max<int64_t>(bytes, 1), 1,
+  return std::clamp<int64_t>(usable_memory(device) / 2 / std::max<int64_t>(bytes, 1), 1,
                              device.is_cpu() ? kMostSlotsCpu : kMostSlotsGpu);
 }
 

@@ -38,6 +38,7 @@ Tensor history_tensor(const std::vector<int32_t>& history) {
 
 constexpr std::string_view kIds = "ids";
 constexpr std::string_view kText = "text";
+constexpr std::string_view kPasses = "passes";
 
 // Bytes as numbers, padded with zeros.
 Tensor words_of(const void* bytes, size_t count) {
@@ -82,6 +83,13 @@ class Metadata {
     const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), value);
     if (error != std::errc() || end != digits.data() + digits.size() || value < 0)
       damaged(fmt::format("\"{}\" is not a number", key));
+    return value;
+  }
+  uint64_t hash(const std::string& key) const {
+    const std::string& digits = text(key);
+    uint64_t value = 0;
+    const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), value, 16);
+    if (error != std::errc() || end != digits.data() + digits.size()) damaged(fmt::format("\"{}\" is not a hash", key));
     return value;
   }
   [[noreturn]] void damaged(std::string_view what) const {
@@ -162,6 +170,7 @@ StateFile state_file_of(const std::vector<SlotContents>& sequences, const ModelC
       tensors[fmt::format("{}.{}", i, kIds)] = words_of(read[i].ids.data(), read[i].ids.size() * sizeof(int32_t));
       tensors[fmt::format("{}.{}", i, kText)] = words_of(read[i].text.data(), read[i].text.size());
       metadata[count_key(kText, i)] = count_text(static_cast<int64_t>(read[i].text.size()));
+      metadata[count_key(kPasses, i)] = hash_text(read[i].passes);
     }
     counts.emplace_back(contents.tokens, contents.pending);
     metadata[count_key("tokens", i)] = count_text(contents.tokens);
@@ -242,6 +251,8 @@ std::optional<ReadTokens> read_tokens(const SafetensorsReader& reader) {
   ReadTokens read;
   read.ids.assign(ids.data<int32_t>(), ids.data<int32_t>() + ids.elements());
   if (bytes > 0) read.text.assign(static_cast<const char*>(text.raw()), static_cast<size_t>(bytes));
+  const auto passes = reader.metadata().find(count_key(kPasses, 0));
+  if (passes != reader.metadata().end()) read.passes = metadata.hash(count_key(kPasses, 0));
   return read;
 }
 

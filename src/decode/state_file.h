@@ -8,8 +8,8 @@
 //   metadata
 //
 // The metadata contains the version of the format, the model's configuration and fingerprint, the number of tokens of
-// each sequence, and a checksum of everything. Its numbers have a fixed width, so that files of states of equal size
-// have equal size.
+// each sequence and how they were read, where that is known, and a checksum of everything. Its numbers have a fixed
+// width, so that files of states of equal size have equal size.
 #pragma once
 
 #include <cstddef>
@@ -28,10 +28,11 @@ class SafetensorsReader;
 // Equal for models with equal configuration, weights and tokenizer.
 std::string fingerprint(const LanguageModel& model, const std::string& tokenizer_fingerprint);
 
-// What a sequence has read, where it is known: its ids, and bytes of the caller that identify it.
+// What a sequence has read, where it is known: its ids, bytes of the caller that identify it, and a number for how.
 struct ReadTokens {
   std::vector<int32_t> ids;
   std::string text;
+  uint64_t passes = 0;  // a number of the caller for how they were read; 0: not known
 };
 // Of the first sequence, without reading anything else of the file; nothing where the file does not tell. An Error if
 // the file is damaged as far as it was read.

@@ -276,8 +276,7 @@ int64_t largest_parameter(const ModelConfig& config) {
 
 int64_t check_weight_memory(const std::string& origin, const ModelConfig& config, DType matrices, Device device) {
   const auto check = [&](std::string_view what, int64_t bytes, Device where) {
-    const Arena::Usage held = Arena::of(where).usage();  // memory that the arena holds unused is available, too
-    const int64_t free = memory::available(where) + static_cast<int64_t>(held.reserved - held.live);
+    const int64_t free = usable_memory(where);
     require(bytes <= free,
             "{}: {} {:.2f} GB ({} bytes) of memory on {}, of which {:.2f} GB ({} bytes) are free; use a smaller model, "
             "or dtype bf16",

@@ -257,6 +257,8 @@ Prompt Server::Parts::whole_of(const Answer& answer, size_t choice) const {
   for (const Prompt::Boundary& boundary : prompt.boundaries)  // passes end there as they did before
     whole.boundaries.push_back({boundary.ids, 0});
   whole.append_ids(ids);
+  whole.state_ids = prompt.state_ids;
+  whole.state_passes = prompt.state_passes;
   return whole;
 }
 

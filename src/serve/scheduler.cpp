@@ -7,7 +7,9 @@
 #include <variant>
 
 #include "base/boundary.h"
+#include "base/build_info.h"
 #include "base/error.h"
+#include "base/hash.h"
 #include "base/parallel.h"
 #include "decode/model_parts.h"
 #include "ops/sampling/sampling.h"
@@ -42,25 +44,14 @@ std::shared_ptr<const ApiError> current_error() {
   }
 }
 
-// The longest stored prefix that ends where a pass over the prompt ends.
-std::optional<StateStore::Match> find_usable(StateStore& store, const Prompt& prompt, std::span<const size_t> ends) {
-  size_t limit = SIZE_MAX;
-  while (std::optional<StateStore::Match> match = store.find(prompt, limit)) {
-    if (match->ids == 0) break;
-    if (match->by_transcript || std::ranges::binary_search(ends, match->ids)) return match;
-    limit = match->ids - 1;
-  }
-  return std::nullopt;
-}
-
-// The prompt with the ids that a snapshot has read in place of its own.
-void rebase(Prompt& prompt, const StateStore::Match& match) {
-  std::vector<int32_t> ids = match.snapshot->ids;
-  const auto shift = static_cast<int64_t>(ids.size()) - static_cast<int64_t>(match.ids);
-  ids.insert(ids.end(), prompt.ids.begin() + static_cast<int64_t>(match.ids), prompt.ids.end());
-  std::erase_if(prompt.boundaries, [&](const Prompt::Boundary& one) { return one.ids < match.ids; });
-  for (Prompt::Boundary& one : prompt.boundaries) one.ids = static_cast<size_t>(static_cast<int64_t>(one.ids) + shift);
-  prompt.ids = std::move(ids);
+// What decides about rounding besides the passes themselves.
+uint64_t passes_before_any(const LanguageModel& model, bool rounded_states) {
+  const Compute& compute = model.compute();
+  const Device device = model.device();
+  const std::string machine =
+      device.is_cpu() ? cpu_name() + simd_target() : describe_cuda_devices().at(static_cast<size_t>(device.index));
+  return hash_of(fmt::format("{} {} {} {} {} {}", version(), machine, static_cast<int>(compute.precision),
+                             name_of(compute.activations), name_of(compute.mixer), rounded_states));
 }
 
 // The transcript of the first `ids` ids; empty where it has no boundary there.
@@ -90,6 +81,16 @@ std::vector<size_t> chunk_ends(const Prompt& prompt, size_t chunk) {
   return ends;
 }
 
+std::vector<PassEnd> pass_ends(const Prompt& prompt, std::span<const size_t> ends, uint64_t before_any) {
+  std::vector<PassEnd> all;
+  uint64_t passes = before_any;
+  for (const size_t end : ends) {
+    passes = end == prompt.state_ids ? prompt.state_passes : after_pass(passes, end);
+    all.push_back({end, passes});
+  }
+  return all;
+}
+
 // One answer of a job.
 struct Scheduler::Writing {
   Running* job = nullptr;
@@ -114,6 +115,7 @@ struct Scheduler::Running : std::enable_shared_from_this<Running> {
   // Of the scheduler's thread.
   Phase phase = Phase::waiting;
   std::vector<size_t> ends = {};  // of passes over the prompt
+  uint64_t passes = 0;            // in which the slot has read
   std::vector<size_t> keep = {};  // of them those with a snapshot
   size_t at = 0;                  // ids read
   size_t kept = 0;                // of them in a snapshot
@@ -145,6 +147,7 @@ Scheduler::Scheduler(const Model& model, StateStore* store, SchedulerOptions opt
       store_(store),
       options_(std::move(options)),
       decoder_(model.parts().language_model, options_.slots, model.parts().tokenizer->vocabulary_size()),
+      no_passes_(passes_before_any(model.parts().language_model, store != nullptr && store->options().bf16)),
       free_(options_.slots) {
   require(options_.chunk >= 1, "scheduler: chunks of {} tokens, expected 1 or more", options_.chunk);
   thread_ = std::thread([this] {
@@ -338,7 +341,7 @@ void Scheduler::start(const Ticket& job) {
   }
   const auto search = [this, job] {
     try {
-      job->match = find_usable(*store_, job->job.prompt, job->ends);
+      job->match = store_->find(job->job.prompt, pass_ends(job->job.prompt, job->ends, no_passes_));
     } catch (const std::exception&) {  // the store has said why; the prompt is read
     }
     job->searched.store(true);
@@ -362,12 +365,12 @@ void Scheduler::start(const Ticket& job) {
 void Scheduler::begin_reading(Running& job) {
   job.phase = Running::Phase::reading;
   job.slot = decoder_.start();
+  job.passes = no_passes_;
   if (job.match) {
     try {
       decoder_.restore(job.slot, job.match->snapshot->restored());
-      if (job.match->by_transcript) rebase(job.job.prompt, *job.match);
-      job.at = job.kept = job.match->snapshot->ids.size();
-      job.plan(static_cast<size_t>(options_.chunk));
+      job.at = job.kept = job.match->ids;
+      job.passes = job.match->snapshot->passes;
     } catch (const Error&) {  // of another model after all: the prompt is read
       decoder_.stop(job.slot);
       job.slot = decoder_.start();
@@ -406,6 +409,7 @@ void Scheduler::read_chunk(Running& job) {
   const size_t end = *std::ranges::upper_bound(job.ends, job.at);
   decoder_.read(job.slot, std::span(job.job.prompt.ids).subspan(job.at, end - job.at));
   job.at = end;
+  job.passes = after_pass(job.passes, end);
   if (std::ranges::find(job.keep, end) != job.keep.end()) keep_snapshot(job);
   if (end == job.job.prompt.ids.size()) begin_writing(job);
 }
@@ -425,7 +429,7 @@ void Scheduler::keep_snapshot(Running& job) {
   const Clock::time_point start = Clock::now();
   const std::vector<int32_t>& ids = job.job.prompt.ids;
   store_->put({ids.begin(), ids.begin() + static_cast<int64_t>(job.at)}, decoder_.contents(job.slot),
-              transcript_at(job.job.prompt, job.at));
+              transcript_at(job.job.prompt, job.at), job.passes);
   job.kept = job.at;
   allowance_ = std::max(-1.0, allowance_ - seconds_since(start));
 }
@@ -434,8 +438,8 @@ void Scheduler::begin_writing(Running& job) {
   job.phase = Running::Phase::writing;
   if (!job.job.name.empty()) {
     require(store_ != nullptr, "the server keeps no states");
-    store_->create(job.job.name, job.job.prompt.ids, decoder_.contents(job.slot),
-                   transcript_at(job.job.prompt, job.at));
+    store_->create(job.job.name, job.job.prompt.ids, decoder_.contents(job.slot), transcript_at(job.job.prompt, job.at),
+                   job.passes);
   }
   if (job.job.choices == 0) return end(job, nullptr);
   const int32_t first = std::exchange(job.slot, -1);  // a slot has one owner, also where the next lines throw

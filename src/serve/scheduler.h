@@ -8,9 +8,10 @@
 //
 // What a prompt computes does not depend on the load or on what was stored before. A prompt is read chunk by chunk, one
 // sequence in a pass, and its chunks end where its own boundaries are (serve/prompt.h) and every
-// SchedulerOptions::chunk tokens between them. Snapshots are taken at, and used at, such ends alone: so a prompt that
-// starts from a snapshot goes on with the same passes as one that starts from nothing. The step of several answers
-// together rounds differently from that of one, in the last bits: SchedulerOptions::exact steps one at a time.
+// SchedulerOptions::chunk tokens between them. Snapshots are taken at, and used at, such ends alone, and only where
+// their own passes are those of the prompt: so a prompt that starts from a snapshot computes what one does that starts
+// from nothing. The step of several answers together rounds differently from that of one, in the last bits:
+// SchedulerOptions::exact steps one at a time.
 #pragma once
 
 #include <atomic>
@@ -135,7 +136,8 @@ class Scheduler {
   StateStore* store_;
   SchedulerOptions options_;
   SchedulerCounters counters_;
-  Decoder decoder_;  // of the thread
+  Decoder decoder_;           // of the thread
+  const uint64_t no_passes_;  // what PassEnd::passes begins with
 
   // Of the thread.
   std::deque<Ticket> waiting_, background_;
@@ -161,5 +163,7 @@ class Scheduler {
 
 // Where the passes over a prompt end: at its boundaries, and every `chunk` ids between them.
 std::vector<size_t> chunk_ends(const Prompt& prompt, size_t chunk);
+// The same with the passes until there, of which those of a named state are its own.
+std::vector<PassEnd> pass_ends(const Prompt& prompt, std::span<const size_t> ends, uint64_t before_any);
 
 }  // namespace furious::serve

@@ -8,19 +8,19 @@
 //     decoder.read(slot, std::span(prompt.ids).subspan(match->ids));
 //   }
 //
-// The key of a snapshot is the chain of hashes over its ids, with the model's fingerprint at the root; a match is
-// compared id by id, so equal hashes of different texts do no harm. Text that comes back from a client can have other
-// ids than those that were generated: a match is looked for by the transcript at message boundaries as well. Both are
-// exact: nothing that was not read is taken for read.
+// A match is compared id by id, so equal hashes of different texts do no harm. Text that comes back from a client can
+// have other ids than those that were generated: without passes to go by, a match is looked for by the transcript at
+// message boundaries as well. Both are exact: nothing that was not read is taken for read. A snapshot also knows the
+// passes in which its ids were read, since other passes round otherwise (serve/prompt.h).
 //
-// Two tiers, each with a limit in bytes and an order of last use: memory of the host, and files in a directory
-// (directory/FINGERPRINT/*.state, state files of decode/state_file.h). Sequences in slots of a device are forked by the
-// scheduler and do not pass through here. Every snapshot is also written to the directory, by a thread of the store; a
-// snapshot that leaves memory is read again from its file when it is found. Files appear when they are complete and
-// carry checksums; a file that is damaged is removed with a warning. There is no index file: the constructor reads the
-// ids in each file. Where the disk is full the store warns and goes on in memory.
+// Snapshots are kept in memory of the host and in files of a directory (serve/state_index.h, serve/state_files.h).
+// Sequences in slots of a device are forked by the scheduler and do not pass through here. Every snapshot is also
+// written to the directory, by a thread of the store; a snapshot that leaves memory is read again from its file when it
+// is found. A file that is damaged is removed with a warning. Where the disk is full the store warns and goes on in
+// memory.
 //
-// Named states are never evicted. Without a directory they stay in memory; so does one that could not be written.
+// Named states are never evicted. Without a directory they stay in memory; so does one that could not be written, which
+// is tried again when another write has succeeded, in flush() and at the end.
 //
 // All functions may be called from several threads at once. None waits for a write but flush() and the destructor.
 // find(), state() and export_state() may read a file: call them from a thread that may wait for that.
@@ -56,6 +56,7 @@ struct StateStoreOptions {
 struct Snapshot {
   std::vector<int32_t> ids;
   std::string transcript;  // Prompt::transcript up to here; empty: not at a boundary
+  uint64_t passes = 0;     // in which the ids were read (after_pass() in serve/prompt.h)
   SlotContents contents;   // states, keys and values in bf16 where StateStoreOptions::bf16 was set
 
   bool exact() const;             // f32: a sequence goes on to the bit
@@ -77,6 +78,7 @@ struct StateStoreStatistics {
   int64_t hits = 0, misses = 0;  // of find()
   int64_t hit_tokens = 0;        // that found snapshots had read
   int64_t puts = 0;
+  int64_t loads = 0;  // of files
   int64_t host_states = 0, disk_states = 0, named_states = 0;
   uint64_t host_bytes = 0, disk_bytes = 0;
   int64_t host_evictions = 0, disk_evictions = 0;
@@ -99,6 +101,7 @@ class StoreFull : public Error {  // 507: named states alone would exceed the li
 
 // Letters, digits, '.', '_' and '-', at most 64, the first one a letter or digit. Anything else is an Error.
 void check_state_name(std::string_view name);
+bool is_state_name(std::string_view name);
 
 class StateStore {
  public:
@@ -108,22 +111,26 @@ class StateStore {
   StateStore(const StateStore&) = delete;
   StateStore& operator=(const StateStore&) = delete;
 
-  // Keeps the state after `ids`, all that the sequence has read (contents.tokens of them). One with the same ids and
-  // transcript that is kept already stays and counts as used. `contents` must not be written to afterwards.
-  // Returns the snapshot, whether or not it is kept.
-  std::shared_ptr<const Snapshot> put(std::vector<int32_t> ids, SlotContents contents, std::string transcript = {});
+  // Keeps the state after `ids`, all that the sequence has read (contents.tokens of them). One with the same ids,
+  // passes and transcript that is kept already stays and counts as used. `passes`: 0 where they are not known; the
+  // state then gets a number of its own. `contents` must not be written to afterwards. Returns the snapshot, whether or
+  // not it is kept.
+  std::shared_ptr<const Snapshot> put(std::vector<int32_t> ids, SlotContents contents, std::string transcript = {},
+                                      uint64_t passes = 0);
 
   struct Match {
     std::shared_ptr<const Snapshot> snapshot;
     size_t ids = 0;              // of the prompt that it has read: go on with the rest
     bool by_transcript = false;  // its own ids differ from those of the prompt
   };
-  // The snapshot that has read most of the prompt, at most `limit` ids of it; of equal ones that with the same ids.
-  // A prompt that is read whole has logits to sample from, so nothing need be left to read.
-  std::optional<Match> find(const Prompt& prompt, size_t limit = SIZE_MAX);
+  // The snapshot that has read most of the prompt; of equal ones that with the same ids. With `passes` (ascending) only
+  // one that ends with one of them, with the same ids read in the same passes; no file of another is read. A prompt
+  // that is read whole has logits to sample from, so nothing need be left to read.
+  std::optional<Match> find(const Prompt& prompt, std::span<const PassEnd> passes = {});
 
   // Named states. An unknown name is UnknownState, a name that is taken is StateExists.
-  void create(const std::string& name, std::vector<int32_t> ids, SlotContents contents, std::string transcript = {});
+  void create(const std::string& name, std::vector<int32_t> ids, SlotContents contents, std::string transcript = {},
+              uint64_t passes = 0);
   void create(const std::string& name, std::shared_ptr<const Snapshot> snapshot);
   // Names the snapshot after exactly these ids, such as the end of a response; UnknownState where it is not kept.
   void create_from(const std::string& name, std::span<const int32_t> ids);
@@ -139,13 +146,14 @@ class StateStore {
   // arrays have the shapes of the model is checked by Decoder::restore, which throws an Error.
   void import_state(const std::string& name, std::span<const std::byte> bytes);
 
-  void flush();  // returns when all that was put is written, or could not be
+  // Tries again what could not be written under its name. Returns when all that was put is written, or could not be.
+  void flush();
   StateStoreStatistics statistics() const;
   const StateStoreOptions& options() const;
 
  private:
-  class Shelf;
-  std::unique_ptr<Shelf> shelf_;
+  class Parts;
+  std::unique_ptr<Parts> parts_;
 };
 
 }  // namespace furious::serve

@@ -167,4 +167,9 @@ void Arena::reset_peak() {
   usage_.peak = usage_.live;
 }
 
+int64_t usable_memory(Device device, int64_t processes) {
+  const Arena::Usage held = Arena::of(device).usage();
+  return memory::available(device) / processes + static_cast<int64_t>(held.reserved - held.live);
+}
+
 }  // namespace furious

@@ -77,4 +77,8 @@ class Arena {
   bool keeps_segments_ = false;
 };
 
+// Bytes that tensors can still take: what the device has left, of which so many processes have a share each, and what
+// the arena of this one holds unused.
+int64_t usable_memory(Device device, int64_t processes = 1);
+
 }  // namespace furious

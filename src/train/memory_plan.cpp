@@ -49,9 +49,7 @@ std::string memory_advice(const TrainOptions& options, const ModelConfig& config
 
 void check_memory(const TrainOptions& options, const ModelConfig& config, const DataParallel& parallel) {
   const Device device = device_from_name(options.device);
-  const Arena::Usage held = Arena::of(device).usage();  // memory that the arena holds unused is available, too
-  const int64_t available = memory::available(device) / (device.is_cpu() ? parallel.ranks.local_size() : 1) +
-                            static_cast<int64_t>(held.reserved - held.live);
+  const int64_t available = usable_memory(device, device.is_cpu() ? parallel.ranks.local_size() : 1);
   const TrainingMemory memory = needed_memory(options, config, parallel);
   if (memory.total() <= available) return;
   fail(

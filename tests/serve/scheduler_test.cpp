@@ -35,6 +35,21 @@ TEST(Scheduler, ChunksEndAtBoundariesAndEverySoManyTokens) {
   EXPECT_TRUE(chunk_ends(prompt_of(0, {}), 4).empty());
 }
 
+TEST(Scheduler, PassesOfANamedStateAreItsOwn) {
+  using serve::after_pass;
+  const auto numbers = [](const Prompt& prompt) {
+    std::vector<uint64_t> all;
+    for (const serve::PassEnd& one : serve::pass_ends(prompt, chunk_ends(prompt, 4), 5)) all.push_back(one.passes);
+    return all;
+  };
+  Prompt prompt = prompt_of(10, {6, 10});
+  const uint64_t first = after_pass(5, 4), second = after_pass(first, 6);
+  EXPECT_EQ(numbers(prompt), (std::vector<uint64_t>{first, second, after_pass(second, 10)}));
+  prompt.state_ids = 6;
+  prompt.state_passes = 8;
+  EXPECT_EQ(numbers(prompt), (std::vector<uint64_t>{first, 8, after_pass(8, 10)}));
+}
+
 struct Ended {
   std::promise<JobResult> result;
   std::string text;

@@ -204,6 +204,36 @@ TEST_P(ServerOf, ConversationsGoOnFromTheirState) {
   EXPECT_EQ(answered(third), answered(Served(model).post("/v1/chat/completions", chat(messages, more))));
 }
 
+// A directory that was filled with other chunks, and text that was read with other boundaries: neither changes a bit.
+TEST_P(ServerOf, StatesOfOtherPassesAreNotUsed) {
+  const TemporaryDirectory folder;
+  const Model model = served_model(GetParam());
+  serve::ServerOptions options = test_options();
+  const json body = completion({{"logprobs", 1}, {"prompt", kText + kText + "!"}});
+  const json cold = answered(Served(model, options).post("/v1/completions", body));
+  options.store.directory = folder.path();
+  options.scheduler.chunk = 24;
+  {
+    Served other(model, options);
+    EXPECT_EQ(other.post("/v1/completions", body).status, 200);
+    // The same ids with a boundary within.
+    EXPECT_EQ(other.post("/v1/states", {{"name", "part"}, {"text", kText + kText.substr(0, 12)}}).status, 200);
+    EXPECT_EQ(other.post("/v1/completions", completion({{"state", "part"}, {"prompt", kText.substr(12) + "!"}})).status,
+              200);
+    other.server().drain();
+  }
+  options.scheduler.chunk = 16;
+  const Served served(model, options);
+  const Response first = served.post("/v1/completions", body), second = served.post("/v1/completions", body);
+  EXPECT_EQ(cached(first), 0);
+  EXPECT_EQ(answered(first), cold);
+  EXPECT_GT(cached(second), 0);
+  EXPECT_EQ(answered(second), cold);
+  // A client that names a state goes on from it, whatever its passes.
+  EXPECT_GE(cached(served.post("/v1/completions", completion({{"state", "part"}, {"prompt", " more"}}))),
+            static_cast<int64_t>(kText.size()));
+}
+
 INSTANTIATE_TEST_SUITE_P(Presets, ServerOf, ::testing::Values("2mamba", "softmax", "mamba2"),
                          [](const auto& test) { return std::string(test.param); });
 

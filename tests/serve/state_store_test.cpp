@@ -66,8 +66,8 @@ TEST_F(StateStoreTest, FindsTheLongestPrefix) {
   const auto store = memory_store();
   EXPECT_FALSE(store->find(prompt_of({1, 2, 3})));
   for (const Ids& ids : {Ids{1, 2}, Ids{1, 2, 3, 4}, Ids{1, 2, 9}, Ids{7}}) store->put(ids, contents_of(ids));
-  const auto found = [&](const Ids& ids, size_t limit = SIZE_MAX) {
-    const auto match = store->find(prompt_of(ids), limit);
+  const auto found = [&](const Ids& ids) {
+    const auto match = store->find(prompt_of(ids));
     if (!match) return Ids{};
     EXPECT_EQ(match->ids, match->snapshot->ids.size());
     EXPECT_FALSE(match->by_transcript);
@@ -76,7 +76,6 @@ TEST_F(StateStoreTest, FindsTheLongestPrefix) {
   };
   EXPECT_EQ(found({1, 2, 3, 4, 5}), (Ids{1, 2, 3, 4}));
   EXPECT_EQ(found({1, 2, 3, 4}), (Ids{1, 2, 3, 4}));
-  EXPECT_EQ(found({1, 2, 3, 4}, 3), (Ids{1, 2}));
   EXPECT_EQ(found({1, 2, 3, 9}), (Ids{1, 2}));
   EXPECT_EQ(found({1, 2, 9, 3}), (Ids{1, 2, 9}));
   EXPECT_EQ(found({7, 1}), (Ids{7}));
@@ -84,9 +83,9 @@ TEST_F(StateStoreTest, FindsTheLongestPrefix) {
   EXPECT_EQ(found({2, 1}), Ids{});
   EXPECT_EQ(found({}), Ids{});
   const StateStoreStatistics statistics = store->statistics();
-  EXPECT_EQ(statistics.hits, 6);
+  EXPECT_EQ(statistics.hits, 5);
   EXPECT_EQ(statistics.misses, 4);
-  EXPECT_EQ(statistics.hit_tokens, 4 + 4 + 2 + 2 + 3 + 1);
+  EXPECT_EQ(statistics.hit_tokens, 4 + 4 + 2 + 3 + 1);
   EXPECT_EQ(statistics.host_states, 4);
 }
 
@@ -129,11 +128,6 @@ TEST_F(StateStoreTest, FindsByTranscriptAtBoundaries) {
   EXPECT_TRUE(match->by_transcript);
   EXPECT_EQ(match->ids, 4u);
   EXPECT_EQ(match->snapshot->ids, (Ids{1, 2, 3, 4, 5}));
-
-  match = store->find(prompt, 3);
-  ASSERT_TRUE(match);
-  EXPECT_FALSE(match->by_transcript);
-  EXPECT_EQ(match->ids, 3u);
 
   prompt.boundaries = {{3, 9}, {6, 20}};  // no boundary after the answer
   match = store->find(prompt);
@@ -468,15 +462,70 @@ TEST_F(StateStoreTest, GoesOnWhereTheDiskIsFull) {
     store->create("named", {4}, contents_of({4}));
     store->flush();
   }
-  EXPECT_EQ(store->statistics().failed_writes, 4);
+  EXPECT_GE(store->statistics().failed_writes, 4);
   EXPECT_EQ(warnings.lines().size(), 1u);  // not one for each
   EXPECT_NE(warnings.lines().at(0).find("kept in memory alone"), std::string::npos);
   for (const int32_t id : {1, 2, 3, 4}) EXPECT_TRUE(keeps(*store, {id}));
   EXPECT_FALSE(store->describe("named").on_disk);
   EXPECT_TRUE(files().empty());
+  // The named one is written after another write has succeeded.
+  const auto has_file = [&] {
+    const auto statistics = store->statistics();
+    return statistics.disk_states == 2 && statistics.pending_writes == 0;
+  };
   put(*store, {{5}});
-  store->flush();
-  EXPECT_EQ(files().size(), 1u);
+  for (int i = 0; i < 20000 && !has_file(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  EXPECT_TRUE(store->describe("named").on_disk);
+  EXPECT_EQ(files().size(), 2u);
+}
+
+TEST_F(StateStoreTest, WritesNamedStatesAgainInTheEnd) {
+  for (const bool flushes : {true, false}) {
+    const std::string name = flushes ? "flushed" : "ended";
+    {
+      const auto store = disk_store();
+      {
+        const FileSizeLimit limit(200);
+        store->create(name, {1, 2}, contents_of({1, 2}));
+        store->flush();
+      }
+      EXPECT_FALSE(store->describe(name).on_disk);
+      if (flushes) store->flush();
+      EXPECT_EQ(store->describe(name).on_disk, flushes);
+    }
+    EXPECT_TRUE(disk_store()->has(name));
+  }
+}
+
+// States of the same ids that were read in other passes are not taken for each other, and not read from the disk.
+TEST_F(StateStoreTest, FindsStatesOfTheSamePasses) {
+  const Ids ids = {1, 2, 3, 4};
+  const uint64_t two = after_pass(after_pass(9, 2), 4), one = after_pass(9, 4);
+  const std::vector<PassEnd> in_two = {{2, after_pass(9, 2)}, {4, two}, {6, after_pass(two, 6)}};
+  const std::vector<PassEnd> in_one = {{4, one}, {6, after_pass(one, 6)}};
+  const Prompt prompt = prompt_of({1, 2, 3, 4, 5, 6}, "text");
+  for (const bool restarted : {false, true}) {
+    const auto store = disk_store(restarted ? 0 : 1 << 20);
+    if (!restarted) {
+      store->put(ids, contents_of(ids), "", two);
+      EXPECT_FALSE(store->find(prompt, in_one));
+      store->put(ids, contents_of(ids), "", one);
+      store->put({1, 2, 3}, contents_of({1, 2, 3}), "", after_pass(9, 3));
+      store->put({1, 2, 3, 4, 5}, contents_of({1, 2, 3, 4, 5}), "");
+      store->create("named", {1, 2, 3, 4, 5, 6}, contents_of({1, 2, 3, 4, 5, 6}), "text", 77);
+    }
+    for (const auto& [passes, expected] : {std::pair{in_one, one}, std::pair{in_two, two}}) {
+      const auto match = store->find(prompt, passes);
+      ASSERT_TRUE(match);
+      EXPECT_EQ(match->ids, 4u);
+      EXPECT_EQ(match->snapshot->passes, expected);
+    }
+    EXPECT_FALSE(store->find(prompt, std::vector<PassEnd>{{3, 1}, {5, after_pass(9, 5)}, {6, 78}}));
+    EXPECT_EQ(store->statistics().loads, restarted ? 2 : 0) << "no others";
+    EXPECT_EQ(store->find(prompt)->ids, 6u) << "without passes any will do";
+    EXPECT_EQ(store->state("named")->prompt().state_passes, 77u);
+    EXPECT_NE(store->find(prompt_of({1, 2, 3, 4, 5}))->snapshot->passes, 0u) << "what was not told has a number";
+  }
 }
 
 TEST_F(StateStoreTest, GoesOnOnAFullFileSystem) {

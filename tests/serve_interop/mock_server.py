@@ -1,4 +1,4 @@
-"""A server with the shapes of src/serve/API.md and no model: for looking at the page without one.
+"""A server with the shapes of docs/serving.md and no model: for looking at the page without one.
 
     python3 tests/serve_interop/mock_server.py [PORT]
 """

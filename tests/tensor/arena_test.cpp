@@ -126,6 +126,15 @@ TEST(Arena, AtTheLimitReleasesUnusedSegmentsThenThrowsOutOfMemory) {
 }
 
 // A graph contains addresses of blocks that are free by now.
+TEST(Arena, UsableMemoryCountsWhatTheArenaHoldsUnused) {
+  Tensor::empty({1 << 20}, DType::f32);  // released at once
+  const Arena::Usage held = Arena::of({}).usage();
+  EXPECT_GE(held.reserved - held.live, size_t{4} << 20);
+  // No process has a share of the rest worth counting.
+  EXPECT_EQ(usable_memory({}, int64_t{1} << 60), static_cast<int64_t>(held.reserved - held.live));
+  EXPECT_GT(usable_memory({}), usable_memory({}, int64_t{1} << 60));
+}
+
 TEST(Arena, KeptSegmentsAreNeverReleased) {
   Arena arena{Device{}};
   arena.set_limit(20 * kMiB);

@@ -458,9 +458,10 @@ MixerInputs MixerCache::all_pending(const CacheSlot& slot, const Tensor& q) cons
 Tensor MixerCache::state(int64_t index) const {
   const CacheSlot& slot = at(index);
   require(has_state(), "mixer_cache.state: there is no state of constant size for {}", to_string(spec_));
-  const Tensor packed = slot.state ? to_dtype(slot.state, DType::f32) : new_state();
+  const bool has_pending = slot.pending > 0;  // otherwise the slot's own state is all
+  const Tensor packed = !slot.state ? new_state() : has_pending ? to_dtype(slot.state, DType::f32) : slot.state;
   const CacheFold fold{&slot, packed};
-  if (slot.pending > 0) FURIOUS_DISPATCH(device_, cache_fold(spec_, shape_, {&fold, 1}));
+  if (has_pending) FURIOUS_DISPATCH(device_, cache_fold(spec_, shape_, {&fold, 1}));
   const Tensor own =
       Tensor::empty({1, shape_.state_heads, shape_.state_rows, shape_.state_columns}, DType::f32, device_);
   FURIOUS_DISPATCH(device_, cache_store(spec_, shape_, packed, own));

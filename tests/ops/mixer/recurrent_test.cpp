@@ -141,6 +141,29 @@ TEST(Recurrent, ContinuesAfterPrefill) {
   }
 }
 
+// Chunks of the first window read the tokens before them as they are: nothing is folded for them.
+TEST(Recurrent, ChunksBeforeTheFirstFoldFoldNothing) {
+  Random random(22);
+  for (const MixerSpec& spec : every_spec()) {
+    CaseLimits limits = plain(60);
+    limits.shortest = 40;
+    const MixerCase c = random_case(random, spec, limits);
+    SCOPED_TRACE(describe(c));
+    MixerCache cache = cache_for(c);
+    const int64_t length = cache.first_fold() > 0 ? std::min(cache.first_fold() - 1, c.inputs.q.size(1)) : 40;
+    for (int64_t begin = 0; begin < length; begin += 15) {
+      const int64_t count = std::min<int64_t>(15, length - begin);
+      const Tensor out = cache.prefill(0, part_of(c.inputs, 0, begin, count));
+      if (begin == 0) continue;
+      MixerInputs all = part_of(c.inputs, 0, 0, begin + count);
+      all.q = all.q.slice(1, begin, count);
+      all.first_query = begin;
+      EXPECT_EQ(relative_error(out, mixer_forward(spec, all).out, 0.1), 0) << begin;
+    }
+    EXPECT_FALSE(cache.has_folded(0));
+  }
+}
+
 // The mask of a cache grows past the largest exponent, and falls again.
 TEST(Recurrent, GrowthPastSaturation) {
   Random random(10);
