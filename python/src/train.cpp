@@ -153,6 +153,7 @@ void bind_options(nb::module_& module) {
       .def_rw("length", &Options::length)
       .def_rw("accumulate", &Options::accumulate)
       .def_rw("seed", &Options::seed)
+      .def_rw("shuffle_window", &Options::shuffle_window)
       .def_rw("steps", &Options::steps)
       .def_rw("lr", &Options::lr)
       .def_rw("warmup", &Options::warmup)

@@ -108,10 +108,10 @@ TEST_F(GenerateCommand, ABareFileWithoutATokenizer) {
 TEST_F(GenerateCommand, AStateOfAnotherTokenizerIsRefused) {
   const std::string state = folder.path("state");
   text_of("--prompt abc --tokens 2 --save-state " + state);
-  const std::string other = folder.write("other/tokenizer.json", R"({"added_tokens": [{"id": 0, "content": "<s>",
+  const std::string other = folder.write("other/tokenizer.json", R"({"added_tokens": [{"id": 2, "content": "<s>",
       "single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": true}],
       "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true},
-      "decoder": {"type": "ByteLevel"}, "model": {"type": "BPE", "vocab": {"a": 1, "b": 2}, "merges": []}})");
+      "decoder": {"type": "ByteLevel"}, "model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}})");
   folder.write("other/tokenizer_config.json", R"({"bos_token": "<s>", "eos_token": "<s>"})");
   expect_run(generate(fmt::format("--load-state {} --tokenizer {} --tokens 2", state, other)), 1,
              {"another tokenizer"});
