@@ -315,6 +315,15 @@ TEST_F(LogsCommandTest, WatchFollowsARunUntilItIsDone) {
   EXPECT_NE(result.output.find("step 30/30 (100 %)", left), std::string::npos) << result.output;
 }
 
+TEST_F(LogsCommandTest, WatchOfAFolderEndsWhenItsRunsAreDoneAndSilent) {
+  write_run("runs/one", 3, 3);
+  write_run("runs/two", 3, 3);
+  InTerminal terminal({"watch", folder.path("runs")}, 80, 24);
+  const RunResult result = terminal.end();
+  EXPECT_EQ(result.code, 0);
+  EXPECT_NE(result.output.find("step 3/3 (100 %)"), std::string::npos) << result.output;
+}
+
 TEST_F(LogsCommandTest, CtrlCEndsWatchAndLeavesTheTerminalClean) {
   const std::string place = write_run("run", 30, 3);
   InTerminal terminal({"watch", place, folder.path("later")}, 80, 24);
