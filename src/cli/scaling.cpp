@@ -49,8 +49,9 @@ void ScalingCommand::run() const {
     const std::optional<Chart> chart = scaling_chart(scaling, axis, loss + " loss");
     const std::filesystem::path picture = std::filesystem::path(out) / (name_of(axis) + ".svg");
     if (chart) write_text(picture, to_svg(*chart));
-    fmt::print("{}\n", chart ? "chart: " + picture.string()
-                             : fmt::format("no chart by {}: all runs have the same number", name_of(axis)));
+    fmt::print("{}\n",
+               chart ? "chart: " + picture.string()
+                     : fmt::format("no chart by {}: no runs of one architecture differ in it alone", name_of(axis)));
   }
   file.write(to_json(scaling));
 }

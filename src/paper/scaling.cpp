@@ -66,8 +66,9 @@ void add_curves(Scaling& scaling, ScalingAxis axis) {
   for (const auto& [arch, by_same] : groups)
     for (const auto& [same, runs] : by_same) {
       const char* unit = axis == ScalingAxis::parameters ? "tokens" : "parameters";
-      scaling.curves.push_back(
-          curve_of(axis, by_same.size() == 1 ? arch : fmt::format("{}, {} {}", arch, short_number(same), unit), runs));
+      ScalingCurve curve =
+          curve_of(axis, by_same.size() == 1 ? arch : fmt::format("{}, {} {}", arch, short_number(same), unit), runs);
+      if (curve.x.front() < curve.x.back()) scaling.curves.push_back(std::move(curve));
     }
 }
 

@@ -33,7 +33,8 @@ inline constexpr ScalingAxis kScalingAxes[] = {ScalingAxis::parameters, ScalingA
 std::string name_of(ScalingAxis axis);
 
 // Runs of one architecture that differ along one axis: of one number of tokens along the axis of parameters, of one
-// number of parameters along that of tokens; along that of operations those that no other run beats with fewer.
+// number of parameters along that of tokens; along that of operations those that no other run beats with fewer. Runs
+// that all lie at one place make no curve.
 struct ScalingCurve {
   ScalingAxis axis = ScalingAxis::parameters;
   std::string name;
@@ -51,7 +52,7 @@ Scaling scaling_of(std::vector<ScalingRun> runs);
 
 Table runs_table(const Scaling& scaling);
 Table laws_table(const Scaling& scaling);
-// Points and fitted lines of the curves along an axis; none where all runs lie at one place of it.
+// Points and fitted lines of the curves along an axis; none where there are none.
 std::optional<Chart> scaling_chart(const Scaling& scaling, ScalingAxis axis, const std::string& loss);
 nlohmann::ordered_json to_json(const Scaling& scaling);
 
