@@ -3,12 +3,10 @@
 
 #include <algorithm>
 #include <bit>
-#include <filesystem>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "base/names.h"
 #include "cli/commands.h"
 #include "cli/flags.h"
 #include "cli/json_file.h"
