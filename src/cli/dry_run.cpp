@@ -93,8 +93,8 @@ void DryRun::run(const TrainOptions& given) const {
   row("model", fmt::format("{}, {} layers of width {}, {} heads of {}, vocabulary {}", config.arch, config.layers,
                            config.hidden, config.heads(), config.head_dim, config.vocabulary));
   row("parameters", grouped(parameter_count(config)));
-  row("optimizer", fmt::format("{}, {} schedule, rate {:.3g} to {:.3g}", options.optimizer, options.schedule, options.lr,
-                               learning_rate(options, options.steps)));
+  row("optimizer", fmt::format("{}, {} schedule, rate {:.3g} to {:.3g}", options.optimizer, options.schedule,
+                               options.lr, learning_rate(options, options.steps)));
   row("batch",
       fmt::format("{} x {} = {} tokens", options.batch, options.length, grouped(options.batch * options.length)));
   if (data.epoch_steps > 0)
