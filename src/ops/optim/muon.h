@@ -3,8 +3,9 @@
 //
 //   g ← gradient_scale · gradient                       (gradient clipping)
 //   m ← μ m + g          u = g + μ m                    (Nesterov)
-//   X ← u / (‖u‖ + ε),   five times:  X ← a X + (b A + c A²) X,  A = X Xᵀ;   where rows > columns:  X (b A + c A²), A =
-//   Xᵀ X W ← (1 − lr·weight_decay) W − lr · 0.2 √max(rows, columns) · X
+//   X ← u / (‖u‖ + ε),   then five times
+//   X ← a X + (b A + c A²) X,  A = X Xᵀ                 (rows > columns:  X (b A + c A²),  A = Xᵀ X)
+//   W ← (1 − lr·weight_decay) W − lr · 0.2 √max(rows, columns) · X
 //
 // with the coefficients (a, b, c) = (3.4445, −4.7750, 2.0315) of the Newton–Schulz iteration, which bring a singular
 // value to 0.7 to 1.2. The factor 0.2 √max(rows, columns) (Liu and others, 2025) gives a step the root mean square that
