@@ -155,8 +155,8 @@ TEST_F(TrainOptionsCommandTest, InitialWeightsOfAnotherTokenizerAreRefused) {
   ASSERT_EQ(run(command("bytes", "--steps 1")).code, 0);
   const std::string text = folder.write("words.txt", read_file(folder.path("data.jsonl")));
   expect_run(fmt::format("tokenizer train {} --vocab 400 --out {}", text, folder.path("words.model")), 0, {});
-  expect_run(fmt::format("tokenize {} --tokenizer {} --out {}", folder.path("data.jsonl"), folder.path("words.model"),
-                         folder.path("words")),
+  expect_run(fmt::format("tokenize {} --tokenizer {} --out {} --test-fraction 0.05", folder.path("data.jsonl"),
+                         folder.path("words.model"), folder.path("words")),
              0, {"documents"});
   const std::string other = fmt::format("train --data {} --out {} --init {} --device cpu --steps 1",
                                         folder.path("words"), folder.path("other"), folder.path("bytes"));
