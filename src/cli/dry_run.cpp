@@ -65,7 +65,7 @@ int64_t parse_bytes(const std::string& text) {
   const auto number = parse_number<double>(text.substr(0, unit));
   const size_t letters = unit == std::string::npos ? unit : text.find_first_not_of(' ', unit);
   const auto found = units.find(letters == std::string::npos ? "" : text.substr(letters));
-  require(number && *number > 0 && found != units.end(),
+  require(number && *number > 0 && found != units.end() && *number * found->second < 0x1p62,
           "\"{}\" is not a size of memory; give a number and a unit, such as 80GB or 24GiB", text);
   return static_cast<int64_t>(*number * found->second);
 }

@@ -59,8 +59,10 @@ struct EvalCommand {
 // The packing and length of training; the defaults of training where they are unknown. A model that expects bos gets
 // one document per row, unless --packing is given.
 BatchOptions EvalCommand::batches_for(const std::string& model, const ModelConfig& config) const {
-  const bool is_known = fs::exists(fs::path(model) / "training.safetensors");
-  const TrainOptions trained = is_known ? saved_options(model) : TrainOptions();
+  const fs::path folder = fs::path(model).lexically_normal();
+  const fs::path checkpoint = folder.filename() == kAverageFolder ? folder.parent_path() : folder;
+  const bool is_known = fs::exists(checkpoint / "training.safetensors");
+  const TrainOptions trained = is_known ? saved_options(checkpoint.string()) : TrainOptions();
   const bool bos = load.bos || (is_known ? trained.bos : config.bos);
   BatchOptions options;
   options.batch = batch;

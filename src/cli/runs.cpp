@@ -22,16 +22,11 @@ void find_runs(const fs::path& folder, std::vector<fs::path>& found) {
     return;
   }
   std::vector<fs::path> inside;
-  for (const fs::directory_entry& entry : fs::directory_iterator(folder))
-    if (entry.is_directory() && !entry.is_symlink()) inside.push_back(entry.path());
+  std::error_code ignored;  // of a folder that may not be read, or that is removed at the moment
+  for (fs::directory_iterator at(folder, ignored), end; !ignored && at != end; at.increment(ignored))
+    if (std::error_code none; at->is_directory(none) && !at->is_symlink(none)) inside.push_back(at->path());
   std::ranges::sort(inside);
   for (const fs::path& one : inside) find_runs(one, found);
-}
-
-fs::path folder_of(const std::string& place) {
-  fs::path path = fs::path(place).lexically_normal();
-  if (path.filename().empty() || path.filename() == kLogFile) path = path.parent_path();  // "run/", "run/log.jsonl"
-  return path.empty() ? "." : path;
 }
 
 // Every n-th point, and the last.
@@ -66,16 +61,22 @@ std::string use_large_unit(Chart& chart) {
 
 }  // namespace
 
+fs::path run_folder(const std::string& place) {
+  fs::path path = fs::path(place).lexically_normal();
+  if (path.filename().empty() || path.filename() == kLogFile) path = path.parent_path();  // "run/", "run/log.jsonl"
+  return path.empty() ? "." : path;
+}
+
 std::vector<fs::path> runs_below(const std::string& place) {
   std::vector<fs::path> found;
-  if (const fs::path folder = folder_of(place); fs::is_directory(folder)) find_runs(folder, found);
+  if (const fs::path folder = run_folder(place); fs::is_directory(folder)) find_runs(folder, found);
   return found;
 }
 
 std::vector<fs::path> runs_in(const std::string& command, const std::vector<std::string>& places) {
   std::vector<fs::path> all;
   for (const std::string& place : places) {
-    const fs::path folder = folder_of(place);
+    const fs::path folder = run_folder(place);
     require(fs::exists(folder), "{}: {} does not exist; give the folder of a run", command, place);
     require(fs::is_directory(folder), "{}: {} is not a folder; give a run of `furious train`", command, place);
     const std::vector<fs::path> found = runs_below(place);

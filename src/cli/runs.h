@@ -12,6 +12,8 @@
 
 namespace furious::cli {
 
+// The folder that a place means: "run/" and "run/log.jsonl" are run.
+std::filesystem::path run_folder(const std::string& place);
 // A run, or every run below a folder, as `furious ablate` writes them. Nothing if there is none yet.
 std::vector<std::filesystem::path> runs_below(const std::string& place);
 // The same for several, each run once. A place without a run is an Error of the command.

@@ -15,6 +15,7 @@
 #include "base/error.h"
 #include "base/file.h"
 #include "base/parallel.h"
+#include "cli/progress.h"
 #include "tensor/device.h"
 #include "train/options.h"
 
@@ -39,6 +40,7 @@ class TrainProcess {
     require(process_ >= 0, "ablate: cannot start a process: {}", std::strerror(errno));
     if (process_ > 0) return;
     // Only calls that are safe after fork() in a process with threads.
+    for (const int signal : {SIGINT, SIGTERM}) ::signal(signal, SIG_DFL);  // or one before exec is lost
     ::setpgid(0, 0);
     ::prctl(PR_SET_PDEATHSIG, SIGTERM);
     if (::getppid() != parent) ::_exit(1);
@@ -66,6 +68,11 @@ class TrainProcess {
     fs::remove(config(), ignored);
     const bool good = found == process_ && WIFEXITED(status) && WEXITSTATUS(status) == 0;
     if (good) fs::remove(output(), ignored);
+    if (!good && !stop_requested())
+      fmt::print(stderr, "\n{}: ended {}; see {}\n", name(),
+                 WIFSIGNALED(status) ? fmt::format("by signal {}", WTERMSIG(status))
+                                     : fmt::format("with exit code {}", WEXITSTATUS(status)),
+                 output());
     return true;
   }
 
@@ -89,14 +96,14 @@ void train_in_processes(const std::vector<AblationJob>& jobs, int64_t most, Prog
   int64_t bytes = 0;  // of those
   size_t next = 0;
   bool told = false;
-  while (next < jobs.size() || !running.empty()) {
+  while ((next < jobs.size() && !told) || !running.empty()) {
     if (stop_requested()) {
+      if (!told) fmt::print(stderr, "\nstopping; {} runs finish their step and save\n", running.size());
       if (!told)
         for (const TrainProcess& process : running) process.stop();
       told = true;
-      next = jobs.size();
     }
-    while (next < jobs.size() && static_cast<int64_t>(running.size()) < at_once &&
+    while (!told && next < jobs.size() && static_cast<int64_t>(running.size()) < at_once &&
            (running.empty() || bytes + jobs[next].bytes <= available)) {
       running.emplace_back(jobs[next], threads);
       bytes += jobs[next++].bytes;

@@ -1,7 +1,10 @@
 // `furious watch`: runs in training, drawn again every few seconds.
 #include <fmt/format.h>
 
+#include <unistd.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
@@ -82,14 +85,17 @@ class WatchCommand {
   std::map<fs::path, Watched> known_;
   std::vector<Watched*> runs_;        // in the order of the command line
   std::vector<std::string> waiting_;  // places without a run yet
+  bool are_runs_ = false;             // each place is a run, not a folder in which more may begin
 };
 
 // Runs appear while `furious ablate` works.
 void WatchCommand::update() {
   std::vector<fs::path> folders;
   waiting_.clear();
+  are_runs_ = true;
   for (const std::string& place : places_) {
     const std::vector<fs::path> found = runs_below(place);
+    if (found != std::vector{run_folder(place)}) are_runs_ = false;
     if (found.empty()) waiting_.push_back(place);
     for (const fs::path& run : found)
       if (std::ranges::find(folders, run) == folders.end()) folders.push_back(run);
@@ -108,7 +114,7 @@ void WatchCommand::update() {
 // Between two runs of `furious ablate` all that exist have ended.
 bool WatchCommand::all_ended() const {
   if (!waiting_.empty() || !std::ranges::all_of(runs_, &Watched::ended)) return false;
-  if (runs_.size() == places_.size()) return true;  // each place is a run
+  if (are_runs_) return true;
   double newest = 0;
   for (const Watched* run : runs_)
     if (const auto& steps = run->follower.log().steps; !steps.empty()) newest = std::max(newest, steps.back().time);
@@ -203,11 +209,8 @@ std::string WatchCommand::frame(const TerminalSize& size, bool fills) const {
 // In the terminal's second screen, so that what was there before comes back.
 class SecondScreen {
  public:
-  SecondScreen() { std::fputs("\033[?1049h\033[?25l", stdout); }
-  ~SecondScreen() {
-    std::fputs("\033[?25h\033[?1049l", stdout);
-    std::fflush(stdout);
-  }
+  SecondScreen() { write("\033[?1049h\033[?25l"); }
+  ~SecondScreen() { write("\033[?25h\033[?1049l"); }
   SecondScreen(const SecondScreen&) = delete;
   SecondScreen& operator=(const SecondScreen&) = delete;
 
@@ -215,8 +218,17 @@ class SecondScreen {
     std::string text = "\033[H";
     for (const char c : frame.substr(0, frame.find_last_not_of('\n') + 1))
       text += c == '\n' ? "\033[K\r\n" : std::string(1, c);
-    std::fputs((text + "\033[K\033[J").c_str(), stdout);
-    std::fflush(stdout);
+    write(text + "\033[K\033[J");
+  }
+
+ private:
+  // Not through stdout, to which a signal during a write is an error.
+  static void write(std::string_view text) {
+    while (!text.empty()) {
+      const ssize_t written = ::write(STDOUT_FILENO, text.data(), text.size());
+      if (written < 0 && errno != EINTR) return;
+      text.remove_prefix(static_cast<size_t>(std::max<ssize_t>(0, written)));
+    }
   }
 };
 

@@ -68,10 +68,9 @@ void check_one_split(const fs::path& folder, const std::vector<InputFile>& files
   for (const InputFile& file : files)
     if (file.is_columnar()) splits.insert(split_of(file.path));
   splits.erase("");
-  require(splits.size() <= 1,
-          "input \"{}\" holds several splits of a dataset ({}); give the files of one, as '{}/train-*' --test "
-          "'{}/{}-*'",
-          folder.string(), fmt::join(splits, ", "), folder.string(), folder.string(), *splits.begin());
+  if (splits.size() > 1)
+    fail("input \"{}\" holds several splits of a dataset ({}); give the files of one, as '{}/train-*' --test '{}/{}-*'",
+         folder.string(), fmt::join(splits, ", "), folder.string(), folder.string(), *splits.begin());
 }
 
 bool is_read_me(std::string name) {
@@ -86,7 +85,9 @@ void add_folder(const fs::path& folder, std::vector<InputFile>& files) {
     if (entry.is_regular_file() && format_of(name) && !is_read_me(name)) found.push_back(describe(entry.path()));
   }
   check_one_split(folder, found);
-  if (std::ranges::any_of(found, &InputFile::is_columnar))
+  // Beside records such files are about the corpus, not text of it.
+  const auto has_records = [](const InputFile& file) { return file.is_columnar() || file.format == TextFormat::jsonl; };
+  if (std::ranges::any_of(found, has_records))
     std::erase_if(found, [](const InputFile& file) {
       return !file.is_columnar() && file.path.find(".txt") == file.path.npos && file.format != TextFormat::jsonl;
     });

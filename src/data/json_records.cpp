@@ -44,8 +44,7 @@ void JsonRecords::feed(std::string_view bytes, std::string& out) {
 
 void JsonRecords::outside_string(char c, std::string& out) {
   if (in_record_ && depth_ > 0) {
-    if (is_space(c)) return;
-    out += c;
+    out += is_space(c) ? ' ' : c;
     if (c == '"') in_string_ = true;
     if (c == '{' || c == '[') ++depth_;
     if ((c == '}' || c == ']') && --depth_ == 0) end_record(out);

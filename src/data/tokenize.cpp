@@ -375,19 +375,25 @@ class StandardInput {
       : path_(folder + "/standard-input") {
     for (InputFile& file : files) {
       if (file.path != kStandardInput) continue;
-      copy(hooks);
+      try {
+        copy(hooks);
+      } catch (...) {
+        remove();
+        throw;
+      }
       file.path = path_;
       file.size = static_cast<int64_t>(fs::file_size(path_));
     }
   }
-  ~StandardInput() {
-    std::error_code ignored;
-    fs::remove(path_, ignored);
-  }
+  ~StandardInput() { remove(); }
   StandardInput(const StandardInput&) = delete;
   StandardInput& operator=(const StandardInput&) = delete;
 
  private:
+  void remove() const {
+    std::error_code ignored;
+    fs::remove(path_, ignored);
+  }
   void copy(const TokenizeHooks& hooks) const {
     constexpr int kMilliseconds = 200;
     AppendFile file(path_, 0);

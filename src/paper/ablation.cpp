@@ -15,6 +15,7 @@
 #include "model/plan.h"
 #include "tensor/arena.h"
 #include "train/divergence.h"
+#include "train/memory_plan.h"
 #include "train/options.h"
 #include "train/train_data.h"
 
@@ -43,7 +44,7 @@ double median_rate(const std::vector<TrainStep>& steps) {
 
 // Options that may change when a run is resumed.
 bool may_change(const std::string& option) {
-  static const std::set<std::string> names = {"accumulate", "device",     "threads", "recompute",    "out",
+  static const std::set<std::string> names = {"accumulate", "device",     "threads", "recompute",     "out",
                                               "resume",     "save-every", "keep",    "sample-tokens", "log"};
   return names.contains(option);
 }
@@ -133,11 +134,7 @@ std::vector<AblationJob> AblationRunner::jobs(const std::vector<AblationRow>& ro
       const TrainOptions options = options_of(row, seed), exact = resolved(options);
       if (is_done(options, row_run(seed, read_log(options.out), options.steps))) continue;
       const ModelConfig config = model_config(options, TrainData::open(options).batches->vocabulary_size());
-      const Device device = device_from_name(exact.device);
-      const TrainingMemory memory =
-          training_memory(config, options.batch / options.accumulate, options.length, options.recompute, device,
-                          compute_options(exact, device).activations);
-      all.push_back({row.name, options, memory.total()});
+      all.push_back({row.name, options, needed_memory(exact, config, {}).total()});
     }
   return all;
 }

@@ -54,7 +54,7 @@ class HeldBytes {
   // Whether there is no room for so many, beside those of others.
   bool exceeds(uint64_t bytes) const {
     const uint64_t others = shared_->held.load() - bytes_;
-    return bytes > kSmallBody && others > 0 && others + bytes > shared_->options.limits.all_bodies_bytes;
+    return bytes > kSmallBody && others > kSmallBody && others + bytes > shared_->options.limits.all_bodies_bytes;
   }
   uint64_t bytes() const { return bytes_; }
 

@@ -162,12 +162,12 @@ void Server::Parts::drain() {
 
 HttpOptions Server::Parts::http_options() {
   HttpOptions http{options_.host, options_.port, options_.limits, {}, {}, {}, {}};
-  const int64_t state = slot_bytes(model_, options_.most_context);
-  http.body_limit = [this, state](const HttpRequest& head) {
+  const auto state = static_cast<uint64_t>(slot_bytes(model_, options_.most_context));
+  constexpr uint64_t kMostUpload = uint64_t{4} << 30;
+  const uint64_t upload = std::min(state * 2 + (uint64_t{64} << 20), kMostUpload);
+  http.body_limit = [this, upload](const HttpRequest& head) {
     const bool is_upload = head.method == "PUT";
-    constexpr uint64_t kMostUpload = uint64_t{4} << 30;
-    return is_upload ? std::min(static_cast<uint64_t>(state) * 2 + (uint64_t{64} << 20), kMostUpload)
-                     : options_.limits.body_bytes;
+    return is_upload ? upload : options_.limits.body_bytes;
   };
   http.refuse = [this](const HttpRequest& head, HttpAnswer& refusal) { return refuse(head, refusal); };
   http.handle = [this](const Exchange& exchange) { handle(exchange); };

@@ -44,8 +44,8 @@ void DivergenceCheck::check_gradients(int64_t step, std::span<const Tensor> grad
       diverged(step, fmt::format("the gradient is not finite, first at {}", model_.parameters()[i].name));
 }
 
-void DivergenceCheck::check_step(int64_t step, const TrainStep& done, std::span<const Tensor> gradients,
-                                 bool weighted) const {
+void DivergenceCheck::check_step(int64_t step, const TrainStep& done, std::span<const Tensor> gradients, bool weighted,
+                                 double z_loss) const {
   if (!std::isfinite(done.gradient_norm)) {
     std::string failure;
     try {
@@ -57,7 +57,7 @@ void DivergenceCheck::check_step(int64_t step, const TrainStep& done, std::span<
     diverged(step, "the norm of the gradient is not finite, though that of each parameter is", Scope::all);
   }
   const double uniform = std::log(static_cast<double>(model_.config().vocabulary));
-  if (weighted || done.loss <= kExploded * uniform) return;
+  if (weighted || done.loss <= kExploded * (uniform + z_loss * uniform * uniform)) return;
   std::vector<double> norms;
   for (size_t i = 0; i < gradients.size(); ++i) norms.push_back(gradient_norm(gradients.subspan(i, 1)));
   const auto largest = static_cast<size_t>(std::ranges::max_element(norms) - norms.begin());

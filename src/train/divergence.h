@@ -27,8 +27,10 @@ class DivergenceCheck {
   // For a loss that is not finite.
   [[noreturn]] void loss_not_finite(int64_t step, const Batch& batch) const;
   // The norm and the loss of a step; `gradients` are this rank's. All ranks call it and throw the same.
-  // `weighted`: the loss has weights, so that its size says nothing.
-  void check_step(int64_t step, const TrainStep& done, std::span<const Tensor> gradients, bool weighted = false) const;
+  // `weighted`: the loss has weights, so that its size says nothing. `z_loss`: its factor of the
+  // z-loss, which it includes.
+  void check_step(int64_t step, const TrainStep& done, std::span<const Tensor> gradients, bool weighted = false,
+                  double z_loss = 0) const;
   // A failure of one rank becomes one of all: throws if any rank gives a text.
   void agree(const std::string& failure) const;
 

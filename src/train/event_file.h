@@ -10,7 +10,7 @@
 
 namespace furious {
 
-inline constexpr std::string_view kEventFilePrefix = "events.out.tfevents.";
+inline constexpr std::string_view kEventFilePrefix = "events.out.tfevents.", kEventFileSuffix = ".furious";
 
 // The values of one step: a message of type Summary.
 class EventValues {

@@ -56,7 +56,8 @@ int64_t microseconds_now() {
 
 // Programs that follow a folder read its files in the order of their names.
 std::string event_file_name(int64_t microseconds) {
-  return fmt::format("{}{:010}.{:06}.furious", kEventFilePrefix, microseconds / 1'000'000, microseconds % 1'000'000);
+  return fmt::format("{}{:010}.{:06}{}", kEventFilePrefix, microseconds / 1'000'000, microseconds % 1'000'000,
+                     kEventFileSuffix);
 }
 
 // Their points are in the new file, too. A program that follows the folder goes on to the new file from the one that it
@@ -64,7 +65,8 @@ std::string event_file_name(int64_t microseconds) {
 void empty_old_events(const fs::path& folder, const fs::path& events) {
   std::vector<fs::path> old;
   for (const fs::directory_entry& entry : fs::directory_iterator(folder))
-    if (entry.path() != events && entry.path().filename().string().starts_with(kEventFilePrefix))
+    if (const std::string name = entry.path().filename().string();
+        entry.path() != events && name.starts_with(kEventFilePrefix) && name.ends_with(kEventFileSuffix))
       old.push_back(entry.path());
   for (const fs::path& file : old) {
     if (fs::is_empty(file))

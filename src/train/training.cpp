@@ -107,6 +107,10 @@ Training::Training(const TrainOptions& options, const fs::path& checkpoint, Trai
   model_ = std::make_unique<LanguageModel>(
       load_model(checkpoint, "", device_, 0, [this](int64_t, int64_t) { check_cancel(); }));
   make_optimizer();
+  const double saved_ema = saved_options(checkpoint).ema;
+  require(!average_ || saved_ema == 0 || saved_ema == options_.ema,
+          "train: {} holds an average of the weights with --ema {}, now it is {}; go on with the same",
+          checkpoint.string(), saved_ema, options_.ema);
   optimizer_->load(file);
   if (average_) average_->load(file);
   step_ = saved.step;
@@ -316,7 +320,7 @@ TrainStep Training::outcome() {
   done.loss = batch_loss(results);
   if (optimizer_->sharded()) add_times(done);
   done.tokens = feed_->targets();
-  divergence_->check_step(step_ + 1, done, optimizer_->gradients(), feed_->weighted());
+  divergence_->check_step(step_ + 1, done, optimizer_->gradients(), feed_->weighted(), options_.z_loss);
   return done;
 }
 

@@ -16,7 +16,6 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr const char* kTrainingFile = "training.safetensors";
-constexpr const char* kAverageFolder = "ema";
 constexpr const char* kStepPrefix = "step-";
 
 std::string checksum_text(const SafetensorsReader& file) {

@@ -33,7 +33,8 @@ TrainOptions saved_options(const std::filesystem::path& checkpoint);
 void write_checkpoint(const std::filesystem::path& directory, const LanguageModel& model,
                       const std::map<std::string, Tensor>& states, int64_t step, const TrainData& data,
                       const TrainOptions& options);
-// Writes the folder ema of a checkpoint.
+inline constexpr const char* kAverageFolder = "ema";
+// Writes that folder of a checkpoint.
 void write_average(const std::filesystem::path& directory, const LanguageModel& average, const TrainData& data);
 
 std::string checkpoint_name(int64_t step);  // "step-00000500"

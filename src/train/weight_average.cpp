@@ -17,7 +17,8 @@ std::string name_of(const Parameter& parameter) {
 
 }  // namespace
 
-WeightAverage::WeightAverage(const LanguageModel& model, double decay) : model_(model), decay_(decay) {
+WeightAverage::WeightAverage(const LanguageModel& model, double decay)
+    : model_(model), decay_(static_cast<float>(decay)) {
   for (const Parameter& parameter : model.parameters())
     sums_.push_back(Tensor::zeros(parameter.value.value().shape(), DType::f32, model.device()));
 }

@@ -204,7 +204,8 @@ TEST_F(AblateCommandTest, Scaling) {
   const Json& first = written["runs"][0];
   EXPECT_EQ(first["arch"], "2mamba");
   EXPECT_EQ(first["tokens"], 12 * 4 * 24);
-  for (const Json& row : results("sizes")["rows"])
+  const Json trained = results("sizes");
+  for (const Json& row : trained["rows"])
     if (row["name"] == "2mamba:hidden=16") {
       EXPECT_EQ(first["parameters"], row["parameters"]);
       EXPECT_EQ(first["loss"], row["test_loss"]["mean"]);

@@ -80,7 +80,7 @@ class LogsCommandTest : public ::testing::Test {
 };
 
 TEST_F(LogsCommandTest, CsvAndEventFilesFollowTheLogAlsoAfterAKill) {
-  std::istringstream text(train("run", "--steps 40 --save-every 7 --eval-every 10 --log csv,tensorboard"));
+  std::istringstream text(train("run", "--steps 400 --save-every 7 --eval-every 10 --log csv,tensorboard"));
   const std::vector<std::string> words{std::istream_iterator<std::string>(text), {}};
   const std::string log_file = folder.path("run/log.jsonl");
   const auto logged = [&] {
@@ -90,11 +90,11 @@ TEST_F(LogsCommandTest, CsvAndEventFilesFollowTheLogAlsoAfterAKill) {
   const int status = run_and_signal(words, SIGKILL, [&] { return logged() >= 17; });
   ASSERT_TRUE(WIFSIGNALED(status)) << "it was done before it was killed";
   const RunLog before = read_log(folder.path("run"));
-  expect_run(fmt::format("train --resume --out {}", folder.path("run")), 0, {"resumed from", "done after 40 steps"});
+  expect_run(fmt::format("train --resume --out {}", folder.path("run")), 0, {"resumed from", "done after 400 steps"});
 
   const RunLog log = read_log(folder.path("run"));
-  ASSERT_EQ(log.steps.size(), 40u);
-  for (size_t i = 0; i < 40; ++i) {
+  ASSERT_EQ(log.steps.size(), 400u);
+  for (size_t i = 0; i < 400; ++i) {
     const TrainStep& step = log.steps[i];
     EXPECT_EQ(step.step, static_cast<int64_t>(i) + 1);
     EXPECT_EQ(step.total_tokens, 4 * 24 * step.step);
@@ -111,15 +111,15 @@ TEST_F(LogsCommandTest, CsvAndEventFilesFollowTheLogAlsoAfterAKill) {
   std::string row;
   std::getline(csv, row);
   EXPECT_EQ(row.substr(0, 13), "step,loss,lr,");
-  for (int64_t i = 1; i <= 40; ++i) {
+  for (int64_t i = 1; i <= 400; ++i) {
     std::getline(csv, row);
     EXPECT_EQ(row.substr(0, row.find(',')), fmt::format("{}", i));
     EXPECT_EQ(count(row, ","), 11u);
   }
   EXPECT_FALSE(std::getline(csv, row));
   const std::vector<ReadEvent> events = read_events(read_file(event_file("run")));
-  ASSERT_EQ(events.size(), 42u);
-  for (size_t i = 0; i < 40; ++i) {
+  ASSERT_EQ(events.size(), 402u);
+  for (size_t i = 0; i < 400; ++i) {
     EXPECT_EQ(events[i + 2].step, log.steps[i].step);
     EXPECT_EQ(events[i + 2].numbers.at("train/loss"), static_cast<float>(log.steps[i].loss));
     EXPECT_EQ(events[i + 2].numbers.at("train/gradient_norm"), static_cast<float>(log.steps[i].gradient_norm));

@@ -113,10 +113,9 @@ TEST_F(TrainOptionsCommandTest, DryRunWritesNothing) {
                                   std::string("fits"), std::string("tokens/s"), std::string("for 1,000 steps")})
     EXPECT_NE(result.output.find(part), std::string::npos) << part << result.output;
   EXPECT_FALSE(fs::exists(out));
-  expect_run(fmt::format("train --data {} {} --dry-run --batch 100000 --length 2000", data, small), 0,
-             {"does not fit", "--recompute", "not measured"});
-  expect_run(command("run", "--size medium --hidden 0 --heads 0 --dry-run --batch 512 --assume-gpu 1GB"), 0,
-             {"memory on a GPU of 1GB", "does not fit"});
+  expect_run(fmt::format("train --data {} {} --dry-run --batch 100000 --length 2000 --assume-gpu 1GB", data, small), 0,
+             {"memory on a GPU of 1GB", "does not fit", "--recompute", "not measured"});
+  expect_run(command("run", "--dry-run --assume-gpu 99999999999999999999TB"), 2, {"80GB"});
   expect_run(command("run", "--dry-run --assume-gpu large"), 2, {"large", "80GB"});
   expect_run(command("run", "--assume-gpu 80GB"), 2, {"--dry-run"});
 }
