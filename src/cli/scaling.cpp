@@ -20,7 +20,7 @@ namespace {
 struct ScalingCommand {
   std::vector<std::string> runs;
   std::string out = "scaling", json, loss = "test";
-  bool without_embedding = false;
+  bool without_embedding = false, best = false;
 
   void run() const;
 };
@@ -39,7 +39,7 @@ void ScalingCommand::run() const {
     }
   }
   require(!found.empty(), "scaling: none of the {} runs can be used", folders.size());
-  const Scaling scaling = scaling_of(std::move(found));
+  const Scaling scaling = scaling_of(best ? best_runs(found) : std::move(found));
   const Table all = runs_table(scaling), laws = laws_table(scaling);
   fmt::print("{}\nloss = E + A x^-α\n\n{}\n", to_text(all), to_text(laws));
   std::filesystem::create_directories(out);
@@ -74,6 +74,9 @@ void add_scaling(CLI::App& app) {
       ->capture_default_str();
   command->add_flag("--without-embedding", scaling->without_embedding,
                     "Count parameters without those of embedding and output matrix");
+  command->add_flag(
+      "--best", scaling->best,
+      "Of runs with equal parameters and tokens use the one with the lowest loss, after a sweep of learning rates");
   add_json(*command, scaling->json, "Write points and fits to this JSON file");
   command->footer(
       "Every architecture gets a curve of its own; a fit needs 4 runs that differ in size, or in tokens. By FLOPs the\n"

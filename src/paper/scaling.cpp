@@ -4,6 +4,7 @@
 #include <cmath>
 #include <map>
 #include <set>
+#include <tuple>
 
 #include "base/error.h"
 #include "model/checkpoint.h"
@@ -99,6 +100,17 @@ ScalingRun scaling_run(const std::filesystem::path& folder, const ScalingOptions
   point.tokens = steps * static_cast<double>(trained.batch * trained.length);
   point.flops = steps * training_flops(config, trained.batch, trained.length);
   return point;
+}
+
+std::vector<ScalingRun> best_runs(const std::vector<ScalingRun>& runs) {
+  std::map<std::tuple<std::string, double, double>, ScalingRun> best;
+  for (const ScalingRun& run : runs) {
+    const auto [place, is_new] = best.try_emplace({run.arch, run.parameters, run.tokens}, run);
+    if (!is_new && run.loss < place->second.loss) place->second = run;
+  }
+  std::vector<ScalingRun> kept;
+  for (const auto& [key, run] : best) kept.push_back(run);
+  return kept;
 }
 
 std::string name_of(ScalingAxis axis) {

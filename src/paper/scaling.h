@@ -28,6 +28,10 @@ struct ScalingOptions {
 // has diverged or has no such loss is an Error that says so.
 ScalingRun scaling_run(const std::filesystem::path& folder, const ScalingOptions& options = {});
 
+// Of the runs of one architecture with equal parameters and tokens, as a sweep of learning rates gives them, the one
+// with the lowest loss.
+std::vector<ScalingRun> best_runs(const std::vector<ScalingRun>& runs);
+
 enum class ScalingAxis : uint8_t { parameters, tokens, flops };
 inline constexpr ScalingAxis kScalingAxes[] = {ScalingAxis::parameters, ScalingAxis::tokens, ScalingAxis::flops};
 std::string name_of(ScalingAxis axis);

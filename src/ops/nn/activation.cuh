@@ -13,9 +13,17 @@ __device__ inline float silu(float x) {
   return x / (1.0f + expf(-x));
 }
 
-__device__ inline float silu_derivative(float x) {
-  const float s = sigmoid(x);
+// With errors near 2⁻²², for results that are rounded to 16 bits.
+__device__ inline float fast_sigmoid(float x) {
+  return __fdividef(1.0f, 1.0f + __expf(-x));
+}
+
+// From the sigmoid s of x.
+__device__ inline float silu_derivative(float x, float s) {
   return s * (1.0f + x * (1.0f - s));
+}
+__device__ inline float silu_derivative(float x) {
+  return silu_derivative(x, sigmoid(x));
 }
 
 // ln(1 + e^x). Written so that NaN stays NaN.

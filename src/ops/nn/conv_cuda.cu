@@ -36,17 +36,19 @@ struct Place {
   }
 };
 
-// Tokens of one run that follow each other.
-template <class T, int N, int W>
+// Tokens of one run that follow each other: four, where registers have room for them. A window of four then moves by
+// its whole length, which costs no instructions.
+template <class T, int N>
 struct Group {
-  static constexpr int kSize = N * W * sizeof(T) > 16 ? 2 : 4;  // that registers have room for
+  static constexpr int kSize = N * sizeof(T) > 8 ? 2 : 4;
   Pack<T, N> tokens[kSize];
 
   // Tokens from `end` on are left as they are.
   __device__ void load(const Tokens<T>& from, const Place<N>& place, int first, int end) {
+    const T* at = from.at(place.batch, first) + place.channel;
 #pragma unroll
-    for (int j = 0; j < kSize; ++j)
-      if (first + j < end) tokens[j].fetch(from.at(place.batch, first + j) + place.channel);
+    for (int j = 0; j < kSize; ++j, at += from.token_stride)
+      if (first + j < end) tokens[j].fetch(at);
   }
 };
 
@@ -87,6 +89,23 @@ __device__ void convolve(float (&sum)[N], const float (&taps)[W][N], const float
     for (int i = 0; i < N; ++i) sum[i] = fmaf(taps[s][i], values[s][i], sum[i]);
 }
 
+// activate() and activation_gradient() for all of a thread's channels. Beside results of 16 bits, exponentials and
+// reciprocals of 22 bits are exact.
+template <class T, int N>
+__device__ void activate_all(float (&values)[N], Activation activation) {
+  const bool fast = sizeof(T) == 2 && activation == Activation::silu;
+#pragma unroll
+  for (int i = 0; i < N; ++i) values[i] = fast ? values[i] * fast_sigmoid(values[i]) : activate(values[i], activation);
+}
+template <class T, int N>
+__device__ void multiply_by_derivative(float (&gradient)[N], const float (&x)[N], Activation activation) {
+  const bool fast = sizeof(T) == 2 && activation == Activation::silu;
+#pragma unroll
+  for (int i = 0; i < N; ++i)
+    gradient[i] = fast ? gradient[i] * silu_derivative(x[i], fast_sigmoid(x[i]))
+                       : activation_gradient(x[i], gradient[i], activation);
+}
+
 // Leaves room for one push: values[1..] are the inputs before the first token of a run, as far as its document or the
 // state has them.
 template <int W, int N, class T>
@@ -109,7 +128,7 @@ __device__ bool starts_document(const int32_t* positions, int64_t batch, int tok
   return positions && token > 0 && positions[batch * length + token] == 0;
 }
 
-template <class T, int N, int W>
+template <class T, int N, int W, bool kPacked>
 __global__ void __launch_bounds__(32 * kDown)
     forward_kernel(Tokens<T> y, Tokens<T> x, const float* weight, const float* bias, const float* state,
                    const int32_t* positions, Sizes sizes) {
@@ -117,25 +136,25 @@ __global__ void __launch_bounds__(32 * kDown)
   if (!place.active) return;
   float taps[W][N], values[W][N], offset[N];
   const int end = min(place.first + sizes.run, sizes.length);
-  Group<T, N, W> now, next;
+  Group<T, N> now, next;
   now.load(x, place, place.first, end);
   load_taps(taps, weight, place.channel);
   load(offset, bias + place.channel);
   load_past(values, x, state, positions, place, sizes);
+  T* to = y.at(place.batch, place.first) + place.channel;
   for (int group = place.first; group < end; group += now.kSize) {
     next.load(x, place, group + now.kSize, end);
 #pragma unroll
-    for (int j = 0; j < now.kSize; ++j) {
+    for (int j = 0; j < now.kSize; ++j, to += y.token_stride) {
       const int token = group + j;
       if (token >= end) break;
-      if (starts_document(positions, place.batch, token, sizes.length)) clear(values);
+      if (kPacked && starts_document(positions, place.batch, token, sizes.length)) clear(values);
       float newest[N], sum[N];
       now.tokens[j].unpack(newest);
       push(values, newest);
       convolve(sum, taps, values, offset);
-#pragma unroll
-      for (int i = 0; i < N; ++i) sum[i] = activate(sum[i], sizes.activation);
-      store(y.at(place.batch, token) + place.channel, sum);
+      activate_all<T>(sum, sizes.activation);
+      store(to, sum);
     }
     now = next;
   }
@@ -162,82 +181,106 @@ __global__ void step_kernel(T* y, float* state, const int32_t* slots, const T* x
   for (int s = 1; s < W; ++s) rows[static_cast<int64_t>(s - 1) * sizes.channels] = values[s][0];
 }
 
-// dx of a run, and the block's share of dweight and dbias in one row of partials: [channels, window], then [channels].
-// pending[k] gathers dx of the token k before the current one; it is complete, and written, W − 1 tokens later.
-template <class T, int N, int W>
+// dx of a run, and the run's share of dweight and dbias. pending[k] gathers dx of the token k before the current one;
+// it is complete, and written, W − 1 tokens later.
+template <class T, int N, int W, bool kPacked>
+struct BackwardRun {
+  static constexpr int kSize = Group<T, N>::kSize;
+  float taps[W][N], offset[N], values[W][N], pending[W][N], dtaps[W][N], dbias[N];
+
+  // The tokens of a group. kInside: all of them are of the run, and the token W − 1 before each too; else those behind
+  // the run add to pending alone, and behind the last token of a row is nothing.
+  template <bool kInside>
+  __device__ void add(const Group<T, N>& tokens, const Group<T, N>& gradients, int first, T*& to, int64_t to_stride,
+                      const Place<N>& place, const int32_t* positions, const Sizes& sizes) {
+    const int end = min(place.first + sizes.run, sizes.length);
+#pragma unroll
+    for (int j = 0; j < kSize; ++j, to += to_stride) {
+      const int token = first + j;
+      float newest[N] = {}, dpre[N] = {};
+      int position = W;
+      if (kInside || token < sizes.length) {
+        if constexpr (kPacked) position = positions[place.batch * sizes.length + token];
+        tokens.tokens[j].unpack(newest);
+        gradients.tokens[j].unpack(dpre);
+      }
+      if (kPacked && position == 0) clear(values);
+      push(values, newest);
+      if (sizes.activation != Activation::none) {
+        float pre[N];
+        convolve(pre, taps, values, offset);
+        multiply_by_derivative<T>(dpre, pre, sizes.activation);
+      }
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        if (kInside || token < end) {
+          dbias[i] += dpre[i];
+#pragma unroll
+          for (int s = 0; s < W; ++s) dtaps[s][i] += dpre[i] * values[s][i];
+        }
+#pragma unroll
+        for (int back = W - 1; back > 0; --back) pending[back][i] = pending[back - 1][i];
+        pending[0][i] = 0;
+#pragma unroll
+        for (int back = 0; back < W; ++back)
+          if (!kPacked || back <= position) pending[back][i] += taps[W - 1 - back][i] * dpre[i];
+      }
+      const int complete = token - (W - 1);
+      if (kInside || (complete >= place.first && complete < end)) store(to, pending[W - 1]);
+    }
+  }
+
+  __device__ void operator()(const Tokens<T>& dx, const Tokens<T>& dy, const Tokens<T>& x, const Place<N>& place,
+                             const int32_t* positions, const Sizes& sizes) {
+    const int end = min(place.first + sizes.run, sizes.length), behind = min(end + W - 1, sizes.length);
+    Group<T, N> now, next, now_gradient, next_gradient;
+    now.load(x, place, place.first, behind);
+    now_gradient.load(dy, place, place.first, behind);
+    load_past(values, x, nullptr, positions, place, sizes);
+    clear(pending);
+    T* to = dx.at(place.batch, place.first - (W - 1)) + place.channel;
+    for (int group = place.first; group < end + W - 1; group += kSize) {
+      next.load(x, place, group + kSize, behind);
+      next_gradient.load(dy, place, group + kSize, behind);
+      if (group - (W - 1) >= place.first && group + kSize <= end)
+        add<true>(now, now_gradient, group, to, dx.token_stride, place, positions, sizes);
+      else
+        add<false>(now, now_gradient, group, to, dx.token_stride, place, positions, sizes);
+      now = next;
+      now_gradient = next_gradient;
+    }
+  }
+};
+
+// The block's share of dweight and dbias is one row of partials: [channels, window], then [channels].
+template <class T, int N, int W, bool kPacked>
 __global__ void __launch_bounds__(32 * kDown, 2)
     backward_kernel(Tokens<T> dx, float* partials, Tokens<T> dy, Tokens<T> x, const float* weight, const float* bias,
                     const int32_t* positions, Sizes sizes) {
   constexpr int kSums = (W + 1) * N;
   __shared__ float shared[kSums][kDown][32];
   const Place<N> place(sizes);
-  float dtaps[W][N], dbias[N] = {};
-  clear(dtaps);
+  BackwardRun<T, N, W, kPacked> run;
+  clear(run.dtaps);
+#pragma unroll
+  for (int i = 0; i < N; ++i) run.dbias[i] = 0;
   if (place.active) {
-    float taps[W][N], values[W][N], pending[W][N], offset[N];
-    const int end = min(place.first + sizes.run, sizes.length), behind = min(end + W - 1, sizes.length);
-    Group<T, N, W> now, next, now_gradient, next_gradient;
-    now.load(x, place, place.first, behind);
-    now_gradient.load(dy, place, place.first, behind);
-    load_taps(taps, weight, place.channel);
-    load(offset, bias + place.channel);
-    load_past(values, x, nullptr, positions, place, sizes);
-    clear(pending);
-    for (int group = place.first; group < end + W - 1; group += now.kSize) {
-      next.load(x, place, group + now.kSize, behind);
-      next_gradient.load(dy, place, group + now.kSize, behind);
-#pragma unroll
-      for (int j = 0; j < now.kSize; ++j) {
-        const int token = group + j;
-        if (token >= end + W - 1) break;
-        float dpre[N] = {};
-        int position = W;
-        if (token < sizes.length) {
-          if (positions) position = positions[place.batch * sizes.length + token];
-          if (starts_document(positions, place.batch, token, sizes.length)) clear(values);
-          float newest[N];
-          now.tokens[j].unpack(newest);
-          now_gradient.tokens[j].unpack(dpre);
-          push(values, newest);
-          if (sizes.activation != Activation::none) {
-            float pre[N];
-            convolve(pre, taps, values, offset);
-#pragma unroll
-            for (int i = 0; i < N; ++i) dpre[i] = activation_gradient(pre[i], dpre[i], sizes.activation);
-          }
-        }
-#pragma unroll
-        for (int i = 0; i < N; ++i) {
-          if (token < end) {
-            dbias[i] += dpre[i];
-#pragma unroll
-            for (int s = 0; s < W; ++s) dtaps[s][i] += dpre[i] * values[s][i];
-          }
-#pragma unroll
-          for (int back = W - 1; back > 0; --back) pending[back][i] = pending[back - 1][i];
-          pending[0][i] = 0;
-#pragma unroll
-          for (int back = 0; back < W; ++back)
-            if (back <= position) pending[back][i] += taps[W - 1 - back][i] * dpre[i];
-        }
-        if (token - (W - 1) >= place.first) store(dx.at(place.batch, token - (W - 1)) + place.channel, pending[W - 1]);
-      }
-      now = next;
-      now_gradient = next_gradient;
-    }
+    load_taps(run.taps, weight, place.channel);
+    load(run.offset, bias + place.channel);
+    run(dx, dy, x, place, positions, sizes);
   }
 #pragma unroll
   for (int i = 0; i < N; ++i) {
 #pragma unroll
-    for (int s = 0; s < W; ++s) shared[s * N + i][threadIdx.y][threadIdx.x] = dtaps[s][i];
-    shared[W * N + i][threadIdx.y][threadIdx.x] = dbias[i];
+    for (int s = 0; s < W; ++s) shared[s * N + i][threadIdx.y][threadIdx.x] = run.dtaps[s][i];
+    shared[W * N + i][threadIdx.y][threadIdx.x] = run.dbias[i];
   }
   __syncthreads();
   float* const to = partials + static_cast<int64_t>(blockIdx.x) * sizes.channels * (W + 1);
   for (int value = static_cast<int>(threadIdx.y); value < kSums; value += kDown) {
     float sum = 0;
 #pragma unroll
-    for (int run = 0; run < kDown; ++run) sum += shared[value][run][threadIdx.x];
+    for (int y = 0; y < kDown; ++y) sum += shared[value][y][threadIdx.x];
     const int64_t channel = static_cast<int64_t>(blockIdx.y * 32 + threadIdx.x) * N + value % N;
     const int tap = value / N;
     if (channel >= sizes.channels) continue;
@@ -271,14 +314,17 @@ void with_window(const Sizes& sizes, F&& f) {
     f(std::integral_constant<int, 4>());
 }
 
-// f(channels of a thread, window)
+// f(channels of a thread, window, whether there are positions)
 template <class F, class... Memory>
-void with_channels(const Sizes& sizes, F&& f, const Memory&... memory) {
-  with_window(sizes, [&](auto window) {
+void with_channels(const Sizes& sizes, const int32_t* positions, F&& f, const Memory&... memory) {
+  const auto with_lanes_and = [&](auto window, auto packed) {
     if (sizes.channels % kChannels == 0)
-      with_lanes<kChannels>([&](auto lanes) { f(lanes, window); }, memory...);
+      with_lanes<kChannels>([&](auto lanes) { f(lanes, window, packed); }, memory...);
     else
-      f(std::integral_constant<int, 1>(), window);
+      f(std::integral_constant<int, 1>(), window, packed);
+  };
+  with_window(sizes, [&](auto window) {
+    positions ? with_lanes_and(window, std::true_type()) : with_lanes_and(window, std::false_type());
   });
 }
 
@@ -295,12 +341,12 @@ void conv_forward(const Tensor& y_tensor, const Tensor& x_tensor, const Tensor& 
   with_activation_type(x_tensor.dtype(), [&](auto zero) {
     using T = decltype(zero);
     const auto y = tokens<T>(y_tensor), x = tokens<T>(x_tensor);
-    const auto launch = [&](auto lanes, auto window) {
-      forward_kernel<typename OnDevice<T>::Type, lanes, window>
+    const auto launch = [&](auto lanes, auto window, auto packed) {
+      forward_kernel<typename OnDevice<T>::Type, lanes, window, packed>
           <<<grid_for<lanes>(sizes), dim3(32, kDown), 0, stream(x_tensor.device())>>>(y, x, weight.data<float>(),
                                                                                       offset, past, position, sizes);
     };
-    with_channels(sizes, launch, y, x, offset, past);
+    with_channels(sizes, position, launch, y, x, offset, past);
   });
   check_launch("conv");
 }
@@ -338,12 +384,12 @@ void conv_backward(const ConvGradients& out, const Tensor& dy_tensor, const Tens
   with_activation_type(x_tensor.dtype(), [&](auto zero) {
     using T = decltype(zero);
     const auto dx = tokens<T>(out.x), dy = tokens<T>(dy_tensor), x = tokens<T>(x_tensor);
-    const auto launch = [&](auto lanes, auto window) {
-      backward_kernel<typename OnDevice<T>::Type, lanes, window>
+    const auto launch = [&](auto lanes, auto window, auto packed) {
+      backward_kernel<typename OnDevice<T>::Type, lanes, window, packed>
           <<<grid_for<lanes>(sizes), dim3(32, kDown), 0, stream(device)>>>(
               dx, partials.data<float>(), dy, x, weight.data<float>(), offset, position, sizes);
     };
-    with_channels(sizes, launch, dx, dy, x, offset);
+    with_channels(sizes, position, launch, dx, dy, x, offset);
   });
   check_launch("conv backward");
   sum_rows(out.weight, partials.data<float>(), blocks, width);
