@@ -1,5 +1,5 @@
 # Shortcuts for CMake presets. `make test` on a fresh Debian machine installs missing packages, builds and tests.
-.PHONY: help setup build demo test test-serve test-logs test-interop install asan tsan fuzz python cuda test-cuda bench findings format tidy clean
+.PHONY: help setup build demo test test-serve test-logs test-eval test-interop install asan tsan fuzz python cuda test-cuda bench findings format tidy clean
 JOBS ?= $(shell nproc)
 # Of build, test and python: release, or cuda.
 PRESET ?= release
@@ -15,6 +15,7 @@ help:
 	@echo "make test    install packages, build, and run all tests; PRESET=cuda: of the CUDA build (needs nvcc)"
 	@echo "make test-serve   test the server with the openai package and Chromium (installs them)"
 	@echo "make test-logs   read event files with TensorBoard (installs it)"
+	@echo "make test-eval   compare scores of tasks with lm-evaluation-harness (downloads torch: gigabytes)"
 	@echo "make install PREFIX=/usr/local   install the binary, libfurious and its headers"
 	@echo "make asan    run the fast tests under the address and undefined-behaviour sanitizers"
 	@echo "make tsan    run the tests with threads under the thread sanitizer"
@@ -53,6 +54,14 @@ test-logs: build
 	test -x build/logs-venv/bin/python || $(PYTHON) -m venv build/logs-venv
 	build/logs-venv/bin/pip install -q tensorboard
 	build/logs-venv/bin/python tests/log_interop/check_tensorboard.py build/release/furious
+
+# EVAL_VENV names a virtual environment that has lm_eval already.
+EVAL_VENV ?= build/eval-venv
+test-eval: build
+	@scripts/setup.sh python3-venv
+	test -x $(EVAL_VENV)/bin/python || $(PYTHON) -m venv $(EVAL_VENV)
+	$(EVAL_VENV)/bin/pip install -q lm-eval torch 'transformers>=4.57' accelerate
+	$(EVAL_VENV)/bin/python tests/eval_interop/check_lm_eval.py build/release/furious
 
 install: build
 	cmake --install build/release --prefix $(PREFIX)
