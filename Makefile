@@ -1,6 +1,8 @@
 # Shortcuts for CMake presets. `make test` on a fresh Debian machine installs missing packages, builds and tests.
-.PHONY: help setup build demo test test-serve test-logs test-interop install asan tsan fuzz python cuda test-cuda bench findings format tidy clean
+.PHONY: help setup build demo test test-serve test-logs test-eval test-interop install asan tsan fuzz python cuda test-cuda bench findings format tidy clean
 JOBS ?= $(shell nproc)
+# Of build, test and python: release, or cuda.
+PRESET ?= release
 PREFIX ?= /usr/local
 FUZZ_SECONDS ?= 20
 PYTHON ?= /usr/bin/python3
@@ -10,14 +12,15 @@ help:
 	@echo "make setup   install the packages that the build needs (Debian, Ubuntu)"
 	@echo "make build   build build/release/furious"
 	@echo "make demo    train three small models side by side and compare them"
-	@echo "make test    install packages, build, and run all tests"
+	@echo "make test    install packages, build, and run all tests; PRESET=cuda: of the CUDA build (needs nvcc)"
 	@echo "make test-serve   test the server with the openai package and Chromium (installs them)"
 	@echo "make test-logs   read event files with TensorBoard (installs it)"
+	@echo "make test-eval   compare scores of tasks with lm-evaluation-harness (downloads torch: gigabytes)"
 	@echo "make install PREFIX=/usr/local   install the binary, libfurious and its headers"
 	@echo "make asan    run the fast tests under the address and undefined-behaviour sanitizers"
 	@echo "make tsan    run the tests with threads under the thread sanitizer"
 	@echo "make fuzz    run the fuzzers of tests/fuzz, FUZZ_SECONDS=20 each (needs clang)"
-	@echo "make python  build the wheel of the Python package with the library of the release build, and run its tests"
+	@echo "make python  build the wheel of the Python package with the library of the build (PRESET), and run its tests"
 	@echo "make test-interop   load exported models and tokenizers with Hugging Face's library (downloads torch: gigabytes)"
 	@echo "make cuda    build the CUDA preset (needs nvcc)"
 	@echo "make test-cuda   build the CUDA preset and run all GPU tests (needs nvcc and a GPU)"
@@ -30,8 +33,8 @@ setup:
 	@scripts/setup.sh
 
 build: setup
-	cmake --preset release
-	cmake --build --preset release -j $(JOBS)
+	cmake --preset $(PRESET)
+	cmake --build --preset $(PRESET) -j $(JOBS)
 
 demo:
 	@scripts/setup.sh dict-gcide
@@ -40,7 +43,7 @@ demo:
 	build/release/furious demo --out demo
 
 test: build
-	ctest --preset release -j $(JOBS)
+	ctest --preset $(PRESET) -j $(JOBS)
 
 test-serve: build
 	@scripts/setup.sh python3-venv chromium chromium-driver curl
@@ -51,6 +54,14 @@ test-logs: build
 	test -x build/logs-venv/bin/python || $(PYTHON) -m venv build/logs-venv
 	build/logs-venv/bin/pip install -q tensorboard
 	build/logs-venv/bin/python tests/log_interop/check_tensorboard.py build/release/furious
+
+# EVAL_VENV names a virtual environment that has lm_eval already.
+EVAL_VENV ?= build/eval-venv
+test-eval: build
+	@scripts/setup.sh python3-venv
+	test -x $(EVAL_VENV)/bin/python || $(PYTHON) -m venv $(EVAL_VENV)
+	$(EVAL_VENV)/bin/pip install -q lm-eval torch 'transformers>=4.57' accelerate
+	$(EVAL_VENV)/bin/python tests/eval_interop/check_lm_eval.py build/release/furious
 
 install: build
 	cmake --install build/release --prefix $(PREFIX)
@@ -79,7 +90,7 @@ python: build
 	build/python-venv/bin/pip install -q scikit-build-core nanobind pytest mypy
 	rm -rf build/python-wheel
 	build/python-venv/bin/pip wheel -q . --no-build-isolation --no-deps -w build/python-wheel \
-	  --config-settings=cmake.define.FURIOUS_LIBRARY=build/release/libfurious.so
+	  --config-settings=cmake.define.FURIOUS_LIBRARY=build/$(PRESET)/libfurious.so
 	build/python-venv/bin/pip install -q --force-reinstall --no-deps build/python-wheel/furious-*.whl
 	build/python-venv/bin/mypy
 	build/python-venv/bin/python -m pytest -q python/tests

@@ -213,8 +213,8 @@ class FURIOUS_API Trainer {
 
   // One step of the optimizer. Batches may have different sizes; each new size allocates memory. A loss or gradient
   // that is not finite is an Error, and so is a loss far above that of a uniform prediction if the batch has no
-  // weights; parameters are unchanged in the first case. After an Error for memory, or Cancelled, the step can be
-  // repeated.
+  // weights. In the first case parameters are unchanged; in the second they have been updated, and the step counts.
+  // After an Error for memory, or Cancelled, nothing has changed, and the step can be repeated.
   TrainStep step(const TokenBatch& batch);
   // The same without the update: the loss, its gradients and their norm.
   TrainStep backward(const TokenBatch& batch);

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <filesystem>
 #include <map>
 #include <memory>
 #include <vector>
@@ -17,10 +18,14 @@
 #include "tensor/arena.h"
 #include "train/memory_plan.h"
 #include "train/options.h"
+#include "train/run.h"
 #include "train/training.h"
+#include "train/training_checkpoint.h"
 
 namespace furious::cli {
 namespace {
+
+namespace fs = std::filesystem;
 
 constexpr int kMeasuredSteps = 3;
 
@@ -87,6 +92,8 @@ void DryRun::run(const TrainOptions& given) const {
   const ModelConfig config = config_of(options, data);
   const Device device = device_from_name(options.device);
   const int64_t available = memory::available(device);
+  const fs::path checkpoint = options.resume && !options.out.empty() ? resumed_checkpoint(options) : fs::path();
+  const int64_t left = std::max<int64_t>(0, options.steps - (checkpoint.empty() ? 0 : step_of_checkpoint(checkpoint)));
   const bool fits = needed_memory(options, config, {}).total() <= available;
   Table table{{"dry run", ""}, {}};
   const auto row = [&](const std::string& name, const std::string& text) { table.rows.push_back({name, text}); };
@@ -100,6 +107,9 @@ void DryRun::run(const TrainOptions& given) const {
   if (data.epoch_steps > 0)
     row("epoch", fmt::format("{} steps; {} steps are {:.2f} epochs", grouped(data.epoch_steps), grouped(options.steps),
                              static_cast<double>(options.steps) / static_cast<double>(data.epoch_steps)));
+  if (!checkpoint.empty())
+    row("resume", fmt::format("from {}, {} of {} steps are left", checkpoint.string(), grouped(left),
+                              grouped(options.steps)));
   row("memory on " + options.device, memory_text(options, config, available));
   if (!assumed_.empty())
     row(fmt::format("memory on a GPU of {}", assumed_), memory_text(on_gpu(options), config, parse_bytes(assumed_)));
@@ -111,7 +121,7 @@ void DryRun::run(const TrainOptions& given) const {
                     static_cast<double>(options.batch * options.length) / seconds, options.device, kMeasuredSteps));
     row("time",
         fmt::format("{} for {} steps on {}, without test losses, samples and checkpoints",
-                    clock_text(seconds * static_cast<double>(options.steps)), grouped(options.steps), options.device));
+                    clock_text(seconds * static_cast<double>(left)), grouped(left), options.device));
   } else {
     row("time", fmt::format("not measured: it does not fit on {}", options.device));
   }

@@ -158,9 +158,9 @@ std::vector<NeedleResult> NiahCommand::ask_models(const TrainOptions& options) c
 
 std::vector<NeedleResult> NiahCommand::ask_trained(const TrainOptions& base) const {
   require(
-      models.empty() && data.empty() && hay.empty() && tokenizer.empty() && !paper && !bos,
-      "niah: --train makes its own models and questions; leave out models, --data, --paper, --haystack, --tokenizer "
-      "and --bos");
+      models.empty() && data.empty() && hay.empty() && tokenizer.empty() && answers_file.empty() && !paper && !bos,
+      "niah: --train makes its own models and questions, whose answers are counted and not saved; leave out models, "
+      "--data, --paper, --haystack, --tokenizer, --answers and --bos");
   const std::vector<std::string> trained_archs = archs.empty() ? kCompared : archs;
   const std::vector<int64_t> needles_hidden = lengths.empty() ? std::vector<int64_t>{4, 8, 16, 32, 64} : lengths;
   for (const int64_t count : needles_hidden) NeedleTask({.pairs = count});  // invalid options fail before the training

@@ -74,11 +74,11 @@ struct ParquetColumn::State {
   void open_parquet(const std::shared_ptr<arrow::io::ReadableFile>& input);
 };
 
-ParquetColumn::ParquetColumn(const std::string& path, const std::string& column, Numbers numbers)
-    : state_(std::make_unique<State>(State{path, column, numbers, nullptr, nullptr})) {
-  auto input = arrow::io::ReadableFile::Open(path);
-  check(input.status(), path);
-  if (path.ends_with(".arrow"))
+ParquetColumn::ParquetColumn(const InputFile& file, const std::string& column, Numbers numbers)
+    : state_(std::make_unique<State>(State{file.path, column, numbers, nullptr, nullptr})) {
+  auto input = arrow::io::ReadableFile::Open(file.path);
+  check(input.status(), file.path);
+  if (file.format == TextFormat::arrow)
     state_->open_stream(*input);
   else
     state_->open_parquet(*input);
@@ -135,12 +135,12 @@ namespace furious {
 
 struct ParquetColumn::State {};
 
-ParquetColumn::ParquetColumn(const std::string& path, const std::string&, Numbers) {
+ParquetColumn::ParquetColumn(const InputFile& file, const std::string&, Numbers) {
   fail(
       "cannot read \"{}\": this build has no Parquet and no Arrow; install Apache Arrow (libarrow-dev and "
       "libparquet-dev, "
       "https://arrow.apache.org/install), run cmake again and rebuild",
-      path);
+      file.path);
 }
 
 bool ParquetColumn::next(std::string&, std::vector<size_t>&) {

@@ -1,5 +1,5 @@
-// The strings of one column of a Parquet file, or of an .arrow file (an IPC stream, as datasets.save_to_disk writes),
-// some rows at a time; its numbers too, where they are asked for as text.
+// The strings of one column of a Parquet file, or of an Arrow one (an IPC stream, as datasets.save_to_disk writes), by
+// the format of the file and not by its name, some rows at a time; its numbers too, where they are asked for as text.
 // Without Apache Arrow, opening one is an error that says how to get it.
 #pragma once
 
@@ -8,12 +8,14 @@
 #include <string>
 #include <vector>
 
+#include "data/inputs.h"
+
 namespace furious {
 
 class ParquetColumn {
  public:
   enum class Numbers : uint8_t { refused, as_text };
-  ParquetColumn(const std::string& path, const std::string& column, Numbers numbers = Numbers::refused);
+  ParquetColumn(const InputFile& file, const std::string& column, Numbers numbers = Numbers::refused);
   ~ParquetColumn();
 
   // Appends the next rows to `bytes` and the end of each to `ends`; null becomes an empty string. False at the end.

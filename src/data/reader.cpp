@@ -463,7 +463,7 @@ class BlockReader::CsvSource final : public TextSource {
 class BlockReader::ColumnSource final : public Source {
  public:
   ColumnSource(const InputFile& file, const ReaderOptions& options, const CorpusPosition& position)
-      : rows_(file.path, options.field), size_(file.size), skip_(position.offset) {}
+      : rows_(file, options.field), size_(file.size), skip_(position.offset) {}
 
   bool next(Block& block, CorpusPosition& position) override {
     do {

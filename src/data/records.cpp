@@ -87,11 +87,11 @@ int64_t visit_lines(const std::string& path, const std::vector<std::string>& fie
   return number;
 }
 
-int64_t visit_parquet(const std::string& path, const std::vector<std::string>& fields, int64_t number,
+int64_t visit_parquet(const InputFile& file, const std::vector<std::string>& fields, int64_t number,
                       const RecordVisitor& visitor) {
   std::vector<std::vector<std::string>> records;
   for (const std::string& field : fields) {
-    ParquetColumn column(path, field, ParquetColumn::Numbers::as_text);
+    ParquetColumn column(file, field, ParquetColumn::Numbers::as_text);
     size_t row = 0;
     std::string bytes;
     std::vector<size_t> ends;
@@ -122,7 +122,7 @@ int64_t for_each_record(const std::string& path, const std::vector<std::string>&
   for (const InputFile& file : find_inputs({path})) {
     require(file.format == TextFormat::jsonl || file.is_columnar(),
             "\"{}\": expected .jsonl (also .gz or .zst), .parquet or .arrow files", file.path);
-    number = file.is_columnar() ? visit_parquet(file.path, fields, number, visitor)
+    number = file.is_columnar() ? visit_parquet(file, fields, number, visitor)
                                 : visit_lines(file.path, fields, number, visitor);
   }
   return number;

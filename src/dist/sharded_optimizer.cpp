@@ -141,19 +141,30 @@ void ShardedOptimizer::add_squares(const Tensor& squares) {
 
 std::vector<AdamWTensors> ShardedOptimizer::to_update(const std::function<bool(size_t)>& is_member) const {
   std::vector<AdamWTensors> tensors;
-  const auto add = [&](int64_t bucket, const auto& cut) {
-    tensors.push_back({cut(own_part_of(bucket_of(parameters_, bucket))), cut(part_in_shard(sum_, bucket)),
-                       cut(part_in_shard(first_, bucket)), cut(part_in_shard(second_, bucket))});
-  };
   if (!is_member) {
-    for (int64_t bucket = 0; bucket < buckets(); ++bucket) add(bucket, [](const Tensor& part) { return part; });
+    for (int64_t bucket = 0; bucket < buckets(); ++bucket) tensors.push_back(own_tensors(bucket));
     return tensors;
   }
   for (size_t i = 0; i < variables_.size(); ++i)
     if (is_member(i))
-      for (const Stretch& own : own_stretches(i))
-        add(own.bucket, [&](const Tensor& part) { return part.slice(0, own.in_part, own.count); });
+      for (const OwnPart& part : own_parts(i)) tensors.push_back(part.tensors);
   return tensors;
+}
+
+AdamWTensors ShardedOptimizer::own_tensors(int64_t bucket) const {
+  return {own_part_of(bucket_of(parameters_, bucket)), part_in_shard(sum_, bucket), part_in_shard(first_, bucket),
+          part_in_shard(second_, bucket)};
+}
+
+std::vector<ShardedOptimizer::OwnPart> ShardedOptimizer::own_parts(size_t parameter) const {
+  std::vector<OwnPart> parts;
+  for (const Stretch& own : own_stretches(parameter)) {
+    const AdamWTensors all = own_tensors(own.bucket);
+    const auto cut = [&](const Tensor& part) { return part.slice(0, own.in_part, own.count); };
+    parts.push_back({own.in_parameter,
+                     {cut(all.parameter), cut(all.gradient), cut(all.first_moment), cut(all.second_moment)}});
+  }
+  return parts;
 }
 
 std::vector<ShardedOptimizer::Stretch> ShardedOptimizer::own_stretches(size_t parameter) const {
@@ -174,6 +185,20 @@ void ShardedOptimizer::gather_parameters() {
   collectives_->all_gather(all);
 }
 
+Tensor ShardedOptimizer::zeros_for_all() const {
+  return Tensor::zeros({begins_.back()}, DType::f32, device_);
+}
+
+void ShardedOptimizer::gather(const Tensor& flat, const std::function<bool(size_t)>& is_member) {
+  std::vector<bool> wanted(static_cast<size_t>(buckets()));
+  for (size_t i = 0; i < variables_.size(); ++i)
+    if (is_member(i)) for_each_bucket(i, [&](int64_t bucket) { wanted[static_cast<size_t>(bucket)] = true; });
+  std::vector<Tensor> all;
+  for (int64_t bucket = 0; bucket < buckets(); ++bucket)
+    if (wanted[static_cast<size_t>(bucket)]) all.push_back(bucket_of(flat, bucket));
+  collectives_->all_gather(all);
+}
+
 StepTimes ShardedOptimizer::end_step() {
   return collectives_->end_step();
 }
@@ -185,7 +210,7 @@ void ShardedOptimizer::set_moments(size_t parameter, const Tensor& first, const 
                    from.view({from.elements()}).slice(0, own.in_parameter, own.count));
     };
     put(first_, first);
-    put(second_, second);
+    if (second) put(second_, second);
   }
 }
 

@@ -39,12 +39,24 @@ class ShardedOptimizer {
   void add_squares(const Tensor& squares);  // adds those of the other ranks
   // This rank's parts of all parameters, or of those that `is_member` selects by number.
   std::vector<AdamWTensors> to_update(const std::function<bool(size_t parameter)>& is_member = {}) const;
+  // This rank's parts of one parameter, with the element at which each begins in it.
+  struct OwnPart {
+    int64_t begin;
+    AdamWTensors tensors;
+  };
+  std::vector<OwnPart> own_parts(size_t parameter) const;
   void gather_parameters();
+  // Memory with the layout of the parameters, zero; what it has for one of them; and its parts on all ranks where each
+  // has written its own, of the parameters that `is_member` selects.
+  Tensor zeros_for_all() const;
+  Tensor place_of(const Tensor& flat, size_t parameter) const;
+  void gather(const Tensor& flat, const std::function<bool(size_t parameter)>& is_member);
   StepTimes end_step();
 
   const Tensor& gradient(size_t parameter) const { return gradients_[parameter]; }  // of this rank alone
 
-  // Moments of whole parameters, on the CPU: set_moments keeps the part of this rank, moments() gathers all on rank 0
+  // Moments of whole parameters, on the CPU: set_moments keeps the part of this rank (an undefined second moment: zero,
+  // as it began), moments() gathers all on rank 0
   // and is empty on the others; all ranks must call it.
   struct Moments {
     std::vector<Tensor> first, second;
@@ -59,8 +71,8 @@ class ShardedOptimizer {
  private:
   Tensor bucket_of(const Tensor& flat, int64_t bucket) const;
   Tensor own_part_of(const Tensor& bucket) const;
+  AdamWTensors own_tensors(int64_t bucket) const;
   Tensor part_in_shard(const Tensor& shard, int64_t bucket) const;
-  Tensor place_of(const Tensor& flat, size_t parameter) const;
   void for_each_bucket(size_t parameter, const std::function<void(int64_t)>& f) const;
   // The stretches of a parameter that are in this rank's parts: where in the part of the bucket, and where in the
   // parameter.

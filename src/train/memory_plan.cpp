@@ -24,7 +24,9 @@ TrainingMemory needed_memory(const TrainOptions& options, const ModelConfig& con
   memory.parameters = parallel.sharded ? ShardedOptimizer::bytes(parameter_count(config), parallel.ranks.size())
                                        : 2 * weights + optimizer.states;
   if (options.ema > 0) memory.parameters += weights;
-  memory.activations = std::max(memory.activations, optimizer.scratch);  // the update follows the backward pass
+  // The update follows the backward pass. Sharded, Muon gathers its directions in memory as large as the weights.
+  const int64_t gathered = parallel.sharded && optimizer.scratch > 0 ? weights : 0;
+  memory.activations = std::max(memory.activations, optimizer.scratch + gathered);
   // Micro-batches after the first make the gradient of the output projection beside the accumulated one.
   if (options.accumulate > 1)
     memory.activations += config.vocabulary * config.hidden * static_cast<int64_t>(sizeof(float));

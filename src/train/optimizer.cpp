@@ -49,10 +49,6 @@ std::vector<int64_t> row_blocks(const Plan& plan, const WeightInfo& weight) {
 
 Optimizer::Optimizer(const LanguageModel& model, const DataParallel& parallel, const TrainOptions& options)
     : model_(model), options_(options) {
-  require(
-      !parallel.sharded || !uses_muon(options),
-      "train: muon needs whole matrices, but several processes share the optimizer's states; use --optimizer adamw, "
-      "or one process");
   for (const Parameter& parameter : model.parameters()) groups_.push_back(group_of(parameter.name));
   if (parallel.sharded) {
     std::vector<Variable> variables;
@@ -65,7 +61,7 @@ Optimizer::Optimizer(const LanguageModel& model, const DataParallel& parallel, c
     const auto zeros = [&] {
       return Tensor::zeros(model.parameters()[i].value.value().shape(), DType::f32, model.device());
     };
-    moments_.push_back({zeros(), groups_[i].row_blocks.empty() ? zeros() : Tensor()});
+    moments_.push_back({zeros(), groups_[i].is_muon() ? Tensor() : zeros()});
   }
 }
 
@@ -84,8 +80,9 @@ void Optimizer::load(const SafetensorsReader& file) {
   const std::vector<Parameter>& parameters = model_.parameters();
   for (size_t i = 0; i < parameters.size(); ++i) {
     const Shape& shape = parameters[i].value.value().shape();
-    const Moments moments =
-        shards_ ? Moments{Tensor::empty(shape, DType::f32), Tensor::empty(shape, DType::f32)} : moments_[i];
+    const Moments moments = shards_ ? Moments{Tensor::empty(shape, DType::f32),
+                                              groups_[i].is_muon() ? Tensor() : Tensor::empty(shape, DType::f32)}
+                                    : moments_[i];
     const std::string second = second_moment_of(parameters[i]);
     require((file.find(second) != nullptr) == moments.second.defined(),
             "{}: was not written by the optimizer {}; use the one of the run", file.path().string(),
@@ -103,7 +100,7 @@ std::map<std::string, Tensor> Optimizer::state() const {
   const std::vector<Parameter>& parameters = model_.parameters();
   for (size_t i = 0; i < parameters.size(); ++i) {
     tensors[first_moment_of(parameters[i])] = shards_ ? gathered.first[i] : moments_[i].first;
-    if (shards_ || moments_[i].second)
+    if (!groups_[i].is_muon())
       tensors[second_moment_of(parameters[i])] = shards_ ? gathered.second[i] : moments_[i].second;
   }
   return tensors;
@@ -136,9 +133,9 @@ void Optimizer::update(const Tensor& norm, const Tensor& constants) {
     collect_gradients();
     clip_gradients(norm, constants, gradients_, options_.clip);
   }
-  update_group(true, constants);
-  if (splits_decay()) {
-    const Tensor without_decay = to_dtype(constants, DType::f32);
+  const Tensor without_decay = splits_decay() ? to_dtype(constants, DType::f32) : Tensor();
+  update_group(true, constants);  // with all matrices of Muon
+  if (without_decay) {
     fill(without_decay.slice(0, kDecay, 1), 1);
     update_group(false, without_decay);
   }
@@ -154,8 +151,12 @@ void Optimizer::update(const Tensor& norm, const Tensor& constants) {
 // The parameters with weight decay, or those without.
 void Optimizer::update_group(bool decays, const Tensor& constants) {
   if (shards_) {
-    const auto is_member = [&](size_t parameter) { return groups_[parameter].decays == decays; };
-    adamw_update(splits_decay() ? shards_->to_update(is_member) : shards_->to_update(), constants);
+    const auto is_member = [&](size_t parameter) {
+      return groups_[parameter].decays == decays && !groups_[parameter].is_muon();
+    };
+    if (uses_muon(options_) && decays) update_muon_shards(constants);
+    const bool all = !splits_decay() && !uses_muon(options_);
+    adamw_update(all ? shards_->to_update() : shards_->to_update(is_member), constants);
     return;
   }
   const std::vector<Parameter>& parameters = model_.parameters();
@@ -164,7 +165,7 @@ void Optimizer::update_group(bool decays, const Tensor& constants) {
   for (size_t i = 0; i < parameters.size(); ++i) {
     if (!gradients_[i] || groups_[i].decays != decays) continue;
     const Tensor& value = parameters[i].value.value();
-    if (groups_[i].row_blocks.empty()) adamw.push_back({value, gradients_[i], moments_[i].first, moments_[i].second});
+    if (!groups_[i].is_muon()) adamw.push_back({value, gradients_[i], moments_[i].first, moments_[i].second});
     int64_t row = 0;
     for (const int64_t rows : groups_[i].row_blocks) {
       const auto part = [&](const Tensor& of) { return of.slice(0, row, rows); };
@@ -172,8 +173,45 @@ void Optimizer::update_group(bool decays, const Tensor& constants) {
       row += rows;
     }
   }
-  adamw_update(adamw, constants);
+  // Muon first: it allocates, and nothing has been changed if that fails.
   muon_update(muon, constants, options_.muon_momentum, model_.compute().precision);
+  adamw_update(adamw, constants);
+}
+
+// A rank advances the momentum of its parts. A direction needs whole matrices, so these are gathered; a rank
+// orthogonalizes those that it has a part of, and applies its part.
+void Optimizer::update_muon_shards(const Tensor& constants) {
+  const std::vector<Parameter>& parameters = model_.parameters();
+  const Tensor directions = shards_->zeros_for_all();
+  const auto flat = [&](size_t i) {
+    const Tensor place = shards_->place_of(directions, i);
+    return place.view({place.elements()});
+  };
+  for (size_t i = 0; i < parameters.size(); ++i)
+    if (groups_[i].is_muon())
+      for (const auto& [begin, part] : shards_->own_parts(i))
+        muon_direction(flat(i).slice(0, begin, part.parameter.elements()), part.first_moment, part.gradient, constants,
+                       options_.muon_momentum);
+  shards_->gather(directions, [this](size_t i) { return groups_[i].is_muon(); });
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const std::vector<ShardedOptimizer::OwnPart> parts =
+        groups_[i].is_muon() ? shards_->own_parts(i) : std::vector<ShardedOptimizer::OwnPart>();
+    int64_t row = 0;
+    for (const int64_t rows : groups_[i].row_blocks) {
+      const int64_t columns = parameters[i].value.value().size(1), first = row * columns, last = first + rows * columns;
+      bool orthogonal = false;
+      for (const auto& [at, part] : parts) {
+        const int64_t begin = std::max(at, first), end = std::min(at + part.parameter.elements(), last);
+        if (begin >= end) continue;
+        if (!orthogonal)
+          orthogonalize(shards_->place_of(directions, i).slice(0, row, rows), model_.compute().precision);
+        orthogonal = true;
+        muon_step(part.parameter.slice(0, begin - at, end - begin), flat(i).slice(0, begin, end - begin), constants,
+                  rows, columns);
+      }
+      row += rows;
+    }
+  }
 }
 
 void Optimizer::finish_gradients(const Tensor& norm, const Tensor& constants) {

@@ -1,6 +1,6 @@
 // The optimizer of a model: AdamW over all parameters, or Muon over the matrices of the layers and AdamW over the rest.
-// The moments are whole on this process, or, with AdamW, sharded over ranks (dist/sharded_optimizer.h); both give the
-// same bits for one rank.
+// The moments are whole on this process, or sharded over ranks (dist/sharded_optimizer.h); both give the same bits for
+// one rank.
 #pragma once
 
 #include <map>
@@ -19,7 +19,7 @@ class SafetensorsReader;
 
 class Optimizer {
  public:
-  // Resolved options. Moments are zero. Throws if Muon would be sharded.
+  // Resolved options. Moments are zero.
   Optimizer(const LanguageModel& model, const DataParallel& parallel, const TrainOptions& options);
 
   bool sharded() const { return shards_ != nullptr; }
@@ -28,7 +28,8 @@ class Optimizer {
   void begin_step();
   void begin_last_backward();  // gradients that it completes are final: sharded ones are sent from here on
   void fail();                 // sharded: this rank has no gradients, and all ranks get NaN
-  // Clips by the norm of the whole gradient, which it writes to `norm`, and updates parameters and moments.
+  // Clips by the norm of the whole gradient, which it writes to `norm`, and updates parameters and moments. Where
+  // memory runs out, nothing has been changed yet, if they are not sharded.
   void update(const Tensor& norm, const Tensor& constants);
   // Without an update: only the norm. Not sharded.
   void finish_gradients(const Tensor& norm, const Tensor& constants);
@@ -46,6 +47,7 @@ class Optimizer {
   struct Group {
     bool decays = true;               // it has weight decay
     std::vector<int64_t> row_blocks;  // of Muon: the rows that are orthogonalized together; empty: AdamW
+    bool is_muon() const { return !row_blocks.empty(); }
   };
   struct Moments {
     Tensor first, second;  // Muon has one
@@ -54,6 +56,7 @@ class Optimizer {
   bool splits_decay() const { return options_.decay_on != "all"; }
   void collect_gradients();
   void update_group(bool decays, const Tensor& constants);
+  void update_muon_shards(const Tensor& constants);
 
   const LanguageModel& model_;
   TrainOptions options_;

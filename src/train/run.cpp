@@ -68,6 +68,20 @@ auto reading(const fs::path& checkpoint, Read&& read) {
   }
 }
 
+// Without a decay the learning rate does not depend on the number of steps. So a run that is to do another number of
+// steps than its decay was made for goes on from the checkpoint before the decay, with the same bits as if it had been
+// started with that number. A run that became wsd later may have no such checkpoint; it goes on from the newest.
+fs::path before_decay(const fs::path& newest, const TrainOptions& options) {
+  const TrainOptions saved = reading(newest, [&] { return saved_options(newest); });
+  if (!has_stable_phase(saved) || !has_stable_phase(options)) return newest;
+  const int64_t done = step_of_checkpoint(newest), begin = decay_range(saved).begin;
+  int64_t same = 0;  // steps with the same rates
+  while (same < done && learning_rate(saved, same + 1) == learning_rate(options, same + 1)) ++same;
+  if (same == done || same < begin) return newest;
+  const fs::path stable = newest.parent_path() / checkpoint_name(begin);
+  return fs::is_directory(stable) && has_stable_phase(saved_options(stable)) ? stable : newest;
+}
+
 class Run {
  public:
   Run(const TrainOptions& options, const TrainObserver& observer, const DataParallel& parallel)
@@ -84,13 +98,12 @@ class Run {
  private:
   void open_folder();
   void find_newest();
-  fs::path before_decay(const fs::path& newest) const;
   void report_rate(const TrainOptions& saved) const;
   void start();
   void resume();
   void update_fault_note() const;
   fs::path checkpoint_path() const { return folder_ / checkpoint_name(trainer_->steps_done()); }
-  std::string last_good() const;
+  std::string last_good(int64_t step) const;
   void check_unchanged(const TrainOptions& saved, const fs::path& checkpoint) const;
   void set_newer_aside() const;
   void open_log();
@@ -264,15 +277,16 @@ void Run::log(Write&& write) {
   try {
     write(*log_);
   } catch (const Error& error) {
-    fail("train: {}\n{}", error.what(), last_good());
+    fail("train: {}\n{}", error.what(), last_good(trainer_->steps_done()));
   }
 }
 
-// For errors. Diverged weights fail in the step after their update: a checkpoint of them is not a good one.
-std::string Run::last_good() const {
+// For errors after so many good steps. Diverged weights fail in the step after their update: a checkpoint of them is not
+// a good one.
+std::string Run::last_good(int64_t step) const {
   std::vector<fs::path> found = checkpoints_in(folder_);
   std::string bad;
-  if (!found.empty() && found.back() == checkpoint_path()) {
+  if (!found.empty() && found.back() == folder_ / checkpoint_name(step)) {
     bad = fmt::format(" (remove {}, which holds the diverged weights, to resume from it)", found.back().string());
     found.pop_back();
   }
@@ -299,7 +313,7 @@ void Run::save() {
     try {
       replace_directory(checkpoint_path(), [&](const fs::path& temporary) { trainer_->save(temporary); });
     } catch (const Error& error) {
-      fail("{}\n{}", error.what(), last_good());
+      fail("{}\n{}", error.what(), last_good(trainer_->steps_done()));
     }
   } else {
     trainer_->save({});
@@ -348,29 +362,14 @@ void Run::find_newest() {
   fs::path found;
   parallel_.ranks.agree([&] {
     if (!leads()) return;
-    found = checkpoint_to_resume(folder_, options_.resume && options_.resume_previous);
-    if (options_.resume && !options_.resume_previous && !found.empty()) found = before_decay(found);
+    const std::vector<fs::path> all = checkpoints_in(folder_);
+    found = options_.resume ? resumed_checkpoint(options_) : all.empty() ? fs::path() : all.back();
+    if (options_.resume && !options_.resume_previous && !found.empty() && found != all.back())
+      report(fmt::format("{} steps instead of {}: going on from {}, before the decay of the learning rate",
+                         options_.steps, saved_options(all.back()).steps, found.string()));
   });
   newest_ = parallel_.ranks.from_first(found.string());
   options_.resume_previous = false;  // done; not an option of the run itself
-}
-
-// Without a decay the learning rate does not depend on the number of steps. So a run that is to do another number of
-// steps than its decay was made for goes on from the checkpoint before the decay, with the same bits as if it had been
-// started with that number.
-fs::path Run::before_decay(const fs::path& newest) const {
-  const TrainOptions saved = reading(newest, [&] { return saved_options(newest); });
-  if (!has_stable_phase(saved) || !has_stable_phase(options_)) return newest;
-  const int64_t done = step_of_checkpoint(newest);
-  int64_t same = 0;  // steps with the same rates
-  while (same < done && learning_rate(saved, same + 1) == learning_rate(options_, same + 1)) ++same;
-  if (same == done || same < decay_range(saved).begin) return newest;
-  std::vector<fs::path> found = checkpoints_in(folder_);
-  std::erase_if(found, [&](const fs::path& path) { return step_of_checkpoint(path) > same; });
-  if (found.empty()) return newest;
-  report(fmt::format("{} steps instead of {}: going on from {}, before the decay of the learning rate", options_.steps,
-                     saved.steps, found.back().string()));
-  return found.back();
 }
 
 TrainResult Run::train() {
@@ -390,14 +389,16 @@ TrainResult Run::train() {
   TrainResult result;
   while (trainer_->steps_done() < options_.steps && !result.stopped) {
     bool finished = false;
+    int64_t good = trainer_->steps_done();  // a step that explodes counts, too
     update_fault_note();
     try {
       result.last = trainer_->step();
+      good = trainer_->steps_done();
       finished = trainer_->steps_done() == options_.steps;
       if (every(options_.eval_every) || (finished && options_.eval_every > 0)) test(result.last);
     } catch (const Diverged& error) {
-      if (leads()) log([&](LogWriter& file) { file.add_divergence(trainer_->steps_done() + 1, error.what()); });
-      throw Diverged(fmt::format("{}\n{}", error.what(), last_good()));
+      if (leads()) log([&](LogWriter& file) { file.add_divergence(good + 1, error.what()); });
+      throw Diverged(fmt::format("{}\n{}", error.what(), last_good(good)));
     } catch (const OutOfMemory& error) {
       fail("{}\n{}", error.what(),
            newest_.empty() ? "there is no checkpoint yet"
@@ -451,6 +452,11 @@ std::optional<TrainOptions> options_of_run(const std::string& folder, bool previ
   return options;
 } catch (...) {
   rethrow_as_error();
+}
+
+fs::path resumed_checkpoint(const TrainOptions& options) {
+  const fs::path found = checkpoint_to_resume(options.out, options.resume_previous);
+  return options.resume_previous || found.empty() ? found : before_decay(found, options);
 }
 
 std::vector<fs::path> checkpoints_in(const fs::path& run) {

@@ -274,7 +274,7 @@ TrainStep Training::step(Profiler* profiler) {
   feed_->advance(step_);
   try {
     run_step(profiler);
-  } catch (const OutOfMemory& error) {  // the update comes last: the weights are unchanged
+  } catch (const OutOfMemory& error) {  // the update comes last, and allocates first: the weights are unchanged
     drop_graph();
     const int64_t estimate = memory().total();
     throw OutOfMemory(fmt::format("train: step {}: {}; the estimate was {}; {}", step_ + 1, error.what(), gib(estimate),
@@ -282,7 +282,8 @@ TrainStep Training::step(Profiler* profiler) {
   }
   if (!device_.is_cpu() && data_.batches->known_ahead()) feed_->prefetch(step_ + 1);
   TrainStep done = outcome();
-  ++step_;
+  if (std::isfinite(done.gradient_norm)) ++step_;  // else the update was skipped
+  check_divergence(done, std::isfinite(done.gradient_norm) ? step_ : step_ + 1);
   done.step = step_;
   done.lr = feed_->learning_rate(step_);
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
@@ -300,7 +301,9 @@ TrainStep Training::backward() {
   optimizer_->begin_step();
   compute_gradients(inputs, nullptr);
   optimizer_->finish_gradients(results_.slice(0, 0, 1), inputs.constants);
-  return outcome();
+  TrainStep done = outcome();
+  check_divergence(done, step_ + 1);
+  return done;
 }
 
 double Training::loss(const Batch& batch) const {
@@ -320,8 +323,11 @@ TrainStep Training::outcome() {
   done.loss = batch_loss(results);
   if (optimizer_->sharded()) add_times(done);
   done.tokens = feed_->targets();
-  divergence_->check_step(step_ + 1, done, optimizer_->gradients(), feed_->weighted(), options_.z_loss);
   return done;
+}
+
+void Training::check_divergence(const TrainStep& done, int64_t step) const {
+  divergence_->check_step(step, done, optimizer_->gradients(), feed_->weighted(), options_.z_loss);
 }
 
 // The mean loss of the batch over micro-batches and ranks.

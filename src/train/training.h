@@ -50,7 +50,8 @@ class Training {
            const DataParallel& parallel = {}, const Cancel& cancel = {});
   ~Training();
 
-  // All ranks call step, test_loss and save together. Divergence on one rank throws on all.
+  // All ranks call step, test_loss and save together. Divergence on one rank throws on all. A step whose loss exploded
+  // has updated the weights and counts; one that is not finite does not.
   // One step of the optimizer; without test loss and sample. With a profiler its operations are timed, and on a GPU
   // launched one by one.
   TrainStep step(Profiler* profiler = nullptr);
@@ -85,6 +86,7 @@ class Training {
   void make_feed(const TrainOptions& sizes, bool weighted);
   void check_cancel() const;
   TrainStep outcome();
+  void check_divergence(const TrainStep& done, int64_t step) const;
   void run_step(Profiler* profiler);
   void drop_graph();
   void compute(Profiler* profiler);

@@ -73,6 +73,7 @@ TEST_F(NiahCommand, GeneratedQuestions) {
 TEST_F(NiahCommand, QuestionsFromAFileAndSeveralModels) {
   const std::string data = folder.write("q.jsonl", question("12") + question("34") + question("56"));
   expect_run(niah("--data " + data), 0, {"2mamba", "of 3 found", "50%"});
+  expect_run("niah --train --answers " + folder.path("a.jsonl"), 1, {"--train", "--answers"});
   fs::copy(model, folder.path("other"), fs::copy_options::recursive);
   expect_run(fmt::format("niah {} {} --data {} --device cpu --svg {}", model, folder.path("other"), data,
                          folder.path("n.svg")),

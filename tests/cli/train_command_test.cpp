@@ -7,7 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include "cli/run.h"
-#include "train/small_run.h"
+#include "cli/small_run_test.h"
 
 namespace furious {
 namespace {
@@ -15,16 +15,8 @@ namespace {
 namespace fs = std::filesystem;
 using namespace furious::testing;
 
-class TrainCommandTest : public ::testing::Test {
+class TrainCommandTest : public SmallRunTest {
  protected:
-  TemporaryFolder folder;
-  std::string data = small_data(folder);
-  std::string small =
-      "--hidden 32 --intermediate 32 --heads 2 --layers 2 --batch 4 --length 24 --threads 1 --device cpu";
-
-  std::string command(const std::string& out, const std::string& more) const {
-    return fmt::format("train --data {} --out {} {} {}", data, folder.path(out), small, more);
-  }
   std::vector<std::string> words(const std::string& text) const {
     std::istringstream stream(text);
     return {std::istream_iterator<std::string>(stream), {}};

@@ -8,10 +8,10 @@
 #include <sstream>
 
 #include "cli/run.h"
+#include "cli/small_run_test.h"
 #include "model/config.h"
 #include "model/plan.h"
 #include "train/options.h"
-#include "train/small_run.h"
 
 namespace furious {
 namespace {
@@ -19,16 +19,8 @@ namespace {
 namespace fs = std::filesystem;
 using namespace furious::testing;
 
-class TrainOptionsCommandTest : public ::testing::Test {
+class TrainOptionsCommandTest : public SmallRunTest {
  protected:
-  TemporaryFolder folder;
-  std::string data = small_data(folder);
-  std::string small =
-      "--hidden 32 --intermediate 32 --heads 2 --layers 2 --batch 4 --length 24 --threads 1 --device cpu";
-
-  std::string command(const std::string& out, const std::string& more) const {
-    return fmt::format("train --data {} --out {} {} {}", data, folder.path(out), small, more);
-  }
   std::vector<nlohmann::json> log_of(const std::string& out) const {
     std::vector<nlohmann::json> lines;
     std::ifstream file(folder.path(out) + "/log.jsonl");
@@ -118,6 +110,13 @@ TEST_F(TrainOptionsCommandTest, DryRunWritesNothing) {
   expect_run(command("run", "--dry-run --assume-gpu 99999999999999999999TB"), 2, {"80GB"});
   expect_run(command("run", "--dry-run --assume-gpu large"), 2, {"large", "80GB"});
   expect_run(command("run", "--assume-gpu 80GB"), 2, {"--dry-run"});
+}
+
+TEST_F(TrainOptionsCommandTest, ADryRunOfAResumedRunCountsTheStepsThatAreLeft) {
+  expect_run(command("run", "--steps 4 --schedule constant --eval-every 0"), 0, {"done after 4 steps"});
+  expect_run(fmt::format("train --out {} --resume --steps 10 --dry-run", folder.path("run")), 0,
+             {"step-00000004, 6 of 10 steps are left", "for 6 steps"});
+  expect_run(fmt::format("train --out {} --resume --dry-run", folder.path("run")), 0, {"0 of 4 steps are left"});
 }
 
 TEST_F(TrainOptionsCommandTest, SaysHowLongItWillTake) {

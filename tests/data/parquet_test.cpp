@@ -165,6 +165,10 @@ TEST(Parquet, ArrowStreams) {
   options.field = "txt";
   expect_error([&] { read_all(inputs, options); }, {"arrow", "did you mean \"text\""});
   const std::string bytes = testing::read_file(path);
+  BlockReader renamed(find_inputs({folder.write("stream.bin", bytes)}, TextFormat::arrow), {});
+  Block first;
+  EXPECT_TRUE(renamed.next(first));
+  EXPECT_EQ(first.bytes, blocks[0].bytes);
   for (const size_t kept : {size_t{3}, bytes.size() / 2})
     expect_error([&] { read_all({folder.write("cut.arrow", bytes.substr(0, kept))}); }, {"cannot read", "cut.arrow"});
 }

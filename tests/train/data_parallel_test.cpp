@@ -75,8 +75,16 @@ TEST_F(WorldTrainer, DecayGroupsAndAveragesAreShared) {
     options.decay_on = group;
     for (const int64_t bucket : {64, 1000, 0}) expect_same({ranks, true, bucket}, 2e-4, group);
   }
+}
+
+// Parts of ranks cut through matrices and through the parts of qkv_proj.
+TEST_F(WorldTrainer, MuonIsShared) {
   options.optimizer = "muon";
-  expect_error([&] { Training(options, {ranks, true, 512}); }, {"muon needs whole matrices", "--optimizer adamw"});
+  options.weight_decay = 0.5;
+  for (const char* group : {"all", "matrices"}) {
+    options.decay_on = group;
+    for (const int64_t bucket : {64, 1000, 5000, 0}) expect_same({ranks, true, bucket}, 2e-4, group);
+  }
 }
 
 TEST_F(WorldTrainer, SendsInBf16) {
@@ -106,9 +114,13 @@ TEST_F(WorldTrainer, DivergenceOfOneRankIsReportedOnAll) {
 }
 
 // One rank with a sharded optimizer equals a single process bit for bit, including its checkpoint.
-TEST(DataParallel, OneRankEqualsASingleProcess) {
+class OneRank : public ::testing::TestWithParam<const char*> {};
+INSTANTIATE_TEST_SUITE_P(DataParallel, OneRank, ::testing::Values("adamw", "muon"));
+
+TEST_P(OneRank, EqualsASingleProcess) {
   const TemporaryFolder folder;
   TrainOptions options = small_options(small_data(folder), folder.path("run"));
+  options.optimizer = GetParam();
   options.accumulate = 2;
   const DataParallel parallel{Communicator::alone(), true, 512};
   Training plain(options), sharded(options, parallel);

@@ -285,6 +285,27 @@ TEST_F(RunTest, AnExtendedWsdRunEqualsALongerOne) {
   EXPECT_EQ(log_of(options.out).size(), 20u);
 }
 
+// Checkpoints of another schedule are not those before a decay.
+TEST_F(RunTest, ARunThatBecomesWsdInItsDecayGoesOnFromTheNewest) {
+  TrainOptions options = options_for("late");
+  options.schedule = "linear";
+  options.decay_steps = 4;
+  options.keep = 9;
+  options.save_every = 2;
+  options.steps = 20;
+  TrainObserver observer;
+  observer.stop = [steps = 0]() mutable { return ++steps == 10; };
+  train(options, observer);
+  options.resume = true;
+  options.schedule = "wsd";
+  options.steps = 12;  // its decay would have begun at step 8
+  train(options);
+  options.steps = 16;
+  const TrainResult result = train(options);
+  EXPECT_EQ(result.steps, 16);
+  EXPECT_TRUE(fs::exists(options.out + "/step-00000012")) << "it was set aside";
+}
+
 TEST_F(RunTest, OtherSchedulesSayWhatMoreStepsChange) {
   for (const char* schedule : {"constant", "linear", "cosine"}) {
     TrainOptions options = options_for(schedule);

@@ -62,6 +62,34 @@ TEST_F(TrainingTest, OutOfMemoryInAStepSaysWhatWouldFit) {
   EXPECT_EQ(weights_of(trainer), weights_of(whole));
 }
 
+// A loss that explodes is found after the update: the step counts, for AdamW as for the average of the weights.
+TEST_F(TrainingTest, AStepThatExplodesCounts) {
+  options.ema = 0.5;
+  Training trainer(options);
+  std::vector<double> sum(weights_of(trainer).size());
+  for (int i = 1; i <= 2; ++i) {
+    const std::vector<double> before = weights_of(trainer);
+    for (const Parameter& parameter : trainer.model().parameters())
+      if (parameter.name == "lm_head.weight") {
+        fill(parameter.value.value(), 1000);
+        fill(parameter.value.value().slice(0, 0, 1), -1000);
+      }
+    expect_error([&] { trainer.step(); }, {fmt::format("step {}:", i), "exploded"});
+    EXPECT_EQ(trainer.steps_done(), i);
+    const std::vector<double> after = weights_of(trainer);
+    EXPECT_NE(after, before);
+    for (size_t k = 0; k < sum.size(); ++k) sum[k] = 0.5 * sum[k] + 0.5 * after[k];
+  }
+  std::filesystem::create_directory(folder.path("saved"));
+  trainer.save(folder.path("saved"));
+  const LanguageModel average = load_model(folder.path("saved/ema"));
+  std::vector<double> averaged;
+  for (const Parameter& parameter : average.parameters())
+    for (double x : to_doubles(parameter.value.value())) averaged.push_back(x);
+  for (double& x : sum) x /= 0.75;
+  EXPECT_LT(relative_error(averaged, sum), 1e-6);
+}
+
 TEST_F(TrainingTest, AProfiledStepComputesTheSame) {
   for (const bool recompute : {false, true}) {
     options.recompute = recompute;

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "base/parallel.h"
+#include "ops/elementwise.h"
 #include "ops/optim/adamw_kernels.h"
 #include "ops/optim/blend.h"
 #include "ops/optim/muon_kernels.h"
@@ -66,19 +67,37 @@ void muon_apply(const Tensor& parameter, const Tensor& direction, const Tensor& 
 
 }  // namespace cpu
 
-void orthogonalize(const Tensor& x, MatmulPrecision precision) {
-  const ArgumentCheck check("orthogonalize");
-  check.rank("x", x, 2);
+namespace {
+
+// Memory for the update of one matrix after the other, with room for the largest.
+class Scratch {
+ public:
+  Scratch(Device device, int64_t elements, int64_t least)
+      : squares(Tensor::empty({1}, DType::f64, device)),
+        product_(Tensor::empty({elements}, DType::f32, device)),
+        a_(Tensor::empty({least * least}, DType::f32, device)),
+        a_squared_(Tensor::empty({least * least}, DType::f32, device)) {}
+
+  Tensor product(int64_t rows, int64_t columns) const { return cut(product_, rows, columns); }
+  Tensor a(int64_t least) const { return cut(a_, least, least); }
+  Tensor a_squared(int64_t least) const { return cut(a_squared_, least, least); }
+  static Tensor cut(const Tensor& memory, int64_t rows, int64_t columns) {
+    return memory.slice(0, 0, rows * columns).view({rows, columns});
+  }
+
+  Tensor squares;
+
+ private:
+  Tensor product_, a_, a_squared_;
+};
+
+void orthogonalize_with(const Scratch& scratch, const Tensor& x, MatmulPrecision precision) {
   const int64_t rows = x.size(0), columns = x.size(1), least = std::min(rows, columns);
   const Device device = x.device();
-  check.dense("x", x, DType::f32, {rows, columns}, device);
-  if (least == 0) return;
   const bool wide = rows <= columns;
-  const Tensor squares = Tensor::empty({1}, DType::f64, device);
-  FURIOUS_DISPATCH(device, sum_of_squares(squares, std::span(&x, 1)));
-  FURIOUS_DISPATCH(device, muon_normalize(x, squares));
-  const Tensor product = Tensor::empty_like(x);
-  const Tensor a = Tensor::empty({least, least}, DType::f32, device), a_squared = Tensor::empty_like(a);
+  FURIOUS_DISPATCH(device, sum_of_squares(scratch.squares, std::span(&x, 1)));
+  FURIOUS_DISPATCH(device, muon_normalize(x, scratch.squares));
+  const Tensor product = scratch.product(rows, columns), a = scratch.a(least), a_squared = scratch.a_squared(least);
   for (int i = 0; i < kIterations; ++i) {
     matmul(a, x, x, {.transpose_a = !wide, .transpose_b = wide, .precision = precision});
     matmul(a_squared, a, a, {.precision = precision});
@@ -88,12 +107,33 @@ void orthogonalize(const Tensor& x, MatmulPrecision precision) {
   }
 }
 
+}  // namespace
+
+void orthogonalize(const Tensor& x, MatmulPrecision precision) {
+  const ArgumentCheck check("orthogonalize");
+  check.rank("x", x, 2);
+  check.dense("x", x, DType::f32, {x.size(0), x.size(1)}, x.device());
+  if (x.elements() == 0) return;
+  orthogonalize_with({x.device(), x.elements(), std::min(x.size(0), x.size(1))}, x, precision);
+}
+
+void muon_direction(const Tensor& direction, const Tensor& momentum, const Tensor& gradient, const Tensor& numbers,
+                    double mu) {
+  FURIOUS_DISPATCH(numbers.device(), muon_momentum(direction, momentum, gradient, numbers, static_cast<float>(mu)));
+}
+
+void muon_step(const Tensor& parameter, const Tensor& direction, const Tensor& numbers, int64_t rows, int64_t columns) {
+  const double factor = kStepSize * std::sqrt(static_cast<double>(std::max(rows, columns)));
+  FURIOUS_DISPATCH(numbers.device(), muon_apply(parameter, direction, numbers, static_cast<float>(factor)));
+}
+
 void muon_update(std::span<const MuonTensors> tensors, const Tensor& numbers, double momentum,
                  MatmulPrecision precision) {
   if (tensors.empty()) return;
   const ArgumentCheck check("muon");
   const Device device = numbers.device();
   check.dense("numbers", numbers, DType::f32, {kAdamWConstants}, device);
+  int64_t elements = 0, least = 0;
   for (const MuonTensors& each : tensors) {
     check.rank("parameter", each.parameter, 2);
     const int64_t rows = each.parameter.size(0), columns = each.parameter.size(1);
@@ -101,13 +141,19 @@ void muon_update(std::span<const MuonTensors> tensors, const Tensor& numbers, do
     check.dense("parameter", each.parameter, DType::f32, shape, device);
     check.dense("gradient", each.gradient, DType::f32, shape, device);
     check.dense("momentum", each.momentum, DType::f32, shape, device);
-    if (each.parameter.elements() == 0) continue;
-    const Tensor direction = Tensor::zeros({rows, columns}, DType::f32, device);
-    FURIOUS_DISPATCH(device,
-                     muon_momentum(direction, each.momentum, each.gradient, numbers, static_cast<float>(momentum)));
-    orthogonalize(direction, precision);
-    const double factor = kStepSize * std::sqrt(static_cast<double>(std::max(rows, columns)));
-    FURIOUS_DISPATCH(device, muon_apply(each.parameter, direction, numbers, static_cast<float>(factor)));
+    elements = std::max(elements, rows * columns);
+    least = std::max(least, std::min(rows, columns));
+  }
+  const Scratch scratch(device, elements, least);
+  const Tensor directions = Tensor::empty({elements}, DType::f32, device);
+  for (const MuonTensors& each : tensors) {
+    const int64_t rows = each.parameter.size(0), columns = each.parameter.size(1);
+    if (rows * columns == 0) continue;
+    const Tensor direction = Scratch::cut(directions, rows, columns);
+    fill(direction, 0);  // a scale of NaN leaves it as it is
+    muon_direction(direction, each.momentum, each.gradient, numbers, momentum);
+    orthogonalize_with(scratch, direction, precision);
+    muon_step(each.parameter, direction, numbers, rows, columns);
   }
 }
 

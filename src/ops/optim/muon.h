@@ -28,10 +28,18 @@ struct MuonTensors {
 };
 
 // `numbers`: the step's, as for adamw_update, of which learning rate, decay and gradient scale are used. A scale of NaN
-// changes nothing.
+// changes nothing. All memory is allocated before anything is changed.
 void muon_update(std::span<const MuonTensors> tensors, const Tensor& numbers, double momentum,
                  MatmulPrecision precision = MatmulPrecision::f32);
 
+// Its parts, for those who hold matrices in pieces. The first and the last work on any piece of one, with all tensors
+// of one shape; between them the directions of a whole matrix are orthogonalized.
+//
+// momentum ← μ momentum + g,  direction = g + μ momentum
+void muon_direction(const Tensor& direction, const Tensor& momentum, const Tensor& gradient, const Tensor& numbers,
+                    double mu);
+// W ← (1 − lr·weight_decay) W − lr · 0.2 √max(rows, columns) · direction, with the sizes of the whole matrix.
+void muon_step(const Tensor& parameter, const Tensor& direction, const Tensor& numbers, int64_t rows, int64_t columns);
 // The Newton–Schulz iteration on x itself, five times.
 void orthogonalize(const Tensor& x, MatmulPrecision precision = MatmulPrecision::f32);
 
