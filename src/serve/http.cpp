@@ -135,9 +135,8 @@ class Connection::Exchange : public HttpExchange, public std::enable_shared_from
     return std::exchange(request_.body, {});
   }
   void respond(HttpAnswer answer) override {
-    with_connection([answer = std::move(answer), n = number_](Connection& own) mutable {
-      own.respond(n, std::move(answer));
-    });
+    with_connection(
+        [answer = std::move(answer), n = number_](Connection& own) mutable { own.respond(n, std::move(answer)); });
   }
   void start_stream(std::string type) override {
     with_connection([type = std::move(type), n = number_](Connection& own) { own.start_stream(n, type); });

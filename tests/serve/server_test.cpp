@@ -174,8 +174,8 @@ TEST_P(ServerOf, AnswersTheSameToTheBitHoweverItStarts) {
   EXPECT_EQ(answered(restored), cold);
 }
 
-// The tier that a prompt starts from: a slot, memory, a file. A request for as many answers as there are slots leaves no
-// warm one.
+// The tier that a prompt starts from: a slot, memory, a file. A request for as many answers as there are slots leaves
+// no warm one.
 TEST_P(ServerOf, StartsFromEveryTier) {
   const TemporaryDirectory folder;
   const Model model = served_model(GetParam());
