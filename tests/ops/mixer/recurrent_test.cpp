@@ -2,7 +2,6 @@
 
 #include "ops/mixer/mixer_case.h"
 #include "support.h"
-#include "tensor/arena.h"
 
 namespace furious {
 namespace {
@@ -395,23 +394,6 @@ TEST(Recurrent, ClearedSlotsAreEmptyAndFree) {
 
 // The key of a captured step: equal for any slots in one table while the longest window is in the same chunk
 // and either none or some have a state.
-// A long prompt in chunks: what a chunk needs for all tokens before it is memory that the next ones use again.
-TEST(Recurrent, ChunksOfAKvCacheUseMemoryAgain) {
-  constexpr int64_t kTokens = 4096, kChunk = 32, kHeads = 4, kDim = 64;
-  Arena arena(Device{});
-  Random random(3);
-  const Shape shape{1, kChunk, kHeads, kDim};
-  const MixerInputs chunk{
-      random.normal_tensor(shape), random.normal_tensor(shape), random.normal_tensor(shape), {}, {}, {}};
-  {
-    const Arena::Scope scope(arena);
-    MixerCache cache(mixer_spec("softmax"), {1, kHeads, kHeads, kHeads, kDim, kDim});
-    for (int64_t read = 0; read < kTokens; read += kChunk) cache.prefill(0, chunk);
-    EXPECT_EQ(cache.tokens(0), kTokens);
-    EXPECT_LT(arena.usage().reserved, 16 * static_cast<size_t>(cache.bytes(0)));
-  }
-}
-
 TEST(Recurrent, RecordingChangesWithTheAddressesOfAStep) {
   MixerCache cache(mixer_spec("2mamba"), {3, 1, 1, 1, 8, 8});
   const Tensor x = Tensor::zeros({1, 1, 8}, DType::f32), a = Tensor::zeros({1, 1}, DType::f32);
