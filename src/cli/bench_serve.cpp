@@ -52,13 +52,15 @@ struct ServeBench {
   std::string preset = "2mamba", size = "tiny";
   std::vector<int64_t> clients{1, 8, 64};
   int64_t prompt = 64, tokens = 128, vocabulary = 32000, long_prompt = 100000, writers = 4, chunk = 0;
-  double long_seconds = 60;
+  double long_seconds = 60, temperature = 0, top_p = 1;
   std::string device = "auto", dtype;
   int threads = 0;
   std::string json;
 
   void run() const;
   Model model() const;
+  Sampling sampling() const;
+  std::string request_json(int64_t seed, int64_t prompt_tokens, int64_t answer_tokens) const;
   Rates decoder_rates(const Model& model, int64_t batch) const;
   nlohmann::json measure_clients(const Model& model, uint16_t port, int64_t count, int64_t round) const;
   nlohmann::json measure_long_prompt(uint16_t port) const;
@@ -80,7 +82,7 @@ std::string ids_json(int64_t seed, int64_t length) {
 // One streamed completion: when each event came.
 class StreamedRequest {
  public:
-  StreamedRequest(uint16_t port, int64_t seed, int64_t prompt, int64_t tokens)
+  StreamedRequest(uint16_t port, const std::string& body)
       : socket_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)), start_(Clock::now()) {
     sockaddr_in address = {};
     address.sin_family = AF_INET;
@@ -88,10 +90,6 @@ class StreamedRequest {
     address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
     require(::connect(socket_, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0,
             "bench serve: no connection to port {}", port);
-    // eos is never chosen, so that all answers have the same length.
-    const std::string body =
-        fmt::format(R"({{"prompt":{},"max_tokens":{},"temperature":0,"stream":true,"logit_bias":{{"257":-100}}}})",
-                    ids_json(seed, prompt), tokens);
     std::string bytes =
         fmt::format("POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n{}",
                     body.size(), body);
@@ -173,6 +171,22 @@ Model ServeBench::model() const {
   return Model(std::make_shared<const Model::Parts>(std::move(language_model), load_tokenizer("byte"), false, threads));
 }
 
+// Only ASCII is written: eos is never chosen, so that all answers have the same length, and every token is an event,
+// since none is a part of a character that waits for the rest.
+Sampling ServeBench::sampling() const {
+  Sampling sampling{.temperature = temperature, .top_p = top_p};
+  for (int32_t id = 128; id < 258; ++id) sampling.logit_bias.push_back({id, -100});
+  return sampling;
+}
+
+std::string ServeBench::request_json(int64_t seed, int64_t prompt_tokens, int64_t answer_tokens) const {
+  nlohmann::json bias;
+  for (const LogitBias& one : sampling().logit_bias) bias[std::to_string(one.id)] = one.value;
+  return fmt::format(
+      R"({{"prompt":{},"max_tokens":{},"temperature":{},"top_p":{},"seed":{},"stream":true,"logit_bias":{}}})",
+      ids_json(seed, prompt_tokens), answer_tokens, temperature, top_p, seed, bias.dump());
+}
+
 // Of the decoder alone, after the same prompt, which counts for the cores.
 Rates ServeBench::decoder_rates(const Model& model, int64_t batch) const {
   const ThreadLimit limit(threads);
@@ -182,11 +196,12 @@ Rates ServeBench::decoder_rates(const Model& model, int64_t batch) const {
   for (int64_t i = 0; i < batch; ++i) {
     slots.push_back(decoder.start());
     decoder.read(slots.back(), std::vector<int32_t>(static_cast<size_t>(prompt), static_cast<int32_t>(i)));
-    decoder.set_sampling(slots.back(), {.temperature = 0, .top_p = 1});
+    decoder.set_sampling(slots.back(), sampling());
   }
   const auto write = [&](int64_t count) {
     for (int64_t i = 0; i < count; ++i) (void)decoder.step(slots).wait();
   };
+  write(1);  // the first step makes kernels, which the server then finds too
   const Clock::time_point start = Clock::now();
   write(tokens);
   const auto written = static_cast<double>(batch * tokens);
@@ -194,6 +209,7 @@ Rates ServeBench::decoder_rates(const Model& model, int64_t batch) const {
 }
 
 nlohmann::json ServeBench::measure_clients(const Model& model, uint16_t port, int64_t count, int64_t round) const {
+  const Rates alone = decoder_rates(model, count);
   std::vector<std::unique_ptr<StreamedRequest>> requests(static_cast<size_t>(count));
   const Clock::time_point start = Clock::now();
   const double cpu = cpu_seconds();
@@ -201,7 +217,7 @@ nlohmann::json ServeBench::measure_clients(const Model& model, uint16_t port, in
     ClientThreads threads_of_clients;
     for (int64_t i = 0; i < count; ++i)
       threads_of_clients.start([&, i] {
-        requests[i] = std::make_unique<StreamedRequest>(port, 1000 * round + i, prompt, tokens);
+        requests[i] = std::make_unique<StreamedRequest>(port, request_json(1000 * round + i, prompt, tokens));
         requests[i]->receive();
       });
     threads_of_clients.join();
@@ -222,7 +238,6 @@ nlohmann::json ServeBench::measure_clients(const Model& model, uint16_t port, in
                                     [&](const auto time) { return time > all_write && time <= one_ended; });
   const double window = std::chrono::duration<double>(one_ended - all_write).count();
   const double steady = window > 0 ? static_cast<double>(within) / window : 0;
-  const Rates alone = decoder_rates(model, count);
   fmt::print("{:>8} {:>10.1f} {:>10.1f} {:>10.1f} {:>7.2f} {:>9.2f} {:>10.1f} {:>10.1f} {:>10.2f} {:>10.2f}\n", count,
              static_cast<double>(count * tokens) / seconds, steady, alone.per_second, steady / alone.per_second,
              per_cpu_second / alone.per_cpu_second, percentile(first, 0.5) * 1e3, percentile(first, 0.99) * 1e3,
@@ -248,14 +263,14 @@ nlohmann::json ServeBench::measure_long_prompt(uint16_t port) const {
     ClientThreads all;
     for (int64_t i = 0; i < writers; ++i)
       all.start([&, i] {
-        requests[i] = std::make_unique<StreamedRequest>(port, 900000 + 100 * length + i, prompt, 1 << 20);
+        requests[i] = std::make_unique<StreamedRequest>(port, request_json(900000 + 100 * length + i, prompt, 1 << 20));
         requests[i]->receive(&stop);
       });
     std::this_thread::sleep_for(std::chrono::seconds(1));
     const Clock::time_point begin = Clock::now();
     std::atomic<bool> arrived{false};
     if (length > 0) {
-      StreamedRequest request(port, 7, length, 1);
+      StreamedRequest request(port, request_json(7, length, 1));
       std::atomic<bool> enough{false};
       std::jthread reader([&] {
         try {
@@ -349,6 +364,10 @@ void add_bench_serve(CLI::App& bench) {
   command->add_option("--prefill-chunk", options->chunk, "As in `furious serve`; 0: the default")
       ->check(CLI::Range(0, 4096))
       ->capture_default_str();
+  command->add_option("--temperature", options->temperature, "Of sampling, also of the decoder alone; 0: greedy")
+      ->check(CLI::Range(0.0, 2.0))
+      ->capture_default_str();
+  command->add_option("--top-p", options->top_p, "Of sampling")->check(CLI::Range(0.0, 1.0))->capture_default_str();
   add_threads(*command, options->threads);
   add_device(*command, options->device);
   add_dtype(*command, options->dtype);

@@ -25,7 +25,7 @@ constexpr int64_t kMostSlotsCpu = 64, kMostSlotsGpu = 512;
 
 struct ServeCommand {
   std::string model, slots = "auto", chat_template, log_format = "text", name;
-  std::string state_bytes = "20GB", host_bytes = "auto", body_bytes = "16MB";
+  std::string state_bytes = "20GB", host_bytes = "auto", device_bytes = "auto", body_bytes = "16MB";
   LoadOptions load;
   serve::ServerOptions server;
   int64_t prefill_chunk = 0, context = 0;
@@ -98,6 +98,10 @@ void ServeCommand::run() {
   server.scheduler.chunk = prefill_chunk > 0 ? prefill_chunk : device.is_cpu() ? 64 : 1024;
   server.store.disk_bytes = bytes_of(state_bytes);
   server.store.host_bytes = host_bytes == "auto" ? static_cast<uint64_t>(available_memory() / 4) : bytes_of(host_bytes);
+  // On a CPU a state in memory of the host is as near as one in a slot.
+  server.scheduler.device_bytes = device_bytes != "auto" ? bytes_of(device_bytes)
+                                  : device.is_cpu()      ? 0
+                                                         : static_cast<uint64_t>(usable_memory(device) / 4);
   server.limits.body_bytes = bytes_of(body_bytes);
   server.limits.connections = most_connections();
   server.json_log = log_format == "json";
@@ -182,6 +186,11 @@ void add_serve(CLI::App& app) {
   command
       ->add_option("--host-bytes", options->host_bytes,
                    "Largest size of all states in memory; auto: a quarter of what is available")
+      ->capture_default_str();
+  command
+      ->add_option("--device-bytes", options->device_bytes,
+                   "Largest size of states in slots that no request needs; auto: a quarter of what is available on a "
+                   "GPU, none on a CPU")
       ->capture_default_str();
   command->add_flag("--state-bf16", options->server.store.bf16,
                     "Keep states in bf16: half the bytes, but answers after a restored one may differ in rounding");

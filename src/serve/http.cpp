@@ -75,7 +75,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
   void stop();  // after the answer that is being written
 
   // Of the exchange with this number; others are over.
-  void respond(uint64_t number, const HttpAnswer& answer);
+  void respond(uint64_t number, HttpAnswer answer);
   void start_stream(uint64_t number, const std::string& content_type);
   void write(uint64_t number, const std::string& bytes);
   void finish(uint64_t number);
@@ -116,7 +116,8 @@ class Connection : public std::enable_shared_from_this<Connection> {
   bool keep_alive_ = true, is_head_ = false, is_http_1_0_ = false;
   bool streaming_ = false, completed_ = false;
   std::string unsent_, sending_;
-  size_t sent_ = 0;  // of sending_
+  size_t sent_ = 0;                          // of sending_
+  std::shared_ptr<const void> answer_held_;  // HttpAnswer::held
 };
 
 class Connection::Exchange : public HttpExchange, public std::enable_shared_from_this<Exchange> {
@@ -134,7 +135,8 @@ class Connection::Exchange : public HttpExchange, public std::enable_shared_from
     return std::exchange(request_.body, {});
   }
   void respond(HttpAnswer answer) override {
-    with_connection([answer = std::move(answer), n = number_](Connection& own) { own.respond(n, answer); });
+    with_connection(
+        [answer = std::move(answer), n = number_](Connection& own) mutable { own.respond(n, std::move(answer)); });
   }
   void start_stream(std::string type) override {
     with_connection([type = std::move(type), n = number_](Connection& own) { own.start_stream(n, type); });
@@ -165,7 +167,7 @@ class Connection::Exchange : public HttpExchange, public std::enable_shared_from
  private:
   template <class Action>
   void with_connection(Action action) {
-    asio::dispatch(shared_->io, [connection = connection_, action = std::move(action)] {
+    asio::dispatch(shared_->io, [connection = connection_, action = std::move(action)]() mutable {
       if (const std::shared_ptr<Connection> own = connection.lock()) action(*own);
     });
   }
@@ -314,11 +316,16 @@ std::string Connection::head_of(const HttpAnswer& answer, bool with_length) cons
   return head + (keep_alive_ ? "Connection: keep-alive\r\n\r\n" : "Connection: close\r\n\r\n");
 }
 
-void Connection::respond(uint64_t number, const HttpAnswer& answer) {
+void Connection::respond(uint64_t number, HttpAnswer answer) {
   if (!exchange_ || number != number_ || streaming_ || completed_) return;
   keep_alive_ = keep_alive_ && !shared_->closing;
   completed_ = true;
-  send(head_of(answer, true) + (is_head_ ? "" : answer.body));
+  answer_held_ = std::move(answer.held);
+  std::string head = head_of(answer, true);
+  if (is_head_) return send(std::move(head));
+  if (answer.body.size() <= kSmallBody) return send(head + answer.body);  // in one packet, if it fits
+  send(std::move(head));
+  send(std::move(answer.body));
 }
 
 void Connection::start_stream(uint64_t number, const std::string& content_type) {
@@ -374,6 +381,8 @@ void Connection::on_sent(error_code error, size_t count) {
 
 void Connection::complete() {
   completed_ = streaming_ = false;
+  if (sending_.capacity() > kSmallBody) std::string().swap(sending_);  // an idle connection keeps no memory
+  answer_held_.reset();
   if (const std::shared_ptr<Exchange> exchange = std::exchange(exchange_, nullptr)) exchange->complete();
   if (!keep_alive_ || shared_->closing) return linger();
   serve();
@@ -416,6 +425,7 @@ void Connection::close() {
   error_code ignored;
   timer_.cancel();
   socket_.close(ignored);
+  answer_held_.reset();
   const std::shared_ptr<Connection> self = shared_from_this();
   shared_->count.fetch_sub(static_cast<int64_t>(shared_->connections.erase(self)));
   if (const std::shared_ptr<Exchange> exchange = std::exchange(exchange_, nullptr)) exchange->leave();

@@ -43,6 +43,7 @@ struct HttpAnswer {
   std::string content_type = "application/json";
   std::string body;
   std::vector<std::pair<std::string, std::string>> headers = {};
+  std::shared_ptr<const void> held = {};  // let go when all was sent, or the client has gone away
 };
 
 // One request and its answer, which is either respond() or start_stream(), write()…, finish(). All functions may be

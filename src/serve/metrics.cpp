@@ -30,6 +30,13 @@ void write_counter(std::string& out, std::string_view name, std::string_view hel
   fmt::format_to(std::back_inserter(out), "# HELP {0} {1}\n# TYPE {0} counter\n{0} {2}\n", name, help, value);
 }
 
+void write_counters(std::string& out, std::string_view name, std::string_view help, std::string_view label,
+                    std::initializer_list<std::pair<std::string_view, int64_t>> values) {
+  auto to = std::back_inserter(out);
+  fmt::format_to(to, "# HELP {0} {1}\n# TYPE {0} counter\n", name, help);
+  for (const auto& [which, value] : values) fmt::format_to(to, "{}{{{}=\"{}\"}} {}\n", name, label, which, value);
+}
+
 void write_gauge(std::string& out, std::string_view name, std::string_view help, double value) {
   fmt::format_to(std::back_inserter(out), "# HELP {0} {1}\n# TYPE {0} gauge\n{0} {2}\n", name, help, value);
 }

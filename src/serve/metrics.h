@@ -4,8 +4,10 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <initializer_list>
 #include <string>
 #include <string_view>
+#include <utility>
 
 namespace furious::serve {
 
@@ -24,6 +26,9 @@ class Histogram {
 };
 
 void write_counter(std::string& out, std::string_view name, std::string_view help, int64_t value);
+// Counters of one name, told apart by the value of a label.
+void write_counters(std::string& out, std::string_view name, std::string_view help, std::string_view label,
+                    std::initializer_list<std::pair<std::string_view, int64_t>> values);
 void write_gauge(std::string& out, std::string_view name, std::string_view help, double value);
 
 }  // namespace furious::serve

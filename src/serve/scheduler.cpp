@@ -147,6 +147,7 @@ Scheduler::Scheduler(const Model& model, StateStore* store, SchedulerOptions opt
       store_(store),
       options_(std::move(options)),
       decoder_(model.parts().language_model, options_.slots, model.parts().tokenizer->vocabulary_size()),
+      warm_(decoder_, options_.device_bytes),
       no_passes_(passes_before_any(model.parts().language_model, store != nullptr && store->options().bf16)),
       free_(options_.slots) {
   require(options_.chunk >= 1, "scheduler: chunks of {} tokens, expected 1 or more", options_.chunk);
@@ -259,6 +260,8 @@ void Scheduler::run() {
     }
     std::erase_if(active_, [](const Ticket& job) { return job->phase == Running::Phase::ended; });
     counters_.used_slots.store(options_.slots - free_, std::memory_order_relaxed);
+    counters_.warm_slots.store(warm_.size(), std::memory_order_relaxed);
+    counters_.warm_bytes.store(static_cast<int64_t>(warm_.bytes()), std::memory_order_relaxed);
     flush();
   }
   const auto error = std::make_shared<const ApiError>(shutting_down());
@@ -335,13 +338,19 @@ void Scheduler::start(const Ticket& job) {
   active_.push_back(job);
   leave_queue(*job);
   job->phase = Running::Phase::searching;
+  std::vector<PassEnd> passes = pass_ends(job->job.prompt, job->ends, no_passes_);
+  if (const auto warm = warm_.fork_longest(job->job.prompt.ids, passes)) {
+    job->slot = warm->slot;
+    job->at = job->kept = warm->read.ids;
+    job->passes = warm->read.passes;
+  }
   if (store_ == nullptr) {
     job->searched.store(true);
     return;
   }
-  const auto search = [this, job] {
+  const auto search = [this, job, passes = std::move(passes), known = job->at] {
     try {
-      job->match = store_->find(job->job.prompt, pass_ends(job->job.prompt, job->ends, no_passes_));
+      job->match = store_->find(job->job.prompt, passes, known);
     } catch (const std::exception&) {  // the store has said why; the prompt is read
     }
     job->searched.store(true);
@@ -364,24 +373,37 @@ void Scheduler::start(const Ticket& job) {
 
 void Scheduler::begin_reading(Running& job) {
   job.phase = Running::Phase::reading;
-  job.slot = decoder_.start();
-  job.passes = no_passes_;
+  if (job.slot < 0) job.slot = warm_.start();
   if (job.match) {
     try {
       decoder_.restore(job.slot, job.match->snapshot->restored());
       job.at = job.kept = job.match->ids;
       job.passes = job.match->snapshot->passes;
+      warm_.keep(job.slot, std::span(job.job.prompt.ids).first(job.at), job.passes, free_);
     } catch (const Error&) {  // of another model after all: the prompt is read
       decoder_.stop(job.slot);
-      job.slot = decoder_.start();
+      job.slot = warm_.start();
+      job.at = job.kept = 0;
+      job.match.reset();
     }
-    job.match.reset();
   }
+  if (job.at == 0) job.passes = no_passes_;
+  count_start(job);
+  job.match.reset();
+  if (job.at == job.job.prompt.ids.size()) begin_writing(job);
+}
+
+void Scheduler::count_start(Running& job) {
   job.usage.prompt_tokens = static_cast<int64_t>(job.job.prompt.ids.size());
   job.usage.cached_tokens = static_cast<int64_t>(job.at);
   counters_.prompt_tokens.fetch_add(job.usage.prompt_tokens);
   counters_.cached_tokens.fetch_add(job.usage.cached_tokens);
-  if (job.at == job.job.prompt.ids.size()) begin_writing(job);
+  if (job.at == 0) return;
+  const StateTier tier = job.match ? job.match->tier : StateTier::device;
+  (tier == StateTier::device ? counters_.from_device
+   : tier == StateTier::host ? counters_.from_host
+                             : counters_.from_disk)
+      .fetch_add(1);
 }
 
 // Chunks of prompts in turn, for about so many seconds, at least one.
@@ -415,21 +437,21 @@ void Scheduler::read_chunk(Running& job) {
 }
 
 // Whether a snapshot is worth its time, which all jobs wait for: a tenth of it where there are others.
-bool Scheduler::may_keep(const Running& job) {
+bool Scheduler::may_store(const Running& job) {
   constexpr double kShare = 0.1, kMostSeconds = 1;
   if (store_ == nullptr) return false;
   if (job.job.background) return true;
-  if (static_cast<int64_t>(job.at - job.kept) < options_.least_tokens) return false;
   allowance_ = std::min(kMostSeconds, allowance_ + kShare * seconds_since(std::exchange(allowed_, Clock::now())));
   return allowance_ > 0 || active_.size() == 1;
 }
 
 void Scheduler::keep_snapshot(Running& job) {
-  if (!may_keep(job)) return;
+  if (!job.job.background && static_cast<int64_t>(job.at - job.kept) < options_.least_tokens) return;
+  const auto ids = std::span(job.job.prompt.ids).first(job.at);
+  warm_.keep(job.slot, ids, job.passes, free_);
+  if (!may_store(job)) return;
   const Clock::time_point start = Clock::now();
-  const std::vector<int32_t>& ids = job.job.prompt.ids;
-  store_->put({ids.begin(), ids.begin() + static_cast<int64_t>(job.at)}, decoder_.contents(job.slot),
-              transcript_at(job.job.prompt, job.at), job.passes);
+  store_->put({ids.begin(), ids.end()}, decoder_.contents(job.slot), transcript_at(job.job.prompt, job.at), job.passes);
   job.kept = job.at;
   allowance_ = std::max(-1.0, allowance_ - seconds_since(start));
 }
@@ -445,7 +467,7 @@ void Scheduler::begin_writing(Running& job) {
   const int32_t first = std::exchange(job.slot, -1);  // a slot has one owner, also where the next lines throw
   for (int i = 0; i < job.job.choices; ++i) {
     Writing& row = job.writings.emplace_back(Writing{&job, -1, TextStream(job.job.stop), {.choice = i}});
-    row.slot = i == 0 ? first : decoder_.fork(first);
+    row.slot = i == 0 ? first : warm_.fork(first);
     row.last = job.job.prompt.ids.back();
     Sampling sampling = job.job.sampling;
     sampling.seed += static_cast<uint64_t>(i);

@@ -33,6 +33,7 @@
 #include "serve/openai.h"
 #include "serve/prompt.h"
 #include "serve/state_store.h"
+#include "serve/warm_slots.h"
 
 namespace furious::serve {
 
@@ -46,6 +47,7 @@ struct SchedulerOptions {
   int64_t queue_tokens = 8 << 20;  // of their prompts together
   int64_t background = 64;         // background jobs that may wait; older ones are dropped
   int64_t least_tokens = 32;       // read since the last snapshot, for another one at a planned point
+  uint64_t device_bytes = 0;       // of states in slots that no job needs (serve/warm_slots.h)
   bool exact = false;
   // Where callbacks run, in order, and where the store is searched. Empty: on the scheduler's thread.
   std::function<void(Task)> deliver = {};
@@ -79,7 +81,9 @@ struct Job {
 struct SchedulerCounters {
   std::atomic<int64_t> prompt_tokens{0}, cached_tokens{0}, written_tokens{0}, finished{0}, cancelled{0}, failed{0},
       refused{0}, steps{0}, dropped{0};
-  std::atomic<int64_t> waiting{0}, used_slots{0}, bytes{0};  // now
+  // Prompts that started from a state, by where it was.
+  std::atomic<int64_t> from_device{0}, from_host{0}, from_disk{0};
+  std::atomic<int64_t> waiting{0}, used_slots{0}, warm_slots{0}, warm_bytes{0};  // now
   Histogram first_token, per_token;
 };
 
@@ -115,9 +119,10 @@ class Scheduler {
   void admit();
   void start(const Ticket& job);
   void begin_reading(Running& job);
+  void count_start(Running& job);
   void read_prompts(double seconds);
   void read_chunk(Running& job);
-  bool may_keep(const Running& job);
+  bool may_store(const Running& job);
   void keep_snapshot(Running& job);
   void begin_writing(Running& job);
   double write_tokens();
@@ -136,7 +141,8 @@ class Scheduler {
   StateStore* store_;
   SchedulerOptions options_;
   SchedulerCounters counters_;
-  Decoder decoder_;           // of the thread
+  Decoder decoder_;  // of the thread
+  WarmSlots warm_;
   const uint64_t no_passes_;  // what PassEnd::passes begins with
 
   // Of the thread.

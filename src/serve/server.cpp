@@ -303,7 +303,11 @@ std::string Server::Parts::metrics_text() const {
   gauge("waiting", "Jobs without a slot", own.waiting.load());
   gauge("slots", "Slots", options_.scheduler.slots);
   gauge("used_slots", "Slots in use", own.used_slots.load());
+  gauge("warm_slots", "Slots that hold a state for later", own.warm_slots.load());
+  gauge("warm_bytes", "Bytes of states in these slots", own.warm_bytes.load());
   gauge("connections", "Open connections", http_->connections());
+  write_counters(out, "furious_prompts_from_state_total", "Prompts that started from a state, by where it was", "tier",
+                 {{"device", own.from_device.load()}, {"host", own.from_host.load()}, {"disk", own.from_disk.load()}});
   counter("store_hits_total", "Searches of the state store that found a prefix", store.hits);
   counter("store_misses_total", "Searches of the state store that found none", store.misses);
   counter("store_hit_tokens_total", "Tokens that found states had read", store.hit_tokens);

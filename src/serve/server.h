@@ -23,6 +23,7 @@ struct ServerOptions {
   HttpLimits limits = {};
   SchedulerOptions scheduler = {};
   StateStoreOptions store = {};
+  uint64_t download_bytes = 256 << 20;      // of states that are sent at a time; one that is alone may be larger
   int64_t most_tokens = 4096;               // of an answer
   int64_t most_context = int64_t{1} << 20;  // of prompt and answer
   int request_seconds = 600;                // for an answer, waiting included

@@ -76,6 +76,7 @@ class Server::Parts {
   void list_states(const Exchange& exchange);
   void one_state(const Exchange& exchange);
   void state_data(const Exchange& exchange);
+  std::shared_ptr<const void> reserve_download(uint64_t bytes);
 
   const Model model_;
   ServerOptions options_;
@@ -84,6 +85,8 @@ class Server::Parts {
   Workers settling_{1};  // what the others may wait for
   StateStore store_;
   FinishedResponses responses_;
+  // Shared with answers on their way, which end after the server.
+  const std::shared_ptr<std::atomic<uint64_t>> downloads_ = std::make_shared<std::atomic<uint64_t>>(0);
   std::atomic<int64_t> requests_{0}, errors_{0};
   std::atomic<bool> stopped_{false};
   mutable std::mutex random_mutex_;

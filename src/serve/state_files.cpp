@@ -84,6 +84,12 @@ void StateFiles::remove(const fs::path& file) {
   fs::remove(file, ignored);
 }
 
+uint64_t StateFiles::free_bytes() const {
+  std::error_code error;
+  const fs::space_info space = fs::space(directory_, error);
+  return error ? UINT64_MAX : space.available;
+}
+
 // Times that the system sets are those of its last tick, so that files of one tick would be in no order.
 void StateFiles::mark_used(const fs::path& file) {
   timespec now = {};

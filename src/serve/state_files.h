@@ -22,6 +22,7 @@ class StateFiles {
   uint64_t save(const std::filesystem::path& file, const Snapshot& snapshot) const;  // returns the bytes of the file
   std::shared_ptr<const Snapshot> load(const std::filesystem::path& file) const;
   static void remove(const std::filesystem::path& file);
+  uint64_t free_bytes() const;  // of the file system; where it does not tell, as many as there are numbers
   // The order of use survives a restart as the times of the files.
   static void mark_used(const std::filesystem::path& file);
   // A file that exists and cannot be opened, since no descriptor is left or its rights changed: it may be whole.

@@ -84,7 +84,7 @@ class StateStore::Parts {
 
   std::shared_ptr<const Snapshot> made(Snapshot snapshot) const;
   void put(std::shared_ptr<const Snapshot> snapshot);
-  std::optional<Match> find(const Prompt& prompt, std::span<const PassEnd> passes);
+  std::optional<Match> find(const Prompt& prompt, std::span<const PassEnd> passes, size_t known);
   void create(const std::string& name, std::shared_ptr<const Snapshot> snapshot);
   std::shared_ptr<const Snapshot> at(std::span<const int32_t> ids);
   std::shared_ptr<const Snapshot> named(const std::string& name);
@@ -107,8 +107,12 @@ class StateStore::Parts {
   void warn(const std::string& line) const;
   void scan();
   Shared new_entry(const Snapshot& snapshot, const std::string& name) const;
-  // Reads the file where it must. nullptr: it is gone, or was damaged.
-  std::shared_ptr<const Snapshot> snapshot_of(const Shared& entry);
+  struct Fetched {
+    std::shared_ptr<const Snapshot> snapshot;  // nullptr: it is gone, or was damaged
+    StateTier tier = StateTier::host;
+  };
+  // Reads the file where it must.
+  Fetched fetch(const Shared& entry);
   void write_pending();
   // With the lock held.
   void enqueue(const Shared& entry, const std::shared_ptr<const Snapshot>& snapshot);
@@ -183,10 +187,17 @@ void StateStore::Parts::enqueue(const Shared& entry, const std::shared_ptr<const
   wake_.notify_all();
 }
 
-// Named states whose writes failed: there may be space now.
+// Named states whose writes failed, where there is space for them now: a disk that is nearly full is not filled again
+// with what does not fit.
 void StateStore::Parts::enqueue_unwritten() {
-  for (const auto& [name, entry] : index.names())
-    if (entry->unwritten && !entry->queued) enqueue(entry, entry->host);
+  std::optional<uint64_t> space;
+  for (const auto& [name, entry] : index.names()) {
+    if (!entry->unwritten || entry->queued) continue;
+    if (!space) space = files.free_bytes();
+    if (entry->bytes > *space) continue;
+    *space -= entry->bytes;
+    enqueue(entry, entry->host);
+  }
 }
 
 std::shared_ptr<const Snapshot> StateStore::Parts::made(Snapshot snapshot) const {
@@ -224,7 +235,8 @@ void StateStore::Parts::put(std::shared_ptr<const Snapshot> snapshot) {
   index.evict_host();
 }
 
-std::optional<StateStore::Match> StateStore::Parts::find(const Prompt& prompt, std::span<const PassEnd> passes) {
+std::optional<StateStore::Match> StateStore::Parts::find(const Prompt& prompt, std::span<const PassEnd> passes,
+                                                         size_t known) {
   std::vector<StateIndex::Candidate> found;
   {
     const Lock lock(mutex);
@@ -237,7 +249,8 @@ std::optional<StateStore::Match> StateStore::Parts::find(const Prompt& prompt, s
     });
   };
   for (const StateIndex::Candidate& candidate : found) {
-    std::shared_ptr<const Snapshot> snapshot = snapshot_of(candidate.entry);
+    if (candidate.ids <= known) return std::nullopt;  // the longest come first
+    auto [snapshot, tier] = fetch(candidate.entry);
     if (!snapshot) continue;
     const bool same_ids = snapshot->ids.size() <= prompt.ids.size() && snapshot->ids.size() == candidate.ids &&
                           std::equal(snapshot->ids.begin(), snapshot->ids.end(), prompt.ids.begin());
@@ -246,20 +259,21 @@ std::optional<StateStore::Match> StateStore::Parts::find(const Prompt& prompt, s
     index.touch(candidate.entry);
     ++index.statistics.hits;
     index.statistics.hit_tokens += static_cast<int64_t>(candidate.ids);
-    return Match{std::move(snapshot), candidate.ids, !same_ids};
+    return Match{std::move(snapshot), candidate.ids, !same_ids, tier};
   }
+  if (known > 0) return std::nullopt;
   const Lock lock(mutex);
   ++index.statistics.misses;
   return std::nullopt;
 }
 
-std::shared_ptr<const Snapshot> StateStore::Parts::snapshot_of(const Shared& entry) {
+StateStore::Parts::Fetched StateStore::Parts::fetch(const Shared& entry) {
   std::filesystem::path file;
   {
     const Lock lock(mutex);
-    if (entry->host) return entry->host;
-    if (auto alive = entry->alive.lock()) return alive;
-    if (entry->gone || entry->file_bytes == 0) return nullptr;
+    if (entry->host) return {entry->host};
+    if (auto alive = entry->alive.lock()) return {alive};
+    if (entry->gone || entry->file_bytes == 0) return {};
     file = entry->file;
   }
   std::string reason;
@@ -269,20 +283,20 @@ std::shared_ptr<const Snapshot> StateStore::Parts::snapshot_of(const Shared& ent
     ++index.statistics.loads;
     index.set_host(entry, snapshot);
     index.evict_host();
-    return snapshot;
+    return {snapshot, StateTier::disk};
   } catch (const Error& error) {
     reason = error.what();
   }
   const Lock lock(mutex);
-  if (entry->gone || entry->file_bytes == 0) return nullptr;  // evicted in the meantime
+  if (entry->gone || entry->file_bytes == 0) return {};  // evicted in the meantime
   if (StateFiles::is_closed_to_us(file)) {
     warn(fmt::format("a stored state cannot be read now: {}", reason));
-    return nullptr;
+    return {};
   }
   ++index.statistics.damaged_files;
   index.erase(entry);
   warn(fmt::format("a stored state was dropped: {}", reason));
-  return nullptr;
+  return {};
 }
 
 void StateStore::Parts::create(const std::string& name, std::shared_ptr<const Snapshot> snapshot) {
@@ -309,7 +323,7 @@ std::shared_ptr<const Snapshot> StateStore::Parts::at(std::span<const int32_t> i
     found = index.with_ids(ids);
   }
   for (const Shared& entry : found) {
-    const auto snapshot = snapshot_of(entry);
+    const auto snapshot = fetch(entry).snapshot;
     if (snapshot && std::ranges::equal(snapshot->ids, ids)) return snapshot;
   }
   throw UnknownState("the state is no longer kept; send the request again and name it at once");
@@ -322,7 +336,7 @@ std::shared_ptr<const Snapshot> StateStore::Parts::named(const std::string& name
     entry = index.named(name);
     index.touch(entry);
   }
-  auto snapshot = snapshot_of(entry);
+  auto snapshot = fetch(entry).snapshot;
   if (!snapshot) throw UnknownState(fmt::format("the file of state \"{}\" was damaged; create it again", name));
   return snapshot;
 }
@@ -407,8 +421,8 @@ std::shared_ptr<const Snapshot> StateStore::put(std::vector<int32_t> ids, SlotCo
   return snapshot;
 }
 
-std::optional<StateStore::Match> StateStore::find(const Prompt& prompt, std::span<const PassEnd> passes) {
-  return parts_->find(prompt, passes);
+std::optional<StateStore::Match> StateStore::find(const Prompt& prompt, std::span<const PassEnd> passes, size_t known) {
+  return parts_->find(prompt, passes, known);
 }
 
 void StateStore::create(const std::string& name, std::vector<int32_t> ids, SlotContents contents,

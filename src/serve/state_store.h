@@ -14,7 +14,7 @@
 // passes in which its ids were read, since other passes round otherwise (serve/prompt.h).
 //
 // Snapshots are kept in memory of the host and in files of a directory (serve/state_index.h, serve/state_files.h).
-// Sequences in slots of a device are forked by the scheduler and do not pass through here. Every snapshot is also
+// States in slots of the device (serve/warm_slots.h) do not pass through here. Every snapshot is also
 // written to the directory, by a thread of the store; a snapshot that leaves memory is read again from its file when it
 // is found. A file that is damaged is removed with a warning. Where the disk is full the store warns and goes on in
 // memory.
@@ -51,6 +51,9 @@ struct StateStoreOptions {
   // Called with a line of text, from any thread; must not call the store. Empty: lines go to stderr.
   std::function<void(const std::string&)> warn = {};
 };
+
+// Where a state was when a prompt started from it.
+enum class StateTier { device, host, disk };
 
 // What a sequence has read, and its state after that. Never changes.
 struct Snapshot {
@@ -122,11 +125,13 @@ class StateStore {
     std::shared_ptr<const Snapshot> snapshot;
     size_t ids = 0;              // of the prompt that it has read: go on with the rest
     bool by_transcript = false;  // its own ids differ from those of the prompt
+    StateTier tier = StateTier::host;
   };
   // The snapshot that has read most of the prompt; of equal ones that with the same ids. With `passes` (ascending) only
   // one that ends with one of them, with the same ids read in the same passes; no file of another is read. A prompt
-  // that is read whole has logits to sample from, so nothing need be left to read.
-  std::optional<Match> find(const Prompt& prompt, std::span<const PassEnd> passes = {});
+  // that is read whole has logits to sample from, so nothing need be left to read. `known`: ids that a state elsewhere
+  // has read; only one that has read more is of use, and none is no miss.
+  std::optional<Match> find(const Prompt& prompt, std::span<const PassEnd> passes = {}, size_t known = 0);
 
   // Named states. An unknown name is UnknownState, a name that is taken is StateExists.
   void create(const std::string& name, std::vector<int32_t> ids, SlotContents contents, std::string transcript = {},

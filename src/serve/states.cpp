@@ -81,6 +81,15 @@ void Server::Parts::one_state(const Exchange& exchange) {
   respond(exchange, {200, "application/json", dump({{"name", name}, {"object", "state"}, {"deleted", true}}), {}});
 }
 
+// Counts the bytes of a download for as long as what it returns is held; an ApiError (429) where there is no space.
+std::shared_ptr<const void> Server::Parts::reserve_download(uint64_t bytes) {
+  const uint64_t others = downloads_->fetch_add(bytes);
+  std::shared_ptr<const void> held(nullptr, [all = downloads_, bytes](const void*) { all->fetch_sub(bytes); });
+  if (others > 0 && others + bytes > options_.download_bytes)
+    throw too_busy("other downloads of states take all memory for them; try again later", 1);
+  return held;
+}
+
 void Server::Parts::state_data(const Exchange& exchange) {
   const std::string name = name_in(exchange->request().path);
   if (exchange->request().method == "PUT") {
@@ -88,11 +97,15 @@ void Server::Parts::state_data(const Exchange& exchange) {
     store_.import_state(name, std::as_bytes(std::span(body)));
     return respond(exchange, {200, "application/json", dump(state_json(store_.describe(name))), {}});
   }
+  const NamedState state = store_.describe(name);
+  const uint64_t in_f32 = state.exact ? state.bytes : 2 * state.bytes;
+  std::shared_ptr<const void> held = reserve_download(in_f32);
   const std::vector<std::byte> bytes = store_.export_state(name);
   respond(exchange, {200,
                      "application/octet-stream",
                      {reinterpret_cast<const char*>(bytes.data()), bytes.size()},
-                     {{"Content-Disposition", fmt::format("attachment; filename=\"{}.state\"", name)}}});
+                     {{"Content-Disposition", fmt::format("attachment; filename=\"{}.state\"", name)}},
+                     std::move(held)});
 }
 
 }  // namespace furious::serve

@@ -246,6 +246,30 @@ TEST(ServerFaults, BodiesTogetherAreBounded) {
   EXPECT_EQ(last.receive().status, 200) << "what was taken is free again";
 }
 
+// Downloads of states are bounded together; what was sent, and what nobody waits for any more, is free again.
+TEST(ServerFaults, DownloadsTogetherAreBounded) {
+  serve::ServerOptions options = test_options();
+  options.download_bytes = 12 << 20;
+  const Served served(served_model("softmax", 20), options);
+  ASSERT_EQ(served.post("/v1/states", {{"name", "large"}, {"text", std::string(2500, 'a')}}).status, 200);
+  const uint64_t bytes = served.get("/v1/states/large").json()["bytes"];
+  ASSERT_GT(bytes, options.download_bytes / 2) << "two are too many";
+  const std::string path = "/v1/states/large/data";
+  {
+    Client stands_still(served.port());  // more than the buffers of its connection
+    stands_still.send_request("GET", path);
+    stands_still.wait_for("Content-Length");
+    const Response refused = served.get(path);
+    EXPECT_EQ(refused.status, 429);
+    EXPECT_NE(refused.head.find("Retry-After: "), std::string::npos);
+    EXPECT_EQ(served.get("/v1/states/large").status, 200);
+  }
+  Response first;
+  wait_until([&] { return (first = served.get(path)).status == 200; });  // the server sees that its client is gone
+  EXPECT_GE(first.body.size(), bytes);
+  EXPECT_EQ(served.get(path).body, first.body);
+}
+
 // Time-outs are about lack of progress: a slow download goes on, one that stands still does not.
 TEST(ServerFaults, SlowReadersAndWritersThatGoOnAreServed) {
   serve::HttpOptions options;

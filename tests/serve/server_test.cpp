@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
+
 #include "base/file.h"
 #include "serve/served_model.h"
 
@@ -170,6 +172,69 @@ TEST_P(ServerOf, AnswersTheSameToTheBitHoweverItStarts) {
   const Response restored = restarted.post("/v1/completions", body);
   EXPECT_GT(cached(restored), 0);
   EXPECT_EQ(answered(restored), cold);
+}
+
+// The tier that a prompt starts from: a slot, memory, a file. A request for as many answers as there are slots leaves
+// no warm one.
+TEST_P(ServerOf, StartsFromEveryTier) {
+  const TemporaryDirectory folder;
+  const Model model = served_model(GetParam());
+  serve::ServerOptions options = test_options();
+  options.store.directory = folder.path();
+  options.scheduler.exact = true;
+  options.scheduler.device_bytes = 1 << 30;
+  const json body = completion({{"logprobs", 1}, {"prompt", kText + kText}});
+  const json all_slots = completion({{"prompt", "others"}, {"n", 4}, {"max_tokens", 2}});
+  const auto tiers = [](const Served& served) {
+    const serve::SchedulerCounters& own = served.counters();
+    return std::array{own.from_device.load(), own.from_host.load(), own.from_disk.load()};
+  };
+  using Tiers = std::array<int64_t, 3>;
+  json cold;
+  {
+    Served served(model, options);
+    cold = answered(served.post("/v1/completions", body));
+    EXPECT_EQ(tiers(served), (Tiers{0, 0, 0}));
+    const Response warm = served.post("/v1/completions", body);
+    EXPECT_EQ(answered(warm), cold);
+    EXPECT_EQ(cached(warm), warm.json()["usage"]["prompt_tokens"]);
+    EXPECT_EQ(tiers(served), (Tiers{1, 0, 0}));
+    json longer = body;
+    longer["prompt"] = kText + kText + " and more";
+    EXPECT_GT(cached(served.post("/v1/completions", longer)), 0);
+    EXPECT_EQ(tiers(served), (Tiers{2, 0, 0})) << "from the last pass that both have";
+    EXPECT_EQ(served.post("/v1/completions", all_slots).status, 200);
+    EXPECT_EQ(answered(served.post("/v1/completions", body)), cold);
+    EXPECT_EQ(tiers(served), (Tiers{2, 1, 0}));
+    EXPECT_EQ(answered(served.post("/v1/completions", body)), cold);
+    EXPECT_EQ(tiers(served), (Tiers{3, 1, 0})) << "what came from memory is warm again";
+    const std::string metrics = served.get("/metrics").body;
+    EXPECT_NE(metrics.find("furious_prompts_from_state_total{tier=\"device\"} 3\n"), std::string::npos) << metrics;
+    EXPECT_NE(metrics.find("furious_prompts_from_state_total{tier=\"host\"} 1\n"), std::string::npos) << metrics;
+    EXPECT_NE(metrics.find("furious_store_hits_total 1\n"), std::string::npos) << metrics;
+    served.server().drain();
+  }
+  const Served restarted(model, options);
+  EXPECT_EQ(answered(restarted.post("/v1/completions", body)), cold);
+  EXPECT_EQ(tiers(restarted), (Tiers{0, 0, 1}));
+  EXPECT_EQ(answered(restarted.post("/v1/completions", body)), cold);
+  EXPECT_EQ(tiers(restarted), (Tiers{1, 0, 1}));
+}
+
+// A state in a slot that has read less does not hide one in memory that has read more.
+TEST(Server, StartsFromTheLongestStateOfAllTiers) {
+  const Model model = served_model("2mamba");
+  serve::ServerOptions options = test_options();
+  options.scheduler.device_bytes = 1 << 30;
+  const Served served(model, options);
+  const json part = completion({{"prompt", kText}}), whole = completion({{"prompt", kText + kText}});
+  const Response cold = served.post("/v1/completions", whole);
+  EXPECT_EQ(served.post("/v1/completions", completion({{"prompt", "others"}, {"n", 4}})).status, 200);
+  EXPECT_EQ(served.post("/v1/completions", part).status, 200);  // its last whole pass is one of the other prompt
+  const Response again = served.post("/v1/completions", whole);
+  EXPECT_EQ(cached(again), again.json()["usage"]["prompt_tokens"]);
+  EXPECT_EQ(answered(again), answered(cold));
+  EXPECT_EQ(served.counters().from_host.load(), 1);
 }
 
 // A conversation: the next message reads only what is new, also after a restart, and gets the answer that a server

@@ -542,6 +542,29 @@ TEST_F(StateStoreTest, GoesOnOnAFullFileSystem) {
   ::umount(folder.path().c_str());
 }
 
+// A named state that did not fit is not tried again after every write, but once there is space.
+TEST_F(StateStoreTest, WaitsForSpaceForNamedStates) {
+  if (::mount("furious", folder.path().c_str(), "tmpfs", 0, "size=64k") != 0)
+    GTEST_SKIP() << "needs the right to mount a file system";
+  {
+    const auto store = disk_store();
+    store->create("large", {1}, contents_of({1}, 50000));  // 200 KB
+    store->flush();
+    EXPECT_EQ(store->statistics().failed_writes, 1);
+    for (int32_t id = 2; id <= 4; ++id) {
+      store->put({id}, contents_of({id}));
+      store->flush();
+    }
+    EXPECT_EQ(store->statistics().disk_states, 3);
+    EXPECT_EQ(store->statistics().failed_writes, 1) << "not tried again";
+    EXPECT_FALSE(store->describe("large").on_disk);
+    ASSERT_EQ(::mount("furious", folder.path().c_str(), "tmpfs", MS_REMOUNT, "size=1m"), 0);
+    store->flush();
+    EXPECT_TRUE(store->describe("large").on_disk);
+  }
+  ::umount(folder.path().c_str());
+}
+
 // Whatever moment a process is killed at: what is there afterwards is complete.
 TEST_F(StateStoreTest, SurvivesBeingKilledWhileItWrites) {
   Random random(6);
