@@ -156,7 +156,8 @@ void add_limits(CLI::App& command, ServeCommand& options) {
       ->capture_default_str();
   command
       .add_option("--prefill-chunk", options.prefill_chunk,
-                  "Tokens of a prompt that are read between two decode steps; 0: 64 on a CPU, 1024 on a GPU")
+                  "Tokens of a prompt that one pass reads; decode steps come between its layers; 0: 64 on a CPU, 1024 on "
+                  "a GPU")
       ->check(CLI::Range(0, 4096))
       ->capture_default_str();
 }

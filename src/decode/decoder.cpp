@@ -20,9 +20,6 @@
 namespace furious {
 namespace {
 
-// Tokens of a prompt that are read at once: the activations of a long text must not grow with it.
-constexpr int64_t kPrefillChunk = 4096;
-
 MixerCache::Sizes cache_sizes(const ModelConfig& config, int64_t slots) {
   return {slots, config.q_heads, config.k_heads, config.v_heads, config.qk_dim, config.head_dim, config.decays()};
 }
@@ -306,9 +303,8 @@ bool Decoder::read(std::span<const Prompt> prompts, const ReadProgress& progress
   return read_passes(prompts, progress, {});
 }
 
-bool Decoder::read_passes(std::span<const Prompt> prompts, const ReadProgress& progress, const AfterPass& after) {
-  int64_t all = 0, done = 0;
-  // All before the first chunk: a slot that has read half of a prompt would be of no use.
+// All before the first chunk: a slot that has read half of a prompt would be of no use.
+void Decoder::check_prompts(std::span<const Prompt> prompts) const {
   for (const auto& [slot, tokens] : prompts) {
     (void)used(slot);
     require(std::ranges::count(prompts, slot, &Prompt::slot) == 1,
@@ -316,15 +312,20 @@ bool Decoder::read_passes(std::span<const Prompt> prompts, const ReadProgress& p
     for (const int32_t id : tokens)
       require(id >= 0 && id < model_->config().vocabulary, "decoder.read: token {}, expected 0 to {}", id,
               model_->config().vocabulary - 1);
-    all += static_cast<int64_t>(tokens.size());
   }
+}
+
+bool Decoder::read_passes(std::span<const Prompt> prompts, const ReadProgress& progress, const AfterPass& after) {
+  check_prompts(prompts);
+  int64_t all = 0, done = 0;
+  for (const Prompt& prompt : prompts) all += static_cast<int64_t>(prompt.tokens.size());
   std::vector<Prompt> rest(prompts.begin(), prompts.end());
   while (done < all) {
     std::vector<Prompt> chunks;
     size_t tokens = 0;
     for (auto& [slot, own] : rest) {
-      const size_t count = std::min<size_t>(kPrefillChunk, own.size());
-      if (count == 0 || tokens + count > kPrefillChunk) continue;
+      const size_t count = std::min(kPassTokens, own.size());
+      if (count == 0 || tokens + count > kPassTokens) continue;
       tokens += count;
       chunks.push_back({slot, own.first(count)});
       own = own.subspan(count);
@@ -339,29 +340,66 @@ bool Decoder::read_passes(std::span<const Prompt> prompts, const ReadProgress& p
   return true;
 }
 
-// One pass over the weights. Every chunk gives logits, also where its prompt goes on: reading may end after any pass.
-Tensor Decoder::read_chunks(std::span<const Prompt> chunks) {
-  const PackedChunks packed(chunks, layers_.front().mixer);
-  const auto count = static_cast<int64_t>(chunks.size());
-  const bool one_each = packed.tokens == count;
-  const Tensor ids = Tensor::empty(one_each ? Shape{count, 1} : Shape{1, packed.tokens}, DType::i32);
+// Chunks of some slots on their way through the layers.
+class Decoder::Pass {
+ public:
+  PackedChunks packed;
   std::vector<int32_t> slots;
-  for (size_t i = 0; i < chunks.size(); ++i) {
-    std::ranges::copy(chunks[i].tokens, ids.data<int32_t>() + packed.starts[i]);
-    slots.push_back(chunks[i].slot);
+  Tensor ids, x;  // where there is one token of each slot, a step reads them, and x stays undefined
+  size_t layer = 0;
+
+  Pass(std::span<const Prompt> chunks, const MixerCache& cache) : packed(chunks, cache) {
+    const auto count = static_cast<int64_t>(chunks.size());
+    ids = Tensor::empty(packed.tokens == count ? Shape{count, 1} : Shape{1, packed.tokens}, DType::i32);
+    for (size_t i = 0; i < chunks.size(); ++i) {
+      std::ranges::copy(chunks[i].tokens, ids.data<int32_t>() + packed.starts[i]);
+      slots.push_back(chunks[i].slot);
+    }
   }
-  if (one_each) {
-    forward(slots, model_->checked_ids("tokens", ids));
-    return {};
+  bool one_each() const { return packed.tokens == static_cast<int64_t>(slots.size()); }
+};
+
+// The next layer of a pass. Every chunk gives logits, also where its prompt goes on: reading may end after any pass.
+bool Decoder::run_layer(Pass& pass) {
+  if (pass.one_each()) {
+    forward(pass.slots, model_->checked_ids("tokens", pass.ids));
+    return true;
   }
-  const Tensor h = model_->hidden(
-      ids, [&](size_t layer) { return std::make_shared<PrefillOps>(layers_[layer], packed, model_->compute().mixer); });
-  const Tensor last = Tensor::empty({count, h.size(2)}, h.dtype(), h.device());
-  for (int64_t i = 0; i < count; ++i)
-    copy(last.select(0, i), h.select(0, 0).select(0, packed.starts[i] + packed.slots[i].count - 1));
+  if (pass.layer == 0) pass.x = model_->embedded(pass.ids);
+  PrefillOps ops(layers_[pass.layer], pass.packed, model_->compute().mixer);
+  pass.x = model_->after_layer(pass.layer, pass.x, ops);
+  if (++pass.layer < layers_.size()) return false;
+  pass.x = model_->last_norm(pass.x);
+  const auto count = static_cast<int64_t>(pass.slots.size());
+  const Tensor last = Tensor::empty({count, pass.x.size(2)}, pass.x.dtype(), pass.x.device());
+  for (int64_t i = 0; i < count; ++i) {
+    const auto at = static_cast<size_t>(i);
+    const int64_t end = pass.packed.starts[at] + pass.packed.slots[at].count;
+    copy(last.select(0, i), pass.x.select(0, 0).select(0, end - 1));
+  }
   const Tensor logits = logits_forward(last, model_->output_matrix());
-  for (int64_t i = 0; i < count; ++i) slots_[slots[i]] = {true, logits.slice(0, i, 1), -1};
-  return h;
+  for (int64_t i = 0; i < count; ++i) slots_[pass.slots[static_cast<size_t>(i)]] = {true, logits.slice(0, i, 1), -1};
+  return true;
+}
+
+Tensor Decoder::read_chunks(std::span<const Prompt> chunks) {
+  Pass pass(chunks, layers_.front().mixer);
+  while (!run_layer(pass)) {
+  }
+  return pass.x;
+}
+
+std::shared_ptr<Decoder::Pass> Decoder::begin_pass(const Prompt& prompt) {
+  check_prompts({&prompt, 1});
+  require(!prompt.tokens.empty() && prompt.tokens.size() <= kPassTokens,
+          "decoder.begin_pass: {} tokens, expected 1 to {}", prompt.tokens.size(), kPassTokens);
+  return std::make_shared<Pass>(std::span(&prompt, 1), layers_.front().mixer);
+}
+
+bool Decoder::advance(Pass& pass) {
+  if (!run_layer(pass)) return false;
+  sampler_.read(pass.slots[0], {pass.ids.data<int32_t>(), static_cast<size_t>(pass.packed.tokens)});
+  return true;
 }
 
 double TokenScores::sum() const {

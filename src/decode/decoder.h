@@ -97,6 +97,12 @@ class Decoder {
   // read.
   bool read(std::span<const Prompt> prompts, const ReadProgress& progress = {});
   void read(int32_t slot, std::span<const int32_t> tokens);
+  // One pass of read(), over at most kPassTokens tokens of one slot, layer by layer: other slots may step, read and fork
+  // in between. Its own slot may only be stopped, and the pass be dropped with it.
+  class Pass;
+  static constexpr size_t kPassTokens = 4096;  // the activations of a long text must not grow with it
+  std::shared_ptr<Pass> begin_pass(const Prompt& prompt);
+  bool advance(Pass& pass);  // the next layer; whether that was all
   // log P of the tokens of each prompt (at least one), each after those before it and what its slot has read (at least
   // one token). The slots then have read all of their prompt but its last token. `greedy` asks for TokenScores::greedy.
   std::vector<TokenScores> score(std::span<const Prompt> prompts, bool greedy = false);
@@ -143,7 +149,9 @@ class Decoder {
   // undefined where it read one token of each slot.
   using AfterPass = std::function<void(std::span<const Prompt> chunks, const Tensor& hidden)>;
   bool read_passes(std::span<const Prompt> prompts, const ReadProgress& progress, const AfterPass& after);
+  bool run_layer(Pass& pass);
   Tensor read_chunks(std::span<const Prompt> chunks);
+  void check_prompts(std::span<const Prompt> prompts) const;
   Slot& used(int32_t slot);
   const Slot& used(int32_t slot) const { return const_cast<Decoder*>(this)->used(slot); }
   const SlotRows& rows_of(std::span<const int32_t> slots);

@@ -229,8 +229,9 @@ int64_t LanguageModel::bytes_per_token() const {
   return static_cast<int64_t>(bytes);
 }
 
-Variable LanguageModel::run(Tape& tape, const Tensor& tokens, const OpsOfLayer& ops_of, const Observer& observe) const {
+Variable LanguageModel::run(Tape& tape, const Tensor& tokens, const Tensor& boundaries, const Observer& observe) const {
   ArgumentCheck("language_model").rank("tokens", tokens, 2);
+  const auto ops = std::make_shared<WholeSequences>(boundaries, compute_);
   const auto seen = [observe](const std::string& place, const Variable& out) {
     if (observe) observe(place, out.value());
   };
@@ -242,7 +243,7 @@ Variable LanguageModel::run(Tape& tape, const Tensor& tokens, const OpsOfLayer& 
   seen("model.embed_tokens", x);
   for (size_t i = 0; i < layers_.size(); ++i) {
     // Holds what it needs by value: recomputed() runs it again when this function has returned.
-    const auto layer = [this, i, ops = ops_of(i), observe, seen](Tape& t, const Variable& input) {
+    const auto layer = [this, i, ops, observe, seen](Tape& t, const Variable& input) {
       PlanRunner::Observer observe_value;
       if (observe)
         observe_value = [&](Value value, const Variable& out) {
@@ -262,14 +263,12 @@ Variable LanguageModel::run(Tape& tape, const Tensor& tokens, const OpsOfLayer& 
   return x;
 }
 
-Variable LanguageModel::run(Tape& tape, const Tensor& tokens, const Tensor& boundaries, const Observer& observe) const {
-  const auto ops = std::make_shared<WholeSequences>(boundaries, compute_);
-  return run(
-      tape, tokens, [&](size_t) { return ops; }, observe);
+Tensor LanguageModel::embedded(const Tensor& tokens) const {
+  return embedding(Tape::off(), embedding_, checked_ids("tokens", tokens), compute_.activations).value();
 }
 
-Tensor LanguageModel::hidden(const Tensor& tokens, const OpsOfLayer& ops_of) const {
-  return run(Tape::off(), tokens, ops_of).value();
+Tensor LanguageModel::after_layer(size_t layer, const Tensor& x, SequenceOps& ops) const {
+  return PlanRunner(plan_, layers_[layer], compute_, Tape::off(), ops).run(Variable(x)).value();
 }
 
 Tensor LanguageModel::last_norm(const Tensor& x) const {

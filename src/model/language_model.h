@@ -81,13 +81,15 @@ class LanguageModel {
   const Compute& compute() const { return compute_; }
   const Tensor& embedding_table() const { return embedding_.value(); }
   const Tensor& final_norm() const { return norm_.value(); }
-  Tensor last_norm(const Tensor& x) const;  // the final norm of x
+  // The parts of a pass: the embeddings of tokens, a layer with operations of the caller that look at other tokens, the
+  // final norm.
+  Tensor embedded(const Tensor& tokens) const;
+  Tensor after_layer(size_t layer, const Tensor& x, SequenceOps& ops) const;
+  Tensor last_norm(const Tensor& x) const;
   const Tensor& output_matrix() const { return output_weight().value(); }
   int64_t version() const { return version_; }  // another one when other tensors or other kernels serve
   // Token ids that enter from the CPU, checked, on the model's device.
   Tensor checked_ids(std::string_view argument, const Tensor& ids, int64_t smallest = 0) const;
-  // What the last norm gives, with operations that look at other tokens as `ops_of(layer)` has them.
-  Tensor hidden(const Tensor& tokens, const std::function<std::shared_ptr<SequenceOps>(size_t layer)>& ops_of) const;
 
  private:
   LanguageModel(const ModelConfig& config, Device device);
@@ -100,8 +102,6 @@ class LanguageModel {
 
   // Called with the place and what came out of it; "….self_attn.values" are the mixer's.
   using Observer = std::function<void(const std::string& place, const Tensor& out)>;
-  using OpsOfLayer = std::function<std::shared_ptr<SequenceOps>(size_t layer)>;
-  Variable run(Tape& tape, const Tensor& tokens, const OpsOfLayer& ops_of, const Observer& observe = {}) const;
   Variable run(Tape& tape, const Tensor& tokens, const Tensor& boundaries, const Observer& observe = {}) const;
   Variable output_weight() const { return head_ ? head_ : embedding_; }
 

@@ -17,6 +17,9 @@
 namespace furious::serve {
 namespace {
 
+// Time for prompts between two steps, in times of a step: an answer then takes about 2.5 times as long as alone.
+constexpr double kReadingPerStep = 1.5;
+
 double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
@@ -120,6 +123,7 @@ struct Scheduler::Running : std::enable_shared_from_this<Running> {
   size_t at = 0;                  // ids read
   size_t kept = 0;                // of them in a snapshot
   int32_t slot = -1;              // until it writes
+  std::shared_ptr<Decoder::Pass> pass = {};  // over the ids after `at`, where it has begun
   int64_t slots = 0;              // that it has or will need
   std::list<Writing> writings = {};
   bool wrote = false;
@@ -253,7 +257,7 @@ void Scheduler::run() {
     drop_ended();
     admit();
     try {
-      read_prompts(write_tokens());
+      read_prompts(kReadingPerStep * write_tokens());
     } catch (...) {  // a defect: nobody may wait for ever
       const auto error = current_error();
       for (const Ticket& job : std::vector(active_)) end(*job, error);
@@ -406,34 +410,44 @@ void Scheduler::count_start(Running& job) {
       .fetch_add(1);
 }
 
-// Chunks of prompts in turn, for about so many seconds, at least one.
+// Layers of passes over prompts, for about so many seconds in which answers wait, at least one layer; a whole pass where
+// none waits. A pass that has begun ends before that of another prompt begins.
 void Scheduler::read_prompts(double seconds) {
+  const bool answers_wait = seconds > 0;
   const Clock::time_point start = Clock::now();
   size_t without = 0;  // jobs in a row that have nothing to read
   while (without < active_.size()) {
-    const Ticket job = active_[turn_++ % active_.size()];
+    const Ticket job = active_[turn_ % active_.size()];
+    bool passed = true;
     try {
       if (job->phase == Running::Phase::searching && job->searched.load()) begin_reading(*job);
       if (job->phase != Running::Phase::reading) {
         ++without;
+        ++turn_;
         continue;
       }
       without = 0;
-      read_chunk(*job);
+      passed = read_layer(*job);
+      if (answers_wait) synchronize(model_.parts().language_model.device());  // else only launches would be timed
     } catch (...) {
       end(*job, current_error());
     }
-    if (seconds_since(start) >= seconds) return;
+    if (passed) ++turn_;
+    if (seconds_since(start) >= seconds && (answers_wait || passed)) return;
   }
 }
 
-void Scheduler::read_chunk(Running& job) {
+// Whether that was the last layer of a pass.
+bool Scheduler::read_layer(Running& job) {
   const size_t end = *std::ranges::upper_bound(job.ends, job.at);
-  decoder_.read(job.slot, std::span(job.job.prompt.ids).subspan(job.at, end - job.at));
+  if (!job.pass) job.pass = decoder_.begin_pass({job.slot, std::span(job.job.prompt.ids).subspan(job.at, end - job.at)});
+  if (!decoder_.advance(*job.pass)) return false;
+  job.pass.reset();
   job.at = end;
   job.passes = after_pass(job.passes, end);
   if (std::ranges::find(job.keep, end) != job.keep.end()) keep_snapshot(job);
   if (end == job.job.prompt.ids.size()) begin_writing(job);
+  return true;
 }
 
 // Whether a snapshot is worth its time, which all jobs wait for: a tenth of it where there are others.
@@ -566,6 +580,7 @@ void Scheduler::end(Running& job, std::shared_ptr<const ApiError> error) {
   if (job.phase == Running::Phase::ended) return;
   if (job.phase == Running::Phase::waiting) leave_queue(job);
   job.phase = Running::Phase::ended;
+  job.pass.reset();
   if (job.slot >= 0) decoder_.stop(std::exchange(job.slot, -1));
   JobResult result{job.usage, {}, error};
   for (Writing& row : job.writings) {

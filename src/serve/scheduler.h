@@ -3,8 +3,8 @@
 //
 //   admits waiting jobs, in order, where slots are free,
 //   writes one token of every answer (one step of the decoder),
-//   reads chunks of prompts, in turn, for about as long as the step took: a long prompt delays nobody by more than a
-//   chunk, and running answers delay no prompt by more than their own time.
+//   reads chunks of prompts, in turn, for about 1.5 times as long as the step took. It stops after any layer of a pass,
+//   so that a long prompt delays no answer by more than that and a layer.
 //
 // What a prompt computes does not depend on the load or on what was stored before. A prompt is read chunk by chunk, one
 // sequence in a pass, and its chunks end where its own boundaries are (serve/prompt.h) and every
@@ -121,7 +121,7 @@ class Scheduler {
   void begin_reading(Running& job);
   void count_start(Running& job);
   void read_prompts(double seconds);
-  void read_chunk(Running& job);
+  bool read_layer(Running& job);
   bool may_store(const Running& job);
   void keep_snapshot(Running& job);
   void begin_writing(Running& job);

@@ -169,6 +169,56 @@ TEST_P(DecoderOf, DecodesAfterChunksAsAfterOnePass) {
   }
 }
 
+// Other slots step, fork and read between the layers of a pass.
+TEST_P(DecoderOf, PassesLayerByLayerEqualReading) {
+  Random random(8);
+  const LanguageModel model = lively_model(little_named(GetParam()));
+  const std::vector<int32_t> prompt = random_text(random, 230, model.config().vocabulary);
+  const std::vector<int32_t> other = random_text(random, 40, model.config().vocabulary);
+  const Sampling sampling{.temperature = 2, .seed = 5};
+  Decoder decoder(model, 3);
+  const int32_t writer = decoder.start();
+  decoder.read(writer, other);
+  decoder.set_sampling(writer, sampling);
+  std::vector<int32_t> written;
+  const int32_t slot = decoder.start();
+  const std::span<const int32_t> all(prompt);
+  int64_t layers = 0;
+  for (const std::span<const int32_t> part : {all.first(100), all.subspan(100, 1), all.subspan(101)}) {
+    const std::shared_ptr<Decoder::Pass> pass = decoder.begin_pass({slot, part});
+    while (!decoder.advance(*pass)) {
+      ++layers;
+      written.push_back(decoder.step({&writer, 1}).wait()[0]);
+      const int32_t fork = decoder.fork(writer);
+      decoder.read(fork, other);
+      decoder.stop(fork);
+    }
+  }
+  EXPECT_EQ(layers, 2 * (model.config().layers - 1));
+  EXPECT_EQ(written, alone(model, other, sampling, static_cast<int64_t>(written.size())));
+
+  Decoder whole(model, 1);
+  const int32_t same = whole.start();
+  for (const std::span<const int32_t> part : {all.first(100), all.subspan(100, 1), all.subspan(101)})
+    whole.read(same, part);
+  decoder.set_sampling(slot, sampling);
+  whole.set_sampling(same, sampling);
+  for (int t = 0; t < 5; ++t) {
+    EXPECT_TRUE(same_bits(decoder.logits(slot), whole.logits(same))) << t;
+    EXPECT_EQ(decoder.step({&slot, 1}).wait(), whole.step({&same, 1}).wait());
+  }
+
+  // A pass that is dropped in the middle, with its slot.
+  const int32_t dropped = decoder.start();
+  std::shared_ptr<Decoder::Pass> pass = decoder.begin_pass({dropped, all});
+  ASSERT_GT(model.config().layers, 1);
+  EXPECT_FALSE(decoder.advance(*pass));
+  pass.reset();
+  decoder.stop(dropped);
+  expect_error([&] { decoder.begin_pass({slot, {}}); }, {"begin_pass", "0 tokens"});
+  expect_error([&] { decoder.begin_pass({dropped, all}); }, {"slot"});
+}
+
 TEST_P(DecoderOf, ForksContinueBitForBit) {
   Random random(4);
   const LanguageModel model = lively_model(little_named(GetParam()));

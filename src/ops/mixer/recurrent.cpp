@@ -419,9 +419,15 @@ Tensor MixerCache::prefill(int64_t index, const MixerInputs& inputs, const Mixer
   // What is no state yet is read as it is: to make a state of all of it for every chunk would take quadratic time.
   if (slot.tokens > 0 && !folds) {
     append(index, inputs);
-    MixerOptions forward = options;
-    if (forward.form == Form::chunked) forward.form = Form::automatic;
-    const Tensor out = mixer_forward(spec_, all_pending(slot, inputs.q), forward).out;
+    Tensor out;
+    if (device_.is_cpu() && options.form != Form::reference) {
+      out = Tensor::empty({1, given.length, shape_.heads, shape_.v_dim}, inputs.v.dtype());
+      cpu::cache_read(spec_, shape_, slot, inputs.q, out);
+    } else {
+      MixerOptions forward = options;
+      if (forward.form == Form::chunked) forward.form = Form::automatic;
+      out = mixer_forward(spec_, all_pending(slot, inputs.q), forward).out;
+    }
     if (drop_passed(slot)) changed(index);
     return out;
   }

@@ -58,6 +58,10 @@ void cache_append(const MixerSpec& spec, const MixerShape& shape, const CacheSlo
 void cache_step(const MixerSpec& spec, const MixerShape& shape, const CacheRecords& records,
                 const std::vector<CacheSlot>& slots, const SlotRows& rows, const Tensor& q, const Tensor& k,
                 const Tensor& v, const Tensor& log_decay, const Tensor& out, bool early);
+// The output [1, queries, heads, v_dim] of the last pending tokens, given their q [1, queries, q_heads, qk_dim], read
+// from the pages.
+void cache_read(const MixerSpec& spec, const MixerShape& shape, const CacheSlot& slot, const Tensor& q,
+                const Tensor& out);
 // Copies the pending tokens of a slot to [1, pending, heads, dim] and, with decay, [1, pending, heads].
 void cache_gather(const MixerSpec& spec, const MixerShape& shape, const CacheSlot& slot, const Tensor& k,
                   const Tensor& v, const Tensor& log_decay);

@@ -70,6 +70,20 @@ TEST(MixerFirstQuery, RowsAreThoseOfTheOracle) {
   }
 }
 
+// The CPU packs 512 keys at a time.
+TEST(MixerFirstQuery, KeysInSections) {
+  Random random(4);
+  for (const MixerSpec& spec : every_spec()) {
+    const MixerCase c = random_case(random, spec, plain(1023, 1100, 8));
+    const MixerInputs exact = cast(c, DType::f64).inputs;
+    const int64_t length = c.inputs.q.size(1), first = length - random.integer(1, 70);
+    SCOPED_TRACE(fmt::format("{}, from query {}", describe(c), first));
+    const MixerResult oracle = mixer_forward(spec, from_query(exact, first), {Form::reference});
+    const MixerResult result = mixer_forward(spec, from_query(c.inputs, first), {Form::parallel});
+    EXPECT_LE(relative_error(result.out, oracle.out), 1e-4);
+  }
+}
+
 TEST(MixerFirstQuery, AutomaticIsParallelEvenWhereAllQueriesWouldBeChunked) {
   Random random(2);
   const MixerSpec spec = mixer_spec("mamba2");

@@ -2,6 +2,7 @@
 
 #include "ops/mixer/mixer_case.h"
 #include "support.h"
+#include "tensor/arena.h"
 
 namespace furious {
 namespace {
@@ -389,6 +390,24 @@ TEST(Recurrent, ClearedSlotsAreEmptyAndFree) {
     EXPECT_FALSE(cache.has_folded(1));
     for (int64_t t = 0; t < length; ++t)
       ASSERT_TRUE(same_bits(step_slots(cache, {1}, {in, in}), step_slots(fresh, {0}, {in, in}))) << "token " << t;
+  }
+}
+
+// A long prompt in chunks: what a chunk needs does not grow with the tokens before it.
+TEST(Recurrent, ChunksOfAKvCacheTakeNoMemoryForTheTokensBefore) {
+  constexpr int64_t kTokens = 4096, kChunk = 32, kHeads = 4, kDim = 64;
+  for (const char* preset : {"softmax", "2mamba-e"}) {
+    const MixerSpec spec = mixer_spec(preset);
+    Arena arena(Device{});
+    Random random(3);
+    const Shape shape{1, kChunk, kHeads, kDim};
+    MixerInputs chunk{random.normal_tensor(shape), random.normal_tensor(shape), random.normal_tensor(shape), {}, {}, {}};
+    if (spec.decay) chunk.log_decay = Tensor::zeros({1, kChunk, kHeads}, DType::f32);
+    const Arena::Scope scope(arena);
+    MixerCache cache(spec, {1, kHeads, kHeads, kHeads, kDim, kDim});
+    for (int64_t read = 0; read < kTokens; read += kChunk) cache.prefill(0, chunk);
+    EXPECT_EQ(cache.tokens(0), kTokens);
+    EXPECT_LT(arena.usage().reserved, static_cast<size_t>(cache.bytes(0)) + (24 << 20)) << preset;
   }
 }
 

@@ -68,7 +68,7 @@ struct SpanLayout {
 
   Span span(size_t length) const {
     Span span;
-    span.length = length;
+    span.length = span.keys_end = length;
     span.qk_dim = qk_dim;
     span.v_dim = v_dim;
     span.qk_ld = qk_ld;
@@ -82,7 +82,7 @@ struct SpanLayout {
 inline void accumulate_decay(const cpu::HeadJob& job, size_t first, size_t length, double* out) {
   double sum = 0;
   for (size_t t = 0; t < length; ++t) {
-    sum += static_cast<double>(job.log_decay[static_cast<int64_t>(first + t) * job.log_decay_stride]);
+    sum += static_cast<double>(*job.log_decay.row<float>(first + t));
     out[t] = sum;
   }
   std::fill(out + length, out + length + kRows, sum);

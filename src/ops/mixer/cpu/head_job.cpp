@@ -34,11 +34,7 @@ HeadJob forward_job(const MixerCall& call, int64_t index) {
   job.k = rows(call.inputs.k);
   job.v = rows(call.inputs.v);
   job.out = rows(call.result.out);
-  if (call.spec.decay) {
-    const Tensor& a = call.inputs.log_decay;
-    job.log_decay = a.data<float>() + segment.batch * a.stride(0) + segment.begin * a.stride(1) + head * a.stride(2);
-    job.log_decay_stride = a.stride(1);
-  }
+  if (call.spec.decay) job.log_decay = rows(call.inputs.log_decay);
   job.normalizer = per_token(call.result.normalizer);
   job.maximum = per_token(call.result.maximum);
   if (segment.begin == 0) job.initial_state = state_of(call.inputs.initial_state, segment.batch, head);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstring>
+#include <type_traits>
 
 #include "base/parallel.h"
 #include "base/subnormals.h"
@@ -27,11 +28,13 @@ class Scratch {
   Tensor memory_;
 };
 
-// One document of one head: rows of a tensor [batch, length, heads, dim], `stride` elements apart.
+// One document of one head: rows of a tensor [batch, length, heads, dim], `stride` elements apart, or f32 rows in pages.
 struct HeadRows {
   void* data = nullptr;
   DType dtype = DType::f32;
   int64_t stride = 0;
+  const float* const* pages = nullptr;  // where the rows of each page begin, `page_offset` elements before those of this head
+  int64_t page_rows = 0, page_offset = 0;
 
   HeadRows() = default;
   // Tokens from `begin` of row `batch`, in the head of `tensor` that serves head `head` of `heads`.
@@ -40,6 +43,16 @@ struct HeadRows {
     const int64_t own = head / (heads / tensor.size(2));
     const int64_t offset = batch * tensor.stride(0) + begin * stride + own * tensor.stride(2);
     data = static_cast<std::byte*>(tensor.raw()) + offset * static_cast<int64_t>(size_of(dtype));
+  }
+
+  template <class T>
+  const T* row(size_t index) const {
+    if constexpr (std::is_same_v<T, float>)
+      if (pages != nullptr) {
+        const auto at = static_cast<int64_t>(index);
+        return pages[at / page_rows] + page_offset + at % page_rows * stride;
+      }
+    return static_cast<const T*>(data) + static_cast<int64_t>(index) * stride;
   }
 };
 
@@ -51,8 +64,7 @@ struct HeadJob {
   size_t length = 0, chunk = 0;
   size_t first_query = 0;  // q, out, normalizer and maximum have only the rows from this one on
   HeadRows q, k, v, out;
-  const float* log_decay = nullptr;
-  int64_t log_decay_stride = 0;
+  HeadRows log_decay;  // f32
   float* normalizer = nullptr;
   float* maximum = nullptr;
   const float* initial_state = nullptr;
@@ -79,21 +91,25 @@ int64_t work_of(const MixerCall& call);
 HeadJob forward_job(const MixerCall& call, int64_t index);
 HeadJob backward_job(const MixerCall& call, int64_t index, const BackwardTensors& tensors);
 
-// Runs body(job) for every job: side by side when there are enough to fill the threads and enough to do, else one after
-// another, each with all threads inside.
+// Runs body(head) for every head, of every document too: side by side when there are enough to fill the threads and
+// enough multiplications to do, else one after another, each with all threads inside.
 template <class Body>
-void for_each_job(const MixerCall& call, Body&& body) {
+void for_each_head(int64_t heads, int64_t work, Body&& body) {
   const auto flushed = [&](int64_t i) {
     const FlushSubnormals flush;
     body(i);
   };
   constexpr int64_t kWorthThreads = 2 << 20;  // some tens of microseconds
-  const int64_t jobs = job_count(call);
-  if (jobs >= threads() && work_of(call) > kWorthThreads) {
-    parallel_for(jobs, flushed);
+  if (heads >= threads() && work > kWorthThreads) {
+    parallel_for(heads, flushed);
   } else {
-    for (int64_t i = 0; i < jobs; ++i) flushed(i);
+    for (int64_t i = 0; i < heads; ++i) flushed(i);
   }
+}
+
+template <class Body>
+void for_each_job(const MixerCall& call, Body&& body) {
+  for_each_head(job_count(call), work_of(call), body);
 }
 
 }  // namespace furious::cpu

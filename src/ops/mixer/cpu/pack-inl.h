@@ -25,7 +25,7 @@ inline HWY_ATTR void pack_rows(const cpu::HeadRows& in, size_t first, size_t row
   with_float_type(in.dtype, [&](auto zero) HWY_ATTR {
     using T = decltype(zero);
     for (size_t row = 0; row < rows; ++row) {
-      const T* from = static_cast<const T*>(in.data) + static_cast<int64_t>(first + row) * in.stride;
+      const T* from = in.row<T>(first + row);
       float* to = out + row * ld;
       for (size_t c = 0; c < columns; ++c) to[c] = static_cast<float>(from[c]) * factor;
       std::fill(to + columns, to + ld, 0.0f);

@@ -57,54 +57,102 @@ struct CachedHead {
     return x.data<float>() + own * x.stride(0) + static_cast<int64_t>(token % CachePage::kTokens) * x.stride(1);
   }
   // Σ_{s>j} a_s for each token j of the window: its decay until now. Returns that of all of it, the first included.
-  double decay_until_now(std::vector<float>& out) const {
-    double sum = 0;
-    for (size_t j = pending; j-- > 0;) {
-      out[j] = static_cast<float>(sum);
-      if (slot.pages[0].log_decay) sum += static_cast<double>(*row(&CachePage::log_decay, j));
+  double decay_until_now(float* out) const {
+    if (!slot.pages.empty() && slot.pages[0].log_decay) {
+      double sum = 0;
+      for (size_t j = pending; j-- > 0;) {
+        out[j] = static_cast<float>(sum);
+        sum += static_cast<double>(*row(&CachePage::log_decay, j));
+      }
+      return sum;
     }
-    return sum;
+    std::fill_n(out, pending, 0.0f);
+    return 0;
+  }
+  // Calls f(token, count, rows, stride) for the window's rows of a part of the pages, page by page.
+  template <class F>
+  void for_each_page(Tensor CachePage::*part, F&& f) const {
+    for (size_t j = first; j < pending;) {
+      const size_t end = std::min(pending, (j / CachePage::kTokens + 1) * CachePage::kTokens);
+      f(j, end - j, static_cast<const float*>(row(part, j)),
+        static_cast<size_t>((slot.pages[j / CachePage::kTokens].*part).stride(1)));
+      j = end;
+    }
   }
 };
 
-inline HWY_ATTR float inner_product(const float* a, const float* b, size_t count) {
-  FloatVector total = hn::Zero(kTag);
+// out[r] = q·row r, for kCount rows.
+template <size_t kCount>
+HWY_INLINE void inner_products(const float* q, const float* rows, size_t stride, size_t dim, float* out) {
+  FloatVector totals[kCount];
+  HWY_UNROLL(4)
+  for (size_t r = 0; r < kCount; ++r) totals[r] = hn::Zero(kTag);
   size_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) total = hn::MulAdd(hn::LoadU(kTag, a + i), hn::LoadU(kTag, b + i), total);
-  float sum = hn::GetLane(hn::SumOfLanes(kTag, total));
-  for (; i < count; ++i) sum += a[i] * b[i];
-  return sum;
-}
-
-inline HWY_ATTR void add_scaled(const float* x, float factor, size_t count, float* y) {
-  const FloatVector by = hn::Set(kTag, factor);
-  size_t i = 0;
-  for (; i + kLanes <= count; i += kLanes)
-    hn::StoreU(hn::MulAdd(by, hn::LoadU(kTag, x + i), hn::LoadU(kTag, y + i)), kTag, y + i);
-  for (; i < count; ++i) y[i] += factor * x[i];
-}
-
-// The weights of the window's tokens, in place of their decays.
-template <Kind kKind>
-void window_weights(const CachedHead& cached, const Polynomial& f, const float* q, std::vector<float>& weights) {
-  const auto dim = static_cast<size_t>(cached.shape.qk_dim);
-  float largest = -std::numeric_limits<float>::infinity();
-  for (size_t j = cached.first; j < cached.pending; ++j) {
-    const float s = inner_product(q, cached.row(&CachePage::k, j), dim);
-    const float decay = std::min(weights[j], kLargestExponent);  // which only a signed mask can reach
-    if constexpr (kKind == Kind::kSoftmax) {
-      weights[j] = decay + s;
-      largest = std::max(largest, weights[j]);
-    } else {
-      const float factor = decay < static_cast<float>(kErased) ? 0.0f : std::exp(decay);
-      if constexpr (kKind == Kind::kLinear) weights[j] = s * factor;
-      if constexpr (kKind == Kind::kSquared) weights[j] = s * s * factor;
-      if constexpr (kKind == Kind::kPolynomial) weights[j] = f(s) * factor;
-      if constexpr (kKind == Kind::kExponential) weights[j] = std::exp(std::min(s, kLargestExponent)) * factor;
-    }
+  for (; i + kLanes <= dim; i += kLanes) {
+    const FloatVector x = hn::LoadU(kTag, q + i);
+    HWY_UNROLL(4)
+    for (size_t r = 0; r < kCount; ++r) totals[r] = hn::MulAdd(x, hn::LoadU(kTag, rows + r * stride + i), totals[r]);
   }
-  if constexpr (kKind == Kind::kSoftmax)
-    for (float& w : weights) w = std::exp(w - largest);
+  for (size_t r = 0; r < kCount; ++r) {
+    out[r] = sum_of_lanes(totals[r]);
+    for (size_t c = i; c < dim; ++c) out[r] += q[c] * rows[r * stride + c];
+  }
+}
+
+// y += Σ_r weights[r] · row r.
+inline HWY_ATTR void add_rows(const float* weights, size_t count, const float* rows, size_t stride, size_t dim,
+                              float* y) {
+  const size_t even = count / 2 * 2, whole = dim / kLanes * kLanes;
+  for_each_panel(whole, [&](size_t column, size_t vectors) HWY_ATTR {
+    with_width(vectors, RowProduct{weights, even, rows + column, stride, y + column});
+  });
+  if (even < count)
+    for (size_t c = 0; c < whole; c += kLanes)
+      hn::StoreU(hn::MulAdd(hn::Set(kTag, weights[even]), hn::LoadU(kTag, rows + even * stride + c),
+                            hn::LoadU(kTag, y + c)),
+                 kTag, y + c);
+  for (size_t c = whole; c < dim; ++c)
+    for (size_t r = 0; r < count; ++r) y[c] += weights[r] * rows[r * stride + c];
+}
+
+// The weights of the window's tokens, in place of their decays. Returns their sum. Both arrays have a vector of slack.
+template <Kind kKind>
+HWY_ATTR float window_weights(const CachedHead& cached, const Polynomial& f, const float* q, float* scores,
+                              float* weights) {
+  const auto dim = static_cast<size_t>(cached.shape.qk_dim);
+  cached.for_each_page(&CachePage::k, [&](size_t token, size_t count, const float* rows, size_t stride) HWY_ATTR {
+    size_t r = 0;
+    for (; r + 4 <= count; r += 4) inner_products<4>(q, rows + r * stride, stride, dim, scores + token + r);
+    for (; r < count; ++r) inner_products<1>(q, rows + r * stride, stride, dim, scores + token + r);
+  });
+  // Behind the last token: nothing.
+  constexpr float kNothing = -std::numeric_limits<float>::infinity();
+  std::fill_n(scores + cached.pending, kLanes, 0.0f);
+  std::fill_n(weights + cached.pending, kLanes, kNothing);
+  const FloatVector most = hn::Set(kTag, kLargestExponent);  // which only a signed mask can reach
+  FloatVector largest = hn::Set(kTag, kNothing), total = hn::Zero(kTag);
+  if constexpr (kKind == Kind::kSoftmax) {
+    for (size_t j = cached.first; j < cached.pending; j += kLanes) {
+      const FloatVector w = hn::Add(hn::Min(hn::LoadU(kTag, weights + j), most), hn::LoadU(kTag, scores + j));
+      hn::StoreU(w, kTag, weights + j);
+      largest = hn::Max(largest, w);
+    }
+    largest = hn::Set(kTag, hn::GetLane(hn::MaxOfLanes(kTag, largest)));
+  }
+  for (size_t j = cached.first; j < cached.pending; j += kLanes) {
+    FloatVector w = hn::LoadU(kTag, weights + j);
+    if constexpr (kKind == Kind::kSoftmax) {
+      w = hn::Exp(kTag, hn::Sub(w, largest));
+    } else {
+      const FloatVector decay = hn::Min(w, most);
+      const FloatVector factor =
+          hn::IfThenElseZero(decay >= hn::Set(kTag, static_cast<float>(kErased)), hn::Exp(kTag, decay));
+      w = hn::Mul(score<kKind>(hn::LoadU(kTag, scores + j), f), factor);
+    }
+    total = hn::Add(total, w);
+    hn::StoreU(w, kTag, weights + j);
+  }
+  return sum_of_lanes(total);
 }
 
 // The state's part of y and n: exp(A)·φ(q)ᵀ[s, z].
@@ -132,7 +180,9 @@ void read_head(const MixerSpec& spec, const CachedHead& cached, const float* q_i
   alignas(64) float y[kLargestDim + kPad] = {};
   for (int64_t c = 0; c < shape.qk_dim; ++c) q[c] = q_in[c] * shape.scale;
   if (shape.features.one) q[shape.qk_dim] = 1;
-  std::vector<float> weights(cached.pending);
+  std::vector<float> memory(2 * (cached.pending + kLanes));
+  float* const scores = memory.data();
+  float* const weights = scores + cached.pending + kLanes;
   const double since_fold = cached.decay_until_now(weights);
   float normalizer = 0;
   if (cached.slot.state && !(since_fold < kErased)) {
@@ -140,11 +190,10 @@ void read_head(const MixerSpec& spec, const CachedHead& cached, const float* q_i
     const HeadState state(shape, cached.slot.state.data<float>() + own * cached.slot.state.stride(0));
     normalizer = read_state(state, q, static_cast<float>(std::exp(since_fold)), spec.norm == Norm::sum, y);
   }
-  window_weights<kKind>(cached, polynomial_of(spec), q, weights);
-  for (size_t j = cached.first; j < cached.pending; ++j) {
-    normalizer += weights[j];
-    add_scaled(cached.row(&CachePage::v, j), weights[j], v_dim, y);
-  }
+  normalizer += window_weights<kKind>(cached, polynomial_of(spec), q, scores, weights);
+  cached.for_each_page(&CachePage::v, [&](size_t token, size_t count, const float* rows, size_t stride) HWY_ATTR {
+    add_rows(weights + token, count, rows, stride, v_dim, y);
+  });
   const float factor = spec.norm == Norm::sum ? reciprocal_of<kKind>(normalizer) : 1.0f;
   for (size_t c = 0; c < v_dim; ++c) out[c] = y[c] * factor;
 }
@@ -174,7 +223,7 @@ void fold_head(const MixerSpec& spec, const CachedHead& cached, float* state_num
   const SpanLayout layout(shape, cached.pending, true);
   const auto k = layout.qk_matrix(), v = layout.v_matrix();
   std::vector<float> weights(cached.pending);
-  const double total = cached.decay_until_now(weights);
+  const double total = cached.decay_until_now(weights.data());
   for (float& w : weights) w = w < static_cast<float>(kErased) ? 0.0f : std::exp(w);
   std::memset(k.data(), 0, (layout.rows * layout.qk_ld + kPad) * sizeof(float));
   std::memset(v.data(), 0, layout.rows * layout.v_ld * sizeof(float));

@@ -39,6 +39,8 @@ static_assert(kBlock % kTile == 0 && kBlock % kRows == 0);
 struct Span {
   size_t length = 0;
   size_t first_query = 0;          // forward: q, y, sum and maximum begin with this row
+  size_t keys_begin = 0;           // forward: k_tiles and v begin with this key, the first of a tile,
+  size_t keys_end = 0;             // and end before this one
   size_t qk_dim = 0, v_dim = 0;    // true widths
   size_t qk_ld = 0, v_ld = 0;      // padded widths
   const float* q = nullptr;        // [length, qk_dim], scaled
@@ -195,7 +197,7 @@ struct ForwardScores {
   HWY_INLINE void operator()() const {
     FloatVector sums[kRows][kWidth];
     clear_strip(sums);
-    const float* tile = span.k_tiles + first_key * span.qk_dim + panel;
+    const float* tile = span.k_tiles + (first_key - span.keys_begin) * span.qk_dim + panel;
     multiply_strip<false>(span.q + (first_row - span.first_query) * span.qk_ld, span.qk_ld, tile, kTile, span.qk_dim,
                           sums);
     HWY_UNROLL(6)
@@ -293,29 +295,31 @@ HWY_INLINE void forward_strip(const Span& span, size_t first_row, size_t first_k
   alignas(64) float rescale[kRows];
   if constexpr (kKind == Kind::kSoftmax) softmax_strip(span, first_row, keys, weights, maxima, rescale);
   for_each_panel(span.v_ld, [&](size_t column, size_t vectors) HWY_ATTR {
-    with_width(vectors, ForwardValues{weights, span.v + first_key * span.v_ld + column, span.v_ld, keys,
+    const float* v = span.v + (first_key - span.keys_begin) * span.v_ld + column;
+    with_width(vectors, ForwardValues{weights, v, span.v_ld, keys,
                                       span.y + (first_row - span.first_query) * span.v_ld + column,
                                       kKind == Kind::kSoftmax ? rescale : nullptr});
   });
 }
 
-// All earlier keys for the queries [begin, end).
+// All earlier keys of the span's for the queries [begin, end).
 template <Kind kKind, Mask kMask>
 HWY_NOINLINE void forward_block(const Span& span, size_t begin, size_t end) {
   alignas(64) float partial[kBlock * kLanes] = {};
   alignas(64) float row_factor[kBlock + kLanes];
   alignas(64) float column_factor[kTile + kLanes];
   const TileDecay tile{row_factor, column_factor};
-  for (size_t first_key = span.first_key(begin) / kTile * kTile; first_key < end; first_key += kTile) {
-    const size_t keys_end = std::min(first_key + kTile, span.length);
+  const size_t first = std::max(span.first_key(begin) / kTile * kTile, span.keys_begin);
+  for (size_t first_key = first; first_key < std::min(end, span.keys_end); first_key += kTile) {
+    const size_t keys_end = std::min(first_key + kTile, span.keys_end);
     if constexpr (kMask == Mask::kDecay) {
       const double reference = span.decay[keys_end - 1];
       if (kKind != Kind::kSoftmax && keys_end <= begin && span.decay[begin] - reference < kErased) continue;
       decay_factors<kKind>(span.decay + first_key, keys_end - first_key, -1, reference, column_factor);
-      const size_t first = std::max(begin, keys_end);
+      const size_t later = std::max(begin, keys_end);
       const size_t last = round_up(end - begin, kRows) + begin;
-      if (first < last)
-        decay_factors<kKind>(span.decay + first, last - first, 1, reference, row_factor + (first - begin));
+      if (later < last)
+        decay_factors<kKind>(span.decay + later, last - later, 1, reference, row_factor + (later - begin));
     }
     for (size_t row = begin; row < end; row += kRows) {
       const size_t rows_end = std::min(row + kRows, span.length);
@@ -338,7 +342,7 @@ HWY_NOINLINE void forward_block(const Span& span, size_t begin, size_t end) {
 template <Kind kKind, Mask kMask>
 void scores_forward(const Span& span) {
   const size_t blocks = (span.length - span.first_query + kBlock - 1) / kBlock;
-  parallel_for_if(is_large(span, span.length), static_cast<int64_t>(blocks), [&](int64_t i) {
+  parallel_for_if(is_large(span, span.keys_end - span.keys_begin), static_cast<int64_t>(blocks), [&](int64_t i) {
     const FlushSubnormals flush;
     const size_t begin = span.first_query + (blocks - 1 - static_cast<size_t>(i)) * kBlock;  // longest first
     forward_block<kKind, kMask>(span, begin, std::min(begin + kBlock, span.length));
