@@ -315,7 +315,7 @@ void ServeBench::run() const {
   options.most_tokens = 1 << 20;
   options.most_context = 1 << 22;
   options.scheduler.slots = std::max(*std::ranges::max_element(clients), writers + 1);
-  options.scheduler.chunk = chunk > 0 ? chunk : served.parts().language_model.device().is_cpu() ? 64 : 1024;
+  options.scheduler.chunk = chunk > 0 ? chunk : serve::default_chunk(served.parts().language_model.device());
   options.store.host_bytes = uint64_t{256} << 20;
   serve::Server server(served, options);
   fmt::print("serve {} {}: {:.1f} M parameters, prompts of {} tokens, answers of {}, chunks of {}\n\n", preset, size,

@@ -95,7 +95,7 @@ void ServeCommand::run() {
   server.most_context = context > 0 ? context : server.most_context;
   const int64_t bytes = serve::slot_bytes(loaded, server.most_context);
   server.scheduler.slots = slots == "auto" ? automatic_slots(bytes, device) : std::stoll(slots);
-  server.scheduler.chunk = prefill_chunk > 0 ? prefill_chunk : device.is_cpu() ? 64 : 1024;
+  server.scheduler.chunk = prefill_chunk > 0 ? prefill_chunk : serve::default_chunk(device);
   server.store.disk_bytes = bytes_of(state_bytes);
   server.store.host_bytes = host_bytes == "auto" ? static_cast<uint64_t>(available_memory() / 4) : bytes_of(host_bytes);
   // On a CPU a state in memory of the host is as near as one in a slot.
@@ -156,8 +156,8 @@ void add_limits(CLI::App& command, ServeCommand& options) {
       ->capture_default_str();
   command
       .add_option("--prefill-chunk", options.prefill_chunk,
-                  "Tokens of a prompt that one pass reads; decode steps come between its layers; 0: 64 on a CPU, 1024 on "
-                  "a GPU")
+                  "Tokens of a prompt that one pass reads; decode steps come between its layers; 0: 256 on a CPU, 1024 "
+                  "on a GPU")
       ->check(CLI::Range(0, 4096))
       ->capture_default_str();
 }

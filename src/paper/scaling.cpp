@@ -7,11 +7,12 @@
 #include <tuple>
 
 #include "base/error.h"
+#include "base/file.h"
 #include "model/checkpoint.h"
 #include "model/cost.h"
 #include "model/plan.h"
 #include "paper/ablation.h"
-#include "train/training_checkpoint.h"
+#include "train/options.h"
 
 namespace furious {
 namespace {
@@ -84,9 +85,8 @@ Json number_or_null(double value) {
 }  // namespace
 
 ScalingRun scaling_run(const std::filesystem::path& folder, const ScalingOptions& options) {
-  const std::filesystem::path checkpoint = checkpoint_of(folder);
-  const TrainOptions trained = saved_options(checkpoint);
-  const ModelConfig config = load_config(checkpoint);
+  const TrainOptions trained = from_toml(read_text(folder / "run.toml"));
+  const ModelConfig config = load_config(checkpoint_of(folder));
   const RowRun run = row_run(trained.seed, read_log(folder), trained.steps);
   require(run.diverged.empty(), "{} has diverged: {}", folder.string(), run.diverged);
   require(run.steps >= trained.steps, "{} is at step {} of {}; finish it", folder.string(), run.steps, trained.steps);

@@ -24,8 +24,8 @@ struct ScalingOptions {
   bool without_embedding = false;  // count parameters without embedding and output matrix
 };
 
-// A finished run from its folder: its log and the configuration of its newest checkpoint. A run that is not finished,
-// has diverged or has no such loss is an Error that says so.
+// A finished run from its folder: log.jsonl, run.toml and config.json of its newest checkpoint; weights are not needed.
+// A run that is not finished, has diverged or has no such loss is an Error that says so.
 ScalingRun scaling_run(const std::filesystem::path& folder, const ScalingOptions& options = {});
 
 // Of the runs of one architecture with equal parameters and tokens, as a sweep of learning rates gives them, the one

@@ -19,6 +19,9 @@ namespace {
 
 // Time for prompts between two steps, in times of a step: an answer then takes about 2.5 times as long as alone.
 constexpr double kReadingPerStep = 1.5;
+// Longest time for a pass that is the last one of its prompt: short prompts are not read layer by layer where a layer
+// takes less time than a step has overhead.
+constexpr double kLastPassSeconds = 5e-3;
 
 double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
@@ -70,6 +73,10 @@ void block_signals() {
 }
 
 }  // namespace
+
+int64_t default_chunk(Device device) {
+  return device.is_cpu() ? 256 : 1024;
+}
 
 std::vector<size_t> chunk_ends(const Prompt& prompt, size_t chunk) {
   std::vector<size_t> ends;
@@ -123,7 +130,8 @@ struct Scheduler::Running : std::enable_shared_from_this<Running> {
   size_t at = 0;                  // ids read
   size_t kept = 0;                // of them in a snapshot
   int32_t slot = -1;              // until it writes
-  std::shared_ptr<Decoder::Pass> pass = {};  // over the ids after `at`, where it has begun
+  std::shared_ptr<Decoder::Pass> pass = {};  // over the ids from `at` to
+  size_t pass_end = 0;                       // here, where it has begun
   int64_t slots = 0;              // that it has or will need
   std::list<Writing> writings = {};
   bool wrote = false;
@@ -411,7 +419,7 @@ void Scheduler::count_start(Running& job) {
 }
 
 // Layers of passes over prompts, for about so many seconds in which answers wait, at least one layer; a whole pass where
-// none waits. A pass that has begun ends before that of another prompt begins.
+// none waits, or where it is short and the last one. A pass that has begun ends before that of another prompt begins.
 void Scheduler::read_prompts(double seconds) {
   const bool answers_wait = seconds > 0;
   const Clock::time_point start = Clock::now();
@@ -433,14 +441,20 @@ void Scheduler::read_prompts(double seconds) {
       end(*job, current_error());
     }
     if (passed) ++turn_;
-    if (seconds_since(start) >= seconds && (answers_wait || passed)) return;
+    const bool last_pass = job->ends.back() == job->pass_end;
+    const double limit = !passed && last_pass ? std::max(seconds, kLastPassSeconds) : seconds;
+    if (seconds_since(start) >= limit && (answers_wait || passed)) return;
   }
 }
 
 // Whether that was the last layer of a pass.
 bool Scheduler::read_layer(Running& job) {
-  const size_t end = *std::ranges::upper_bound(job.ends, job.at);
-  if (!job.pass) job.pass = decoder_.begin_pass({job.slot, std::span(job.job.prompt.ids).subspan(job.at, end - job.at)});
+  if (!job.pass) {
+    job.pass_end = *std::ranges::upper_bound(job.ends, job.at);
+    job.pass = decoder_.begin_pass(
+        {job.slot, std::span(job.job.prompt.ids).subspan(job.at, job.pass_end - job.at)});
+  }
+  const size_t end = job.pass_end;
   if (!decoder_.advance(*job.pass)) return false;
   job.pass.reset();
   job.at = end;

@@ -141,8 +141,9 @@ TEST_F(TrainingCuda, OutOfMemoryInAStepSaysWhatWouldFit) {
   TrainOptions options = options_for("run");
   options.length = 512;
   options.batch = 1024;
+  Arena arena(kGpu);  // its own: that of the device holds what earlier tests have left
+  const Arena::Scope scope(arena);
   Training trainer(options);
-  Arena& arena = Arena::of(kGpu);
   arena.trim();
   arena.set_limit(arena.usage().reserved + (size_t{8} << 20));
   expect_error([&] { trainer.step(); },

@@ -1,6 +1,7 @@
 #include "ops/mixer/recurrent.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <numeric>
 #include <utility>
@@ -24,6 +25,15 @@ int64_t pages_for(int64_t tokens) {
 // Of q, k and v.
 std::vector<DType> dtypes_on(Device device) {
   return device.is_cpu() ? std::vector{DType::f32} : std::vector{DType::f32, DType::bf16};
+}
+
+// Memory in steps of about a quarter of its size. A prompt that is read in chunks asks for a little more each time: of
+// exact sizes the caching allocator could use none again, would hold the sum of all, and ask a GPU for each.
+Tensor growing(const Shape& shape, DType dtype, Device device) {
+  const auto elements = static_cast<uint64_t>(shape.elements());
+  const uint64_t step = std::max<uint64_t>(std::bit_ceil(elements) / 8, 1);
+  const auto rounded = static_cast<int64_t>((elements + step - 1) / step * step);
+  return Tensor::empty({rounded}, dtype, device).slice(0, 0, shape.elements()).view(shape);
 }
 
 }  // namespace
@@ -454,9 +464,9 @@ MixerInputs MixerCache::all_pending(const CacheSlot& slot, const Tensor& q) cons
   MixerInputs all;
   all.q = q;
   all.first_query = slot.pending - q.size(1);
-  all.k = Tensor::empty({1, slot.pending, shape_.k_heads, shape_.qk_dim}, dtype_, device_);
-  all.v = Tensor::empty({1, slot.pending, shape_.v_heads, shape_.v_dim}, dtype_, device_);
-  if (spec_.decay) all.log_decay = Tensor::empty({1, slot.pending, shape_.decay_heads}, DType::f32, device_);
+  all.k = growing({1, slot.pending, shape_.k_heads, shape_.qk_dim}, dtype_, device_);
+  all.v = growing({1, slot.pending, shape_.v_heads, shape_.v_dim}, dtype_, device_);
+  if (spec_.decay) all.log_decay = growing({1, slot.pending, shape_.decay_heads}, DType::f32, device_);
   FURIOUS_DISPATCH(device_, cache_gather(spec_, shape_, slot, all.k, all.v, all.log_decay));
   return all;
 }
