@@ -107,8 +107,8 @@ JsonValue::JsonValue(const Json& value, const std::string& origin, std::string p
     : value_(&value), origin_(origin), place_(std::move(place)) {}
 
 void JsonValue::unexpected(std::string_view expected) const {
-  if (place_.empty()) fail("{}: the file is {}, expected {}", origin_, described(*value_), expected);
-  fail("{}: \"{}\" is {}, expected {}", origin_, place_, described(*value_), expected);
+  const std::string what = place_.empty() ? "the file" : fmt::format("\"{}\"", place_);
+  throw JsonError(fmt::format("{}: {} is {}, expected {}", origin_, what, described(*value_), expected), place_);
 }
 
 bool JsonValue::has(const char* key) const {
@@ -121,7 +121,7 @@ JsonValue JsonValue::at(const char* key) const {
   if (!value_->is_object()) unexpected("an object");
   const std::string place = place_.empty() ? key : place_ + "." + key;
   const auto found = value_->find(key);
-  require(found != value_->end(), "{}: \"{}\" is missing", origin_, place);
+  if (found == value_->end()) throw JsonError(fmt::format("{}: \"{}\" is missing", origin_, place), place);
   return {*found, origin_, place};
 }
 

@@ -11,7 +11,10 @@
 #include <nlohmann/json.hpp>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
+
+#include "furious/error.h"
 
 namespace furious {
 
@@ -27,6 +30,12 @@ nlohmann::json read_json(const std::filesystem::path& path, const JsonLimits& li
 
 // The reason in a message of nlohmann::json, without its error number, position and copy of the text.
 std::string json_reason(const std::string& message);
+
+// What a JsonValue throws: `place` is the position of the value, as its message names it; empty: the whole document.
+struct JsonError : Error {
+  JsonError(const std::string& message, std::string its_place) : Error(message), place(std::move(its_place)) {}
+  std::string place;
+};
 
 // A value with its position in the document. A value of the wrong type or range is an Error such as
 //   out/progress.json: "position.file" is -1, expected an integer from 0 to 3
@@ -49,7 +58,7 @@ class JsonValue {
   std::vector<double> numbers() const;               // of an array; null is NaN
   std::map<std::string, std::string> texts() const;  // of an object
 
-  // Throws the same Error, for conditions that only the caller can check.
+  // Throws such a JsonError, for conditions that only the caller can check.
   [[noreturn]] void unexpected(std::string_view expected) const;
 
  private:

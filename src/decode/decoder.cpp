@@ -397,6 +397,7 @@ std::shared_ptr<Decoder::Pass> Decoder::begin_pass(const Prompt& prompt) {
 }
 
 bool Decoder::advance(Pass& pass) {
+  (void)used(pass.slots[0]);
   if (!run_layer(pass)) return false;
   sampler_.read(pass.slots[0], {pass.ids.data<int32_t>(), static_cast<size_t>(pass.packed.tokens)});
   return true;

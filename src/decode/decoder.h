@@ -97,8 +97,8 @@ class Decoder {
   // read.
   bool read(std::span<const Prompt> prompts, const ReadProgress& progress = {});
   void read(int32_t slot, std::span<const int32_t> tokens);
-  // One pass of read(), over at most kPassTokens tokens of one slot, layer by layer: other slots may step, read and fork
-  // in between. Its own slot may only be stopped, and the pass be dropped with it.
+  // One pass of read(), over at most kPassTokens tokens of one slot, layer by layer: other slots may step, read and
+  // fork in between. Its own slot may only be stopped, and the pass be dropped with it.
   class Pass;
   static constexpr size_t kPassTokens = 4096;  // the activations of a long text must not grow with it
   std::shared_ptr<Pass> begin_pass(const Prompt& prompt);

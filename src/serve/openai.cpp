@@ -19,11 +19,13 @@ constexpr size_t kMostPrompts = 64;
 constexpr int64_t kMostTokens = int64_t{1} << 40;
 constexpr const char* kOrigin = "request";
 
-// Errors of reading JSON become ApiErrors with status 400.
+// Errors of reading JSON become ApiErrors with status 400, which name the field of the request.
 template <class Read>
 auto as_bad_request(Read&& read) {
   try {
     return read();
+  } catch (const JsonError& error) {
+    throw ApiError(400, error.what(), "invalid_request", error.place.substr(0, error.place.find_first_of(".[")));
   } catch (const Error& error) {
     throw ApiError(400, error.what(), "invalid_request");
   }

@@ -17,11 +17,14 @@
 namespace furious::serve {
 namespace {
 
-// Time for prompts between two steps, in times of a step: an answer then takes about 2.5 times as long as alone.
+// Time for prompts between two steps, in times of a step.
 constexpr double kReadingPerStep = 1.5;
-// Longest time for a pass that is the last one of its prompt: short prompts are not read layer by layer where a layer
+// But so long for a pass that is the last one of its prompt: short prompts are not read layer by layer where a layer
 // takes less time than a step has overhead.
 constexpr double kLastPassSeconds = 5e-3;
+
+// Raised when kernels change so that the bits of states change: those of earlier builds then begin no prompt.
+constexpr int kRounding = 2;
 
 double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
@@ -56,7 +59,7 @@ uint64_t passes_before_any(const LanguageModel& model, bool rounded_states) {
   const Device device = model.device();
   const std::string machine =
       device.is_cpu() ? cpu_name() + simd_target() : describe_cuda_devices().at(static_cast<size_t>(device.index));
-  return hash_of(fmt::format("{} {} {} {} {} {}", version(), machine, static_cast<int>(compute.precision),
+  return hash_of(fmt::format("{} {} {} {} {} {} {}", version(), kRounding, machine, static_cast<int>(compute.precision),
                              name_of(compute.activations), name_of(compute.mixer), rounded_states));
 }
 
@@ -124,15 +127,16 @@ struct Scheduler::Running : std::enable_shared_from_this<Running> {
 
   // Of the scheduler's thread.
   Phase phase = Phase::waiting;
-  std::vector<size_t> ends = {};  // of passes over the prompt
-  uint64_t passes = 0;            // in which the slot has read
-  std::vector<size_t> keep = {};  // of them those with a snapshot
-  size_t at = 0;                  // ids read
-  size_t kept = 0;                // of them in a snapshot
-  int32_t slot = -1;              // until it writes
-  std::shared_ptr<Decoder::Pass> pass = {};  // over the ids from `at` to
-  size_t pass_end = 0;                       // here, where it has begun
-  int64_t slots = 0;              // that it has or will need
+  std::vector<size_t> ends = {};             // of passes over the prompt
+  uint64_t passes = 0;                       // in which the slot has read
+  std::vector<size_t> keep = {};             // of them those with a snapshot
+  size_t at = 0;                             // ids read
+  size_t kept = 0;                           // of them in a snapshot
+  int32_t slot = -1;                         // until it writes
+  std::shared_ptr<Decoder::Pass> pass = {};  // that has begun, over the ids from `at` to `pass_end`
+  size_t pass_end = 0;
+  uint64_t turn = 0;  // when it read last, or began to
+  int64_t slots = 0;  // that it has or will need
   std::list<Writing> writings = {};
   bool wrote = false;
   Usage usage = {};
@@ -162,7 +166,9 @@ Scheduler::Scheduler(const Model& model, StateStore* store, SchedulerOptions opt
       warm_(decoder_, options_.device_bytes),
       no_passes_(passes_before_any(model.parts().language_model, store != nullptr && store->options().bf16)),
       free_(options_.slots) {
-  require(options_.chunk >= 1, "scheduler: chunks of {} tokens, expected 1 or more", options_.chunk);
+  constexpr auto kMostChunk = static_cast<int64_t>(Decoder::kPassTokens);
+  require(options_.chunk >= 1 && options_.chunk <= kMostChunk, "scheduler: chunks of {} tokens, expected 1 to {}",
+          options_.chunk, kMostChunk);
   thread_ = std::thread([this] {
     block_signals();
     run();
@@ -265,7 +271,8 @@ void Scheduler::run() {
     drop_ended();
     admit();
     try {
-      read_prompts(kReadingPerStep * write_tokens());
+      const Clock::time_point start = Clock::now();
+      read_prompts(write_tokens() ? std::optional(start) : std::nullopt);
     } catch (...) {  // a defect: nobody may wait for ever
       const auto error = current_error();
       for (const Ticket& job : std::vector(active_)) end(*job, error);
@@ -385,6 +392,7 @@ void Scheduler::start(const Ticket& job) {
 
 void Scheduler::begin_reading(Running& job) {
   job.phase = Running::Phase::reading;
+  job.turn = turn_;
   if (job.slot < 0) job.slot = warm_.start();
   if (job.match) {
     try {
@@ -418,32 +426,48 @@ void Scheduler::count_start(Running& job) {
       .fetch_add(1);
 }
 
-// Layers of passes over prompts, for about so many seconds in which answers wait, at least one layer; a whole pass where
-// none waits, or where it is short and the last one. A pass that has begun ends before that of another prompt begins.
-void Scheduler::read_prompts(double seconds) {
-  const bool answers_wait = seconds > 0;
-  const Clock::time_point start = Clock::now();
-  size_t without = 0;  // jobs in a row that have nothing to read
-  while (without < active_.size()) {
-    const Ticket job = active_[turn_ % active_.size()];
-    bool passed = true;
+// Whose pass goes on, else whose turn it is; null where nobody reads. One pass at a time holds activations.
+Scheduler::Ticket Scheduler::next_reader() const {
+  Ticket next;
+  for (const Ticket& job : active_) {
+    if (job->phase != Running::Phase::reading) continue;
+    if (job->pass) return job;
+    if (!next || job->turn < next->turn) next = job;
+  }
+  return next;
+}
+
+// Layers of passes over prompts. Where a step of answers has begun at `step`, for a time that goes with the step's, at
+// least one layer; where no answer waits, a whole pass.
+void Scheduler::read_prompts(std::optional<Clock::time_point> step) {
+  for (const Ticket& job : active_) {
+    if (job->phase != Running::Phase::searching || !job->searched.load()) continue;
     try {
-      if (job->phase == Running::Phase::searching && job->searched.load()) begin_reading(*job);
-      if (job->phase != Running::Phase::reading) {
-        ++without;
-        ++turn_;
-        continue;
-      }
-      without = 0;
-      passed = read_layer(*job);
-      if (answers_wait) synchronize(model_.parts().language_model.device());  // else only launches would be timed
+      begin_reading(*job);
     } catch (...) {
       end(*job, current_error());
     }
-    if (passed) ++turn_;
-    const bool last_pass = job->ends.back() == job->pass_end;
-    const double limit = !passed && last_pass ? std::max(seconds, kLastPassSeconds) : seconds;
-    if (seconds_since(start) >= limit && (answers_wait || passed)) return;
+  }
+  Ticket job = next_reader();
+  if (!job) return;
+  const Device device = model_.parts().language_model.device();
+  double seconds = 0;
+  if (step) {
+    synchronize(device);  // a GPU still reads the tokens of the step
+    seconds = kReadingPerStep * seconds_since(*step);
+  }
+  const Clock::time_point start = Clock::now();
+  for (; job; job = next_reader()) {
+    bool passed = true;
+    try {
+      passed = read_layer(*job);
+      if (step) synchronize(device);  // else only launches would be timed
+    } catch (...) {
+      end(*job, current_error());
+    }
+    const bool last_pass = !passed && job->pass_end == job->ends.back();
+    const double limit = last_pass ? std::max(seconds, kLastPassSeconds) : seconds;
+    if (step ? seconds_since(start) >= limit : passed) return;
   }
 }
 
@@ -451,12 +475,12 @@ void Scheduler::read_prompts(double seconds) {
 bool Scheduler::read_layer(Running& job) {
   if (!job.pass) {
     job.pass_end = *std::ranges::upper_bound(job.ends, job.at);
-    job.pass = decoder_.begin_pass(
-        {job.slot, std::span(job.job.prompt.ids).subspan(job.at, job.pass_end - job.at)});
+    job.pass = decoder_.begin_pass({job.slot, std::span(job.job.prompt.ids).subspan(job.at, job.pass_end - job.at)});
   }
   const size_t end = job.pass_end;
   if (!decoder_.advance(*job.pass)) return false;
   job.pass.reset();
+  job.turn = ++turn_;
   job.at = end;
   job.passes = after_pass(job.passes, end);
   if (std::ranges::find(job.keep, end) != job.keep.end()) keep_snapshot(job);
@@ -505,15 +529,14 @@ void Scheduler::begin_writing(Running& job) {
   for (Writing& row : job.writings) end_writing(row, Finish::length);
 }
 
-// One token of every answer; the seconds that it took.
-double Scheduler::write_tokens() {
+// One token of every answer; whether there was any.
+bool Scheduler::write_tokens() {
   std::vector<Writing*> rows;
   for (const Ticket& job : active_)
     if (job->phase == Running::Phase::writing)
       for (Writing& row : job->writings)
         if (!row.ended) rows.push_back(&row);
-  if (rows.empty()) return 0;
-  const Clock::time_point start = Clock::now();
+  if (rows.empty()) return false;
   try {
     if (!options_.exact) {
       step(rows);
@@ -525,7 +548,7 @@ double Scheduler::write_tokens() {
     for (const Writing* row : rows) end(*row->job, error);
   }
   counters_.steps.fetch_add(1, std::memory_order_relaxed);
-  return seconds_since(start);
+  return true;
 }
 
 void Scheduler::step(std::span<Writing*> rows) {

@@ -3,8 +3,8 @@
 //
 //   admits waiting jobs, in order, where slots are free,
 //   writes one token of every answer (one step of the decoder),
-//   reads chunks of prompts, in turn, for about 1.5 times as long as the step took. It stops after any layer of a pass,
-//   so that a long prompt delays no answer by more than that and a layer.
+//   reads chunks of prompts, in turn, for 1.5 times as long as the step took, or 5 ms where the last chunk of a prompt
+//   can be finished. It stops after any layer of a pass, so that prompts delay an answer by that and a layer.
 //
 // What a prompt computes does not depend on the load or on what was stored before. A prompt is read chunk by chunk, one
 // sequence in a pass, and its chunks end where its own boundaries are (serve/prompt.h) and every
@@ -120,12 +120,13 @@ class Scheduler {
   void start(const Ticket& job);
   void begin_reading(Running& job);
   void count_start(Running& job);
-  void read_prompts(double seconds);
+  Ticket next_reader() const;
+  void read_prompts(std::optional<Clock::time_point> step);
   bool read_layer(Running& job);
   bool may_store(const Running& job);
   void keep_snapshot(Running& job);
   void begin_writing(Running& job);
-  double write_tokens();
+  bool write_tokens();
   void step(std::span<Writing*> rows);
   void take_token(Writing& row, const ChosenTokens& chosen, size_t index);
   void end_writing(Writing& row, Finish finish);
@@ -148,7 +149,7 @@ class Scheduler {
   // Of the thread.
   std::deque<Ticket> waiting_, background_;
   std::vector<Ticket> active_;  // have slots
-  size_t turn_ = 0;             // whose chunk is read next
+  uint64_t turn_ = 0;           // counts passes
   int64_t free_ = 0;            // slots that no active job has or will need
   bool cut_off_ = false;        // what has not ended is ended
   double allowance_ = 1;        // seconds for snapshots while other jobs wait for them

@@ -17,7 +17,6 @@ namespace {
 
 constexpr size_t kAlignment = 256;
 constexpr size_t kSmallestSegment = size_t{4} << 20;
-constexpr size_t kLargestSpare = size_t{64} << 20;  // segment for a smaller block
 
 // Poisoned bytes between blocks, so that AddressSanitizer detects a write past the end of one.
 #if defined(__SANITIZE_ADDRESS__)
@@ -81,19 +80,6 @@ Arena::Blocks::iterator Arena::add_segment(size_t bytes) {
   return blocks_.emplace(pointer, Block{bytes, false, true}).first;
 }
 
-// A GPU stops for a new segment, so there segments grow with what is held, within bounds.
-Arena::Blocks::iterator Arena::add_segment_for(size_t wanted) {
-  const size_t least = std::max(wanted, kSmallestSegment);
-  const size_t more = device_.is_cpu() ? 0 : std::min(usage_.reserved / 4, kLargestSpare) / kAlignment * kAlignment;
-  if (more > least) {
-    try {
-      return add_segment(more);
-    } catch (const OutOfMemory&) {  // then as little as possible
-    }
-  }
-  return add_segment(least);
-}
-
 void Arena::reserve(size_t bytes) {
   const std::lock_guard lock(mutex_);
   try {
@@ -106,7 +92,8 @@ void* Arena::allocate(size_t bytes) {
   const std::lock_guard lock(mutex_);
   const size_t wanted = (std::max<size_t>(bytes, 1) + kRedZone + kAlignment - 1) / kAlignment * kAlignment;
   const auto found = std::ranges::find_if(free_, [&](const auto& entry) { return entry.second >= wanted; });
-  const auto block = found != free_.end() ? blocks_.find(found->first) : add_segment_for(wanted);
+  const auto block =
+      found != free_.end() ? blocks_.find(found->first) : add_segment(std::max(wanted, kSmallestSegment));
   free_.erase(block->first);
   if (block->second.bytes > wanted) {
     const size_t rest = block->second.bytes - wanted;

@@ -65,7 +65,6 @@ class Arena {
 
   std::byte* new_segment(size_t bytes);
   Blocks::iterator add_segment(size_t bytes);
-  Blocks::iterator add_segment_for(size_t wanted);
   void give_back();
   Blocks::iterator merge(Blocks::iterator block);
 

@@ -76,6 +76,31 @@ TEST(OpenAi, RefusesWhatItCannotDo) {
   EXPECT_EQ(status_of([] { parse_state_request(R"({"name": "a", "text": "b", "fork": "c"})"); }), 400);
 }
 
+TEST(OpenAi, NamesTheFieldOfABadValue) {
+  const auto field_of = [](const std::string& body) -> std::string {
+    try {
+      parse_completion(body);
+      return "no error";
+    } catch (const ApiError& error) {
+      return error.param;
+    }
+  };
+  EXPECT_EQ(field_of(R"({"prompt": "a", "max_tokens": "five"})"), "max_tokens");
+  EXPECT_EQ(field_of(R"({"prompt": "a", "temperature": -1})"), "temperature");
+  EXPECT_EQ(field_of(R"({"prompt": "a", "n": 0})"), "n");
+  EXPECT_EQ(field_of(R"({"prompt": "a", "stop": [1]})"), "stop");
+  EXPECT_EQ(field_of(R"({"prompt": "a", "stream_options": {"include_usage": 1}})"), "stream_options");
+  EXPECT_EQ(field_of("{"), "");
+  for (const char* body : {"{}", R"({"messages": []})", R"({"messages": [{"role": "user", "content": 1}]})"}) {
+    try {
+      parse_chat(body);
+      FAIL() << body;
+    } catch (const ApiError& error) {
+      EXPECT_EQ(error.param, "messages") << body;
+    }
+  }
+}
+
 TEST(OpenAi, WritesValidJsonOfAnyBytes) {
   const AnswerHeader header{true, true, "id", "m", 1};
   AnswerPart part{0, "text \xF0\x9F", {{{{5, -1.5}, {{5, -1.5}}}, "\xF0\x9F", {"\xF0\x9F"}}}, Finish::stop};

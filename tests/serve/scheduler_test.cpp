@@ -101,6 +101,105 @@ TEST(Scheduler, LongPromptsDelayNobody) {
   EXPECT_EQ(running->result.get_future().get().error->status, 499);
 }
 
+// An answer that runs until it is cancelled; returns when it has written its first token.
+Scheduler::Ticket endless(Scheduler& scheduler, const std::shared_ptr<Ended>& ended) {
+  Job job = job_of(10, 1000000, ended);
+  job.stream = true;
+  const auto started = std::make_shared<std::promise<void>>();
+  const auto has_started = std::make_shared<std::atomic<bool>>(false);
+  job.on_part = [started, has_started](const serve::AnswerPart&) {
+    if (!has_started->exchange(true)) started->set_value();
+  };
+  const Scheduler::Ticket ticket = scheduler.submit(std::move(job));
+  started->get_future().wait();
+  return ticket;
+}
+
+// A prompt of two passes: in the first, which is not the last one, a token is written after every layer at most.
+TEST(Scheduler, AnswersGoOnBetweenTheLayersOfAPass) {
+  constexpr int64_t kLayers = 12;
+  const Model model = served_model("2mamba", kLayers);
+  Scheduler scheduler(model, nullptr, {.slots = 2, .chunk = 2000});
+  const auto running = std::make_shared<Ended>(), read = std::make_shared<Ended>();
+  const Scheduler::Ticket ticket = endless(scheduler, running);
+  const int64_t before = scheduler.counters().written_tokens.load();
+  std::atomic<int64_t> after{0};
+  Job prompt = job_of(4000, 0, read);
+  prompt.on_end = [&](JobResult result) {
+    after = scheduler.counters().written_tokens.load();
+    read->result.set_value(std::move(result));
+  };
+  scheduler.submit(prompt);
+  EXPECT_EQ(read->result.get_future().get().error, nullptr);
+  EXPECT_GE(after - before, kLayers) << "of two passes over " << kLayers << " layers each";
+  scheduler.cancel(ticket);
+  EXPECT_EQ(running->result.get_future().get().error->status, 499);
+}
+
+// Cancelled, timed out or cut off by the end of the scheduler while a pass is between two layers: the slot is free
+// again, and what others write is as if nothing had been.
+TEST(Scheduler, JobsMayEndInTheMiddleOfAPass) {
+  const Model model = served_model("softmax", 12);
+  std::string alone;
+  {
+    Scheduler scheduler(model, nullptr, {.slots = 2, .chunk = 16});
+    const auto ended = std::make_shared<Ended>();
+    scheduler.submit(job_of(30, 20, ended));
+    EXPECT_EQ(ended->result.get_future().get().error, nullptr);
+    alone = ended->text;
+  }
+  const auto running = std::make_shared<Ended>(), cut_off = std::make_shared<Ended>();
+  {
+    Scheduler scheduler(model, nullptr, {.slots = 2, .chunk = 4096});
+    const Scheduler::Ticket ticket = endless(scheduler, running);
+    for (const bool in_time : {true, false}) {
+      const auto ended = std::make_shared<Ended>();
+      Job job = job_of(8000, 1, ended);
+      const int64_t before = scheduler.counters().written_tokens.load();
+      if (!in_time) job.deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(5);
+      const Scheduler::Ticket prompt = scheduler.submit(job);
+      while (in_time && scheduler.counters().written_tokens.load() < before + 4) std::this_thread::yield();
+      if (in_time) scheduler.cancel(prompt);
+      EXPECT_EQ(ended->result.get_future().get().error->status, in_time ? 499 : 408);
+    }
+    const auto ended = std::make_shared<Ended>();
+    scheduler.submit(job_of(30, 20, ended));
+    EXPECT_EQ(ended->result.get_future().get().error, nullptr);
+    EXPECT_EQ(ended->text, alone);
+    scheduler.submit(job_of(8000, 1, cut_off));
+    const int64_t before = scheduler.counters().written_tokens.load();
+    while (scheduler.counters().written_tokens.load() < before + 3) std::this_thread::yield();
+  }
+  EXPECT_EQ(cut_off->result.get_future().get().error->status, 503);
+  EXPECT_EQ(running->result.get_future().get().error->status, 503);
+}
+
+// Several long prompts take turns: the one that came last does not wait for the end of the first.
+TEST(Scheduler, LongPromptsTakeTurns) {
+  const Model model = served_model("2mamba");
+  Scheduler scheduler(model, nullptr, {.slots = 3, .chunk = 16});
+  std::vector<std::shared_ptr<Ended>> all;
+  std::vector<int64_t> order(3);
+  std::atomic<int64_t> ended{0};
+  for (const size_t tokens : {3000, 2000, 500}) {
+    const size_t i = all.size();
+    all.push_back(std::make_shared<Ended>());
+    Job job = job_of(tokens, 1, all.back());
+    job.on_end = [&, i](JobResult result) {
+      order[i] = ++ended;
+      all[i]->result.set_value(std::move(result));
+    };
+    scheduler.submit(std::move(job));
+  }
+  for (const auto& one : all) EXPECT_EQ(one->result.get_future().get().error, nullptr);
+  EXPECT_EQ(order, (std::vector<int64_t>{3, 2, 1}));
+}
+
+TEST(Scheduler, RefusesChunksLongerThanAPass) {
+  const Model model = served_model("2mamba");
+  expect_error([&] { Scheduler(model, nullptr, {.chunk = 5000}); }, {"5000", "1 to 4096"});
+}
+
 // What an answer is does not depend on the other jobs that run beside it.
 TEST(Scheduler, AnswersAreIndependentOfTheLoad) {
   const Model model = served_model("2mamba");

@@ -2,7 +2,6 @@
 
 #include <cstring>
 
-#include "cuda.h"
 #include "support.h"
 
 namespace furious {
@@ -126,6 +125,7 @@ TEST(Arena, AtTheLimitReleasesUnusedSegmentsThenThrowsOutOfMemory) {
   arena.release(arena.allocate(19 * kMiB));
 }
 
+// A graph contains addresses of blocks that are free by now.
 TEST(Arena, UsableMemoryCountsWhatTheArenaHoldsUnused) {
   Tensor::empty({1 << 20}, DType::f32);  // released at once
   const Arena::Usage held = Arena::of({}).usage();
@@ -135,7 +135,6 @@ TEST(Arena, UsableMemoryCountsWhatTheArenaHoldsUnused) {
   EXPECT_GT(usable_memory({}), usable_memory({}, int64_t{1} << 60));
 }
 
-// A graph contains addresses of blocks that are free by now.
 TEST(Arena, KeptSegmentsAreNeverReleased) {
   Arena arena{Device{}};
   arena.set_limit(20 * kMiB);
@@ -187,28 +186,6 @@ TEST(Arena, ForeignAndDoubleReleasesAreErrors) {
 TEST(Arena, OnePerDevice) {
   EXPECT_EQ(&Arena::of({}), &Arena::of({}));
   EXPECT_NE(&Arena::of({}), &Arena::of({DeviceKind::cuda, 1}));
-}
-
-// Pages of a cache come one by one: the GPU stops for few of them.
-TEST(ArenaCuda, SegmentsOfSmallBlocksGrow) {
-  SKIP_WITHOUT_GPU();
-  Arena arena(testing::kGpu);
-  std::vector<void*> blocks;
-  for (int i = 0; i < 4096; ++i) blocks.push_back(arena.allocate(64 << 10));
-  const Arena::Usage usage = arena.usage();
-  EXPECT_EQ(usage.live, 256 * kMiB);
-  EXPECT_LT(usage.segments_made, 24u);
-  EXPECT_LE(usage.reserved, 320 * kMiB);
-  for (void* const block : blocks) arena.release(block);
-  arena.trim();
-  EXPECT_EQ(arena.usage().reserved, 0u);
-  // Where a larger segment exceeds what there is, a small one serves.
-  void* const large = arena.allocate(64 * kMiB);
-  arena.set_limit(69 * kMiB);
-  void* const small = arena.allocate(kMiB);
-  EXPECT_EQ(arena.usage().reserved, 68 * kMiB);
-  arena.release(large);
-  arena.release(small);
 }
 
 }  // namespace

@@ -27,8 +27,8 @@ std::vector<DType> dtypes_on(Device device) {
   return device.is_cpu() ? std::vector{DType::f32} : std::vector{DType::f32, DType::bf16};
 }
 
-// Memory in steps of about a quarter of its size. A prompt that is read in chunks asks for a little more each time: of
-// exact sizes the caching allocator could use none again, would hold the sum of all, and ask a GPU for each.
+// Memory in steps of an eighth to a quarter of its size. A prompt that is read in chunks asks for a little more each
+// time: of exact sizes the caching allocator could use none again, would hold the sum of all, and ask a GPU for each.
 Tensor growing(const Shape& shape, DType dtype, Device device) {
   const auto elements = static_cast<uint64_t>(shape.elements());
   const uint64_t step = std::max<uint64_t>(std::bit_ceil(elements) / 8, 1);

@@ -1,5 +1,5 @@
-// The forward pass of the parallel and the chunked form, and of the last queries of a KV cache. The parallel form is the
-// chunked one with a single chunk.
+// The forward pass of the parallel and the chunked form, and of the last queries of a KV cache. The parallel form is
+// the chunked one with a single chunk.
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "ops/mixer/cpu/forward_cpu.cpp"
@@ -104,7 +104,8 @@ void forward_head(const MixerSpec& spec, const MixerShape& shape, const cpu::Hea
   if (job.final_state) state->store(job.final_state, columns);
 }
 
-constexpr size_t kSection = 512;  // keys that are packed together: with dimension 64 they stay in the second-level cache
+constexpr size_t kSection =
+    512;  // keys that are packed together: with dimension 64 they stay in the second-level cache
 static_assert(kSection % kTile == 0);
 
 // Queries of the last tokens alone. Keys come in sections, so that the memory does not grow with their number.
@@ -177,7 +178,7 @@ void forward_pages(const MixerSpec& spec, const MixerShape& shape, const CacheSl
   const auto decays = spec.decay ? starts_of(&CachePage::log_decay) : std::vector<const float*>();
   const int64_t queries = q.size(1), work = queries * slot.pending * shape.heads * (shape.qk_dim + shape.v_dim);
   with_kind(spec, [&]<Kind kKind, Mask kMask>() {
-    cpu::for_each_head(shape.heads, work, [&](int64_t head) {
+    cpu::for_each_head(shape.heads, (queries + kBlock - 1) / kBlock, work, [&](int64_t head) {
       const CachePage& page = slot.pages.front();
       cpu::HeadJob job;
       job.length = static_cast<size_t>(slot.pending);

@@ -2,6 +2,7 @@
 // and head.
 #pragma once
 
+#include <algorithm>
 #include <cstring>
 #include <type_traits>
 
@@ -28,12 +29,14 @@ class Scratch {
   Tensor memory_;
 };
 
-// One document of one head: rows of a tensor [batch, length, heads, dim], `stride` elements apart, or f32 rows in pages.
+// One document of one head: rows of a tensor [batch, length, heads, dim], `stride` elements apart, or f32 rows in
+// pages.
 struct HeadRows {
   void* data = nullptr;
   DType dtype = DType::f32;
   int64_t stride = 0;
-  const float* const* pages = nullptr;  // where the rows of each page begin, `page_offset` elements before those of this head
+  const float* const* pages =
+      nullptr;  // where the rows of each page begin, `page_offset` elements before those of this head
   int64_t page_rows = 0, page_offset = 0;
 
   HeadRows() = default;
@@ -91,16 +94,17 @@ int64_t work_of(const MixerCall& call);
 HeadJob forward_job(const MixerCall& call, int64_t index);
 HeadJob backward_job(const MixerCall& call, int64_t index, const BackwardTensors& tensors);
 
-// Runs body(head) for every head, of every document too: side by side when there are enough to fill the threads and
-// enough multiplications to do, else one after another, each with all threads inside.
+// Runs body(head) for every head, of every document too: side by side when there are enough multiplications to do and
+// enough heads to fill the threads, or more of them than `parts` that a head alone could be shared out in; else one
+// after another, each with all threads inside.
 template <class Body>
-void for_each_head(int64_t heads, int64_t work, Body&& body) {
+void for_each_head(int64_t heads, int64_t parts, int64_t work, Body&& body) {
   const auto flushed = [&](int64_t i) {
     const FlushSubnormals flush;
     body(i);
   };
   constexpr int64_t kWorthThreads = 2 << 20;  // some tens of microseconds
-  if (heads >= threads() && work > kWorthThreads) {
+  if ((heads >= threads() || heads > parts) && work > kWorthThreads) {
     parallel_for(heads, flushed);
   } else {
     for (int64_t i = 0; i < heads; ++i) flushed(i);
@@ -109,7 +113,11 @@ void for_each_head(int64_t heads, int64_t work, Body&& body) {
 
 template <class Body>
 void for_each_job(const MixerCall& call, Body&& body) {
-  for_each_head(job_count(call), work_of(call), body);
+  constexpr int64_t kPart = 192;  // queries (kBlock in scores-inl.h)
+  int64_t parts = 1;
+  for (const Segment& segment : call.segments)
+    parts = std::max(parts, (segment.length() - call.shape.first_query + kPart - 1) / kPart);
+  for_each_head(job_count(call), parts, work_of(call), body);
 }
 
 }  // namespace furious::cpu

@@ -108,9 +108,9 @@ inline HWY_ATTR void add_rows(const float* weights, size_t count, const float* r
   });
   if (even < count)
     for (size_t c = 0; c < whole; c += kLanes)
-      hn::StoreU(hn::MulAdd(hn::Set(kTag, weights[even]), hn::LoadU(kTag, rows + even * stride + c),
-                            hn::LoadU(kTag, y + c)),
-                 kTag, y + c);
+      hn::StoreU(
+          hn::MulAdd(hn::Set(kTag, weights[even]), hn::LoadU(kTag, rows + even * stride + c), hn::LoadU(kTag, y + c)),
+          kTag, y + c);
   for (size_t c = whole; c < dim; ++c)
     for (size_t r = 0; r < count; ++r) y[c] += weights[r] * rows[r * stride + c];
 }
@@ -191,9 +191,8 @@ void read_head(const MixerSpec& spec, const CachedHead& cached, const float* q_i
     normalizer = read_state(state, q, static_cast<float>(std::exp(since_fold)), spec.norm == Norm::sum, y);
   }
   normalizer += window_weights<kKind>(cached, polynomial_of(spec), q, scores, weights);
-  cached.for_each_page(&CachePage::v, [&](size_t token, size_t count, const float* rows, size_t stride) HWY_ATTR {
-    add_rows(weights + token, count, rows, stride, v_dim, y);
-  });
+  cached.for_each_page(&CachePage::v, [&](size_t token, size_t count, const float* rows, size_t stride)
+                                          HWY_ATTR { add_rows(weights + token, count, rows, stride, v_dim, y); });
   const float factor = spec.norm == Norm::sum ? reciprocal_of<kKind>(normalizer) : 1.0f;
   for (size_t c = 0; c < v_dim; ++c) out[c] = y[c] * factor;
 }

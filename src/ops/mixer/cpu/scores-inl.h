@@ -296,9 +296,9 @@ HWY_INLINE void forward_strip(const Span& span, size_t first_row, size_t first_k
   if constexpr (kKind == Kind::kSoftmax) softmax_strip(span, first_row, keys, weights, maxima, rescale);
   for_each_panel(span.v_ld, [&](size_t column, size_t vectors) HWY_ATTR {
     const float* v = span.v + (first_key - span.keys_begin) * span.v_ld + column;
-    with_width(vectors, ForwardValues{weights, v, span.v_ld, keys,
-                                      span.y + (first_row - span.first_query) * span.v_ld + column,
-                                      kKind == Kind::kSoftmax ? rescale : nullptr});
+    with_width(vectors,
+               ForwardValues{weights, v, span.v_ld, keys, span.y + (first_row - span.first_query) * span.v_ld + column,
+                             kKind == Kind::kSoftmax ? rescale : nullptr});
   });
 }
 
