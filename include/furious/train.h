@@ -144,6 +144,9 @@ struct TrainObserver {
   // Called in a single process while the model is made, before each parameter, and between micro-batches; true: end
   // now. furious::Cancelled is thrown, and the steps since the newest checkpoint are lost.
   std::function<bool()> cancel;
+  // Called by the thread that trains, and on all ranks, before the first step, with its number; not if all are done.
+  // From here on `stop` is answered after a step.
+  std::function<void(int64_t step)> begin;
 };
 
 // Work that was ended by a callback.
@@ -166,8 +169,8 @@ struct TrainResult {
 FURIOUS_API TrainResult train(const TrainOptions& options, const TrainObserver& observer = {});
 
 // The options to resume the run in a folder: those of its newest checkpoint, or of the one that `resume_previous`
-// selects, with `resume` set. None if it has no checkpoint. A damaged checkpoint is an Error that names an older good
-// one.
+// selects, with `resume` set; of a run that was ended before its first checkpoint those of its run.toml. None if it has
+// neither. A damaged checkpoint is an Error that names an older good one.
 FURIOUS_API std::optional<TrainOptions> options_of_run(const std::string& folder, bool previous = false);
 
 // Rows of token ids, and what is to be predicted.

@@ -219,7 +219,7 @@ void bind_train(nb::module_& module) {
   bind_trainer(module);
   module.def("train", &train, nb::arg("options"), nb::arg("step").none(), nb::arg("message").none());
   module.def("options_of_run", &furious::options_of_run, nb::arg("run"), nb::arg("previous") = false,
-             "The options to resume a run; None if it has no checkpoint.");
+             "The options to resume a run; None if there is none.");
 }
 
 }  // namespace furious_python

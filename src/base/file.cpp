@@ -371,6 +371,21 @@ DirectoryLock::~DirectoryLock() {
   ::close(descriptor_);
 }
 
+DirectoryToFill::DirectoryToFill(const fs::path& directory) {
+  std::error_code problem;
+  for (fs::path path = directory; !path.empty() && !fs::exists(path, problem); path = path.parent_path())
+    made_.push_back(path);
+  fs::create_directories(directory, problem);
+  if (!problem) return;
+  made_.clear();
+  fail("cannot create folder \"{}\": {}", directory.string(), problem.message());
+}
+
+DirectoryToFill::~DirectoryToFill() {
+  std::error_code ignored;
+  for (const fs::path& path : made_) fs::remove(path, ignored);  // fails for one that is not empty
+}
+
 fs::path file_detail::set_aside_name(const fs::path& path) {
   fs::path name = path;
   name += ".old-furious";

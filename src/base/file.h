@@ -12,6 +12,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace furious {
 
@@ -81,6 +82,19 @@ class DirectoryLock {
 
  private:
   int descriptor_;
+};
+
+// Makes a directory, and those above it that are missing. Of these the destructor removes the ones that are still
+// empty: work that failed before it left anything leaves no directory either.
+class DirectoryToFill {
+ public:
+  explicit DirectoryToFill(const std::filesystem::path& directory);
+  ~DirectoryToFill();
+  DirectoryToFill(const DirectoryToFill&) = delete;
+  DirectoryToFill& operator=(const DirectoryToFill&) = delete;
+
+ private:
+  std::vector<std::filesystem::path> made_;  // the innermost first
 };
 
 // Writes a directory atomically: build(temporary) fills an empty directory next to `path`, which is then synced and

@@ -10,6 +10,7 @@
 #include "cli/bench_rates.h"
 #include "cli/commands.h"
 #include "cli/flags.h"
+#include "cli/progress.h"
 #include "cli/train_flags.h"
 #include "ops/elementwise.h"
 #include "ops/mixer/recurrent.h"
@@ -54,8 +55,7 @@ void RecurrentBench::run() const {
   const Device where = usable_device(device);
   const double rate = copy_rate(where);
   fmt::print("recurrent {} ({}), batch {}, {} heads of {}, {}, {}; copy rate {:.1f} GB/s\n\n", preset, to_string(spec),
-             batch, heads, dim, dtype, where.is_cpu() ? fmt::format("{} threads", furious::threads()) : device,
-             rate / 1e9);
+             batch, heads, dim, dtype, where.is_cpu() ? counted(furious::threads(), "thread") : device, rate / 1e9);
   fmt::print("{:>9} {:>12} {:>12} {:>10} {:>12} {:>9}\n", "context", "cache MB", "us/token", "GB/s", "floor us",
              "of floor");
   const MixerCache::Sizes sizes{batch, heads, heads, heads, dim, dim};

@@ -13,6 +13,7 @@
 #include "cli/commands.h"
 #include "cli/flags.h"
 #include "cli/json_file.h"
+#include "cli/progress.h"
 #include "decode/decoder.h"
 #include "model/checkpoint.h"
 #include "model/config_json.h"
@@ -59,7 +60,7 @@ void DecodeBench::run() const {
   const double rate = copy_rate(where);
   fmt::print("decode {}: {:.1f} M parameters, {}, {}, after {} tokens; copy rate {:.1f} GB/s\n\n", name,
              static_cast<double>(parameter_count(config)) / 1e6, name_of(type),
-             where.is_cpu() ? fmt::format("{} threads", furious::threads()) : device, context, rate / 1e9);
+             where.is_cpu() ? counted(furious::threads(), "thread") : device, context, rate / 1e9);
   fmt::print("{:>6} {:>12} {:>10} {:>10} {:>12} {:>12} {:>12} {:>9}  {}\n", "batch", "prompt t/s", "tokens/s",
              "ms/step", "weights MB", "cache MB", "floor ms", "of floor", "ran as");
   nlohmann::json rows = nlohmann::json::array();

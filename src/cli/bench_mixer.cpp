@@ -10,6 +10,7 @@
 #include "cli/bench_rates.h"
 #include "cli/commands.h"
 #include "cli/json_file.h"
+#include "cli/progress.h"
 #include "ops/elementwise.h"
 #include "ops/matmul.h"
 #include "ops/mixer/cost.h"
@@ -203,7 +204,7 @@ void MixerBench::run() const {
   const Rates rates = this->rates();
   fmt::print("mixer {} ({}), batch {}, {} heads of {}, {}, products in {}, {}; floor at {}\n\n", preset,
              to_string(mixer), batch, heads, qk == v ? fmt::format("{}", v) : fmt::format("{} and {}", qk, v), dtype,
-             precision, where.is_cpu() ? fmt::format("{} threads", furious::threads()) : device, text_of(rates, where));
+             precision, where.is_cpu() ? counted(furious::threads(), "thread") : device, text_of(rates, where));
   fmt::print("{:>9}  {:<10} {:<12} {:<17} {:>10} {:>10} {:>10} {:>7} {:>12}\n", "length", "form", "kernel", "pass",
              "ms", "GFLOP/s", "floor ms", "ratio", "us/token");
   nlohmann::json rows = nlohmann::json::array();
@@ -232,7 +233,7 @@ void MixerBench::run_sweep() const {
   const ThreadLimit limit(threads);
   const Rates rates = this->rates();
   fmt::print("mixers, forward and backward, batch {}, {} heads, {}, products in {}, {}; floor at {}\n\n", batch, heads,
-             dtype, precision, where().is_cpu() ? fmt::format("{} threads", furious::threads()) : device,
+             dtype, precision, where().is_cpu() ? counted(furious::threads(), "thread") : device,
              text_of(rates, where()));
   constexpr const char* kRow = "{:<9} {:>4} {:>4} {:>8} {:<9} {:<14} {:>10} {:>10} {:>7}\n";
   fmt::print(kRow, "mixer", "q/k", "v", "length", "form", "kernel", "ms", "floor ms", "ratio");

@@ -14,6 +14,7 @@
 #include "cli/commands.h"
 #include "cli/flags.h"
 #include "cli/json_file.h"
+#include "cli/progress.h"
 #include "cli/train_flags.h"
 #include "data/batch_rows.h"
 #include "model/cost.h"
@@ -234,7 +235,7 @@ void StepBench::run(const DataParallel& parallel) const {
   if (const std::string slow = slow_precision(options); !slow.empty()) fmt::print(stderr, "warning: {}\n", slow);
   fmt::print("{}: {:.1f} M parameters, {} layers of width {}, batch {} x {} tokens, {} products, {}\n", config.arch,
              static_cast<double>(parameter_count(config)) / 1e6, config.layers, config.hidden, options.batch,
-             options.length, options.dtype, device.is_cpu() ? fmt::format("{} threads", threads()) : options.device);
+             options.length, options.dtype, device.is_cpu() ? counted(furious::threads(), "thread") : options.device);
   fmt::print(
       "{:.0f} tokens/s, median of {} steps of {:.2f} ms; {:.1f} MFLOP/token, {:.0f} GFLOP/s, {:.0f} % of the {:.0f} "
       "of a "

@@ -106,7 +106,7 @@ std::vector<Column> result_columns() {
           "parameters", "parameters", [](const ComparedRun& run) { return static_cast<double>(run.parameters); },
           millions),
       count_column(
-          "steps", "steps", [](const ComparedRun& run) { return static_cast<double>(run.result.steps); }, whole),
+          "done", "done", [](const ComparedRun& run) { return static_cast<double>(run.result.steps); }, whole),
       count_column(
           "tokens", "total_tokens", [](const ComparedRun& run) { return static_cast<double>(run.last.total_tokens); },
           millions),

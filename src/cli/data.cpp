@@ -3,10 +3,12 @@
 
 #include <algorithm>
 #include <bit>
+#include <filesystem>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "base/error.h"
 #include "cli/commands.h"
 #include "cli/flags.h"
 #include "cli/json_file.h"
@@ -127,6 +129,9 @@ Json split_json(const Dataset& data, Split split, const Lengths& lengths) {
 }
 
 void ShowCommand::run() const {
+  std::error_code ignored;
+  require(std::filesystem::exists(folder, ignored) || folder.find(',') == folder.npos,
+          "data show: \"{}\" does not exist; a mixture is shown one folder at a time", folder);
   JsonFile file(json);
   const Dataset data(folder);
   const TokenizerInfo& tokenizer = data.manifest().tokenizer;

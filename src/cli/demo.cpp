@@ -36,8 +36,8 @@ void run(const DemoOptions& options) {
   fmt::print("shards     {} tokens for training, {} for testing\n", manifest[Split::train].total().tokens,
              manifest[Split::test].total().tokens);
   demo.make_models();
-  fmt::print("training   {} steps of {} x {} tokens, {} threads\n", options.steps, Demo::kBatch, Demo::kLength,
-             threads());
+  fmt::print("training   {} of {} x {} tokens, {}\n", counted(options.steps, "step"), Demo::kBatch, Demo::kLength,
+             counted(threads(), "thread"));
   std::fflush(stdout);
   train(demo, options.steps);
   demo.evaluate();

@@ -105,11 +105,13 @@ void DryRun::run(const TrainOptions& given) const {
   row("batch",
       fmt::format("{} x {} = {} tokens", options.batch, options.length, grouped(options.batch * options.length)));
   if (data.epoch_steps > 0)
-    row("epoch", fmt::format("{} steps; {} steps are {:.2f} epochs", grouped(data.epoch_steps), grouped(options.steps),
-                             static_cast<double>(options.steps) / static_cast<double>(data.epoch_steps)));
+    row("epoch",
+        fmt::format("{} step{}; {} step{} {:.2f} epochs", grouped(data.epoch_steps), data.epoch_steps == 1 ? "" : "s",
+                    grouped(options.steps), options.steps == 1 ? " is" : "s are",
+                    static_cast<double>(options.steps) / static_cast<double>(data.epoch_steps)));
   if (!checkpoint.empty())
-    row("resume", fmt::format("from {}, {} of {} steps are left", checkpoint.string(), grouped(left),
-                              grouped(options.steps)));
+    row("resume",
+        fmt::format("from {}, {} of {} steps are left", checkpoint.string(), grouped(left), grouped(options.steps)));
   row("memory on " + options.device, memory_text(options, config, available));
   if (!assumed_.empty())
     row(fmt::format("memory on a GPU of {}", assumed_), memory_text(on_gpu(options), config, parse_bytes(assumed_)));
@@ -119,9 +121,9 @@ void DryRun::run(const TrainOptions& given) const {
     row("step",
         fmt::format("{:.3g} s, {:.0f} tokens/s on {}, median of {} steps", seconds,
                     static_cast<double>(options.batch * options.length) / seconds, options.device, kMeasuredSteps));
-    row("time",
-        fmt::format("{} for {} steps on {}, without test losses, samples and checkpoints",
-                    clock_text(seconds * static_cast<double>(left)), grouped(left), options.device));
+    row("time", fmt::format("{} for {} step{} on {}, without test losses, samples and checkpoints",
+                            clock_text(seconds * static_cast<double>(left)), grouped(left), left == 1 ? "" : "s",
+                            options.device));
   } else {
     row("time", fmt::format("not measured: it does not fit on {}", options.device));
   }

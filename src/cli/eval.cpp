@@ -21,6 +21,7 @@
 #include "model/checkpoint.h"
 #include "report/chart.h"
 #include "report/table.h"
+#include "train/train_data.h"
 #include "train/training_checkpoint.h"
 
 namespace furious::cli {
@@ -45,11 +46,13 @@ struct EvalCommand {
   // Of one model on --data.
   struct Loss {
     TestLoss loss;
+    double seconds = 0;
     std::vector<PositionLoss> positions;
     Json json;
   };
   BatchOptions batches_for(const std::string& model, const ModelConfig& config) const;
-  Loss loss_of(const std::string& model, const Dataset& dataset) const;
+  Loss loss_of(const std::string& model, const std::vector<DataSource>& sources) const;
+  void show_losses(const std::vector<Loss>& losses) const;
   void show_positions(const std::vector<Loss>& losses) const;
   std::vector<TaskResult> task_results(size_t model, const std::vector<Task>& all) const;
 
@@ -74,7 +77,8 @@ BatchOptions EvalCommand::batches_for(const std::string& model, const ModelConfi
   return options;
 }
 
-EvalCommand::Loss EvalCommand::loss_of(const std::string& model, const Dataset& dataset) const {
+EvalCommand::Loss EvalCommand::loss_of(const std::string& model, const std::vector<DataSource>& sources) const {
+  const Dataset& dataset = *sources.front().dataset;  // the others have the same tokenizer
   const Device where = usable_device(load.device);
   const bool bf16 = load.dtype == "bf16" || ((load.dtype.empty() || load.dtype == "auto") && !where.is_cpu());
   dataset.check_tokenizer_of(model);
@@ -82,8 +86,8 @@ EvalCommand::Loss EvalCommand::loss_of(const std::string& model, const Dataset& 
   const ModelConfig config = load_config(model, load.arch, load.heads);
   const BatchOptions options = batches_for(model, config);
   const Split part = split == name_of(Split::test) ? Split::test : Split::train;
-  const DatasetBatches batches(dataset, part, options);
-  const int64_t steps = max_batches > 0 ? std::min(max_batches, batches.steps()) : batches.steps();
+  const SourceBatches all = once_batches(sources, part, options);
+  const int64_t steps = max_batches > 0 ? std::min(max_batches, all.steps) : all.steps;
   ProgressLine loading("eval");
   LanguageModel language_model = load_model(model, load.arch, where, load.heads, show_loading(loading));
   loading.clear();
@@ -102,9 +106,9 @@ EvalCommand::Loss EvalCommand::loss_of(const std::string& model, const Dataset& 
                       clock_text(line.seconds() * static_cast<double>(steps - count) / static_cast<double>(count))));
     return !stop_requested();
   };
-  found.loss = test_loss(language_model, batches, steps, dataset.tokenizer().get(), progress, &found.positions);
+  found.loss = test_loss(language_model, *all.batches, steps, dataset.tokenizer().get(), progress, &found.positions);
   const TestLoss& loss = found.loss;
-  const double seconds = line.seconds();
+  const double seconds = found.seconds = line.seconds();
   line.clear();
   require(loss.tokens > 0, "eval: {} has no token to predict; give data with at least two tokens",
           dataset.tokens(part).name());
@@ -112,7 +116,7 @@ EvalCommand::Loss EvalCommand::loss_of(const std::string& model, const Dataset& 
   fmt::print("loss            {:.5f} per byte of text\nbits            {:.5f} per byte of text\n", loss.per_byte(),
              loss.bits_per_byte());
   fmt::print("predicted       {} tokens, {} bytes of text; {} of {} batches of {} x {} ({}, {}{})\n", loss.tokens,
-             loss.text_bytes, done, batches.steps(), batch, options.length, split, name_of(options.packing),
+             loss.text_bytes, done, all.steps, batch, options.length, split, name_of(options.packing),
              options.bos ? ", bos" : "");
   fmt::print("time            {:.1f} s, {:.0f} tokens/s\n", seconds, static_cast<double>(loss.tokens) / seconds);
   found.json = {{"loss", loss.mean()},
@@ -134,6 +138,20 @@ EvalCommand::Loss EvalCommand::loss_of(const std::string& model, const Dataset& 
         found.json["by_position"].push_back(
             {{"first", place.first}, {"last", place.last}, {"tokens", place.tokens}, {"loss", place.mean()}});
   return found;
+}
+
+// The losses of several models side by side.
+void EvalCommand::show_losses(const std::vector<Loss>& losses) const {
+  if (losses.size() < 2) return;
+  Table table{{"model", "loss", "perplexity", "loss/byte", "bits/byte", "tokens", "bytes", "tokens/s"}, {}};
+  for (size_t i = 0; i < losses.size(); ++i) {
+    const TestLoss& loss = losses[i].loss;
+    table.rows.push_back({names_[i], fmt::format("{:.5f}", loss.mean()), fmt::format("{:.4f}", loss.perplexity()),
+                          fmt::format("{:.5f}", loss.per_byte()), fmt::format("{:.5f}", loss.bits_per_byte()),
+                          fmt::format("{}", loss.tokens), fmt::format("{}", loss.text_bytes),
+                          fmt::format("{:.0f}", static_cast<double>(loss.tokens) / losses[i].seconds)});
+  }
+  fmt::print("\n{}", to_text(table));
 }
 
 // A row for each range of positions, a column for each model; and the same as a picture.
@@ -274,18 +292,18 @@ void EvalCommand::run() {
   std::vector<Task> all;
   for (const std::string& path : tasks) all.push_back(read_task(path));
   for (std::string& model : models) model = checkpoint_of(model).string();
-  std::optional<Dataset> dataset;
-  if (!data.empty()) dataset.emplace(data);
+  std::vector<DataSource> sources;
+  if (!data.empty()) sources = open_sources(data);
   stop_on_signals();
   std::vector<Loss> losses;
   std::vector<std::vector<TaskResult>> results;
   std::vector<Json> reports;
   for (size_t i = 0; i < models.size() && !stop_requested(); ++i) {
-    if (models.size() > 1 && dataset) fmt::print("{}== {} ==\n", i == 0 ? "" : "\n", names_[i]);
+    if (models.size() > 1 && !sources.empty()) fmt::print("{}== {} ==\n", i == 0 ? "" : "\n", names_[i]);
     Json report;
     if (models.size() > 1) report["model"] = names_[i];
-    if (dataset) {
-      losses.push_back(loss_of(models[i], *dataset));
+    if (!sources.empty()) {
+      losses.push_back(loss_of(models[i], sources));
       report.update(losses.back().json);
     }
     if (!all.empty()) {
@@ -300,6 +318,7 @@ void EvalCommand::run() {
   }
   if (reports.empty()) return;  // stopped
   names_.resize(reports.size());
+  show_losses(losses);
   if (by_position) show_positions(losses);
   show_tasks(names_, results);
   if (examples) examples->commit();
@@ -314,7 +333,9 @@ void add_eval(CLI::App& app) {
       app.add_subcommand("eval", "Compute the loss of models on token shards, and score multiple-choice tasks");
   command->add_option("model", options->models, "Checkpoint directories, training runs or .safetensors files")
       ->required();
-  command->add_option("--data", options->data, "Folder of token shards, written by `furious tokenize`");
+  command->add_option(
+      "--data", options->data,
+      "Folder of token shards, written by `furious tokenize`; several as in training, web:0.7,book:0.3");
   command->add_option("--split", options->split, "Split of the data: test or train")
       ->check(CLI::IsMember({"test", "train"}))
       ->capture_default_str();

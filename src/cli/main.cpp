@@ -3,15 +3,13 @@
 #include <algorithm>
 #include <csignal>
 #include <cstdio>
-#include <map>
 #include <string>
-#include <vector>
 
 #include "base/boundary.h"
 #include "base/error.h"
-#include "base/names.h"
 #include "cli/commands.h"
 #include "cli/train_flags.h"
+#include "cli/unknown_flags.h"
 #include "dist/communicator.h"
 
 namespace {
@@ -36,42 +34,12 @@ void check_processes(int argc, char** argv) {
                    "`{}` runs in one process; start only `train` and `bench step` with mpirun or srun", command);
 }
 
-// Names that other programs have for flags of this one.
-const std::map<std::string, std::string> kSynonyms = {
-    {"learning-rate", "lr"},  {"batch-size", "batch"},      {"seq-len", "length"},  {"sequence-length", "length"},
-    {"block-size", "length"}, {"context-length", "length"}, {"max-steps", "steps"}, {"max-iters", "steps"},
-    {"n-layer", "layers"},    {"num-layers", "layers"},     {"n-head", "heads"},    {"num-heads", "heads"},
-    {"wd", "weight-decay"},   {"warmup-steps", "warmup"},   {"optim", "optimizer"}, {"output-dir", "out"}};
-
-// Throws if a flag of the command is unknown, naming the one that it resembles; does nothing if none does.
-void check_flags(const CLI::App& command, int argc, char** argv) {
-  std::vector<std::string> known;
-  const auto add = [&](const CLI::App& from) {
-    for (const CLI::Option* option : from.get_options())
-      for (const std::string& name : option->get_lnames()) known.push_back(name);
-  };
-  add(command);
-  for (const CLI::App* group : command.get_subcommands({}))
-    if (group->get_name().empty()) add(*group);
-  const auto is_known = [&](const std::string& name) { return std::ranges::find(known, name) != known.end(); };
-  for (int i = 1; i < argc; ++i) {
-    const std::string word(argv[i]);
-    const std::string name = word.starts_with("--") ? word.substr(2, word.find('=') - 2) : "";
-    if (name.empty() || is_known(name)) continue;
-    const auto synonym = kSynonyms.find(name);
-    const bool has_synonym = synonym != kSynonyms.end() && is_known(synonym->second);
-    const std::string near = has_synonym ? synonym->second : furious::nearest_name(name, known);
-    if (near.empty()) return;
-    throw furious::cli::UsageError(fmt::format("unknown flag --{}; did you mean --{}? `furious {} --help` lists all",
-                                               name, near, command.get_name()));
-  }
-}
-
 int usage_error(const CLI::App& app, const CLI::ParseError& error, int argc, char** argv) {
   if (error.get_exit_code() != 0) {
     try {
       const CLI::App& command = named_command(app, argc, argv);
-      if (dynamic_cast<const CLI::ExtrasError*>(&error) != nullptr) check_flags(command, argc, argv);
+      furious::cli::check_flags(command, argc, argv);  // it may be the cause of any other error
+      furious::cli::check_arguments(command);
     } catch (const furious::cli::UsageError& better) {
       std::fprintf(stderr, "furious: %s\n", better.what());
       return 2;

@@ -118,6 +118,7 @@ std::vector<NeedleResult> NiahCommand::ask_models(const TrainOptions& options) c
   std::vector<NeedleResult> results;
   const std::string saved =
       !answers_file.empty() ? answers_file : fs::path(picture()).replace_extension().string() + "-answers.jsonl";
+  const bool replaces = fs::exists(saved);
   AtomicFile file(saved);
   std::string shown;
   ProgressLine line("niah");
@@ -152,7 +153,8 @@ std::vector<NeedleResult> NiahCommand::ask_models(const TrainOptions& options) c
   }
   line.clear();
   file.commit();
-  fmt::print("{}\nall answers: {}\n", shown, saved);
+  fmt::print("{}\nall answers: {}{}\n", shown, saved,
+             replaces ? " (those of an earlier test were replaced; --answers gives another file)" : "");
   return results;
 }
 
@@ -202,10 +204,8 @@ void NiahCommand::report_again() const {
 void NiahCommand::run() const {
   if (!from.empty()) return report_again();
   const TrainOptions options = flags.options();
-  if (train) {
-    std::error_code ignored;
-    fs::create_directories(out, ignored);
-  }
+  std::optional<DirectoryToFill> filled;
+  if (train) filled.emplace(out);
   JsonFile file(!json.empty() ? json : train ? out + "/niah.json" : "");
   const ThreadLimit limit(static_cast<int>(options.threads));
   stop_on_signals();
@@ -260,8 +260,10 @@ NiahCommand::NiahCommand(CLI::App& command) : flags(command), heads(command.get_
       ->capture_default_str();
   command.add_option("--svg", svg, "Write the heat maps to this file; default: niah.svg, with --train in --out");
   command.add_option("--from", from, "Draw the heat maps from a file written by --json, without asking a model");
-  command.add_option("--answers", answers_file,
-                     "Write every answer to this .jsonl file; default: beside the heat maps, niah-answers.jsonl");
+  command.add_option(
+      "--answers", answers_file,
+      "Write every answer to this .jsonl file; default: beside the heat maps, niah-answers.jsonl. --train saves "
+      "no answers");
   add_json(command, json, "Write the counts to this JSON file; default with --train: niah.json in --out");
 }
 

@@ -33,19 +33,38 @@ void write_stop_message() {
 
 }  // namespace
 
-ProgressLine::ProgressLine(std::string name) : name_(std::move(name)), terminal_(::isatty(STDERR_FILENO) != 0) {}
+ProgressLine::ProgressLine(std::string name)
+    : name_(std::move(name)),
+      terminal_(::isatty(STDERR_FILENO) != 0),
+      plain_(terminal_ ? nullptr : stderr),
+      every_(10) {}
 
-bool ProgressLine::due() const {
-  return Clock::now() - shown_ >= (terminal_ ? std::chrono::milliseconds(200) : std::chrono::seconds(10));
+ProgressLine::ProgressLine(std::string name, std::chrono::seconds every) : ProgressLine(std::move(name)) {
+  if (::isatty(STDOUT_FILENO) != 0) return;
+  plain_ = stdout;
+  every_ = every;
 }
 
+bool ProgressLine::due() const {
+  return (terminal_ && Clock::now() - drawn_at_ >= std::chrono::milliseconds(200)) || due_plain();
+}
+
+bool ProgressLine::due_plain() const {
+  return plain_ != nullptr && Clock::now() - written_at_ >= every_;
+}
+
+// Writing does not throw: work continues when the reading end is closed.
 void ProgressLine::show(const std::string& line) {
-  shown_ = Clock::now();
-  drawn_ = terminal_;
-  const std::string text =
-      terminal_ ? "\r\033[K" + line.substr(0, static_cast<size_t>(terminal_size(STDERR_FILENO).columns - 1))
-                : name_ + ": " + line + "\n";
-  std::fputs(text.c_str(), stderr);  // does not throw: work continues when the reading end is closed
+  if (due_plain()) {
+    written_at_ = Clock::now();
+    std::fputs((plain_ == stderr ? name_ + ": " + line + "\n" : line + "\n").c_str(), plain_);
+    std::fflush(plain_);
+  }
+  if (!terminal_) return;
+  drawn_at_ = Clock::now();
+  drawn_ = true;
+  std::fputs(("\r\033[K" + line.substr(0, static_cast<size_t>(terminal_size(STDERR_FILENO).columns - 1))).c_str(),
+             stderr);
   std::fflush(stderr);
 }
 
@@ -68,6 +87,10 @@ std::string clock_text(double seconds) {
   const auto whole = static_cast<int64_t>(seconds + 0.5);
   if (whole >= 3600) return fmt::format("{}:{:02}:{:02}", whole / 3600, whole / 60 % 60, whole % 60);
   return fmt::format("{}:{:02}", whole / 60, whole % 60);
+}
+
+std::string counted(int64_t count, std::string_view what) {
+  return fmt::format("{} {}{}", count, what, count == 1 ? "" : "s");
 }
 
 TerminalSize terminal_size(int descriptor) {

@@ -1,16 +1,22 @@
-// Progress of long commands: one line redrawn on a terminal, plain lines every few seconds elsewhere; and the
+// Progress of long commands: one line redrawn on a terminal, plain lines from time to time elsewhere; and the
 // handling of SIGINT and SIGTERM.
 #pragma once
 
 #include <chrono>
 #include <cstdint>
+#include <cstdio>
 #include <string>
+#include <string_view>
 
 namespace furious::cli {
 
 class ProgressLine {
  public:
   explicit ProgressLine(std::string name);  // of the command, the prefix of plain lines
+  // Of work that may take days and prints permanent lines: where those do not go to a terminal, plain lines are among
+  // them, once in this time.
+  static constexpr std::chrono::seconds kMinute{60};
+  ProgressLine(std::string name, std::chrono::seconds every);
   ~ProgressLine() { clear(); }
   ProgressLine(const ProgressLine&) = delete;
   ProgressLine& operator=(const ProgressLine&) = delete;
@@ -23,14 +29,18 @@ class ProgressLine {
 
  private:
   using Clock = std::chrono::steady_clock;
+  bool due_plain() const;
   std::string name_;
   bool terminal_;
+  std::FILE* plain_;  // where plain lines go; null: nowhere
+  std::chrono::seconds every_;
   bool drawn_ = false;
   Clock::time_point start_ = Clock::now();
-  Clock::time_point shown_ = start_;
+  Clock::time_point drawn_at_ = start_, written_at_ = start_;
 };
 
-std::string clock_text(double seconds);  // "1:02:03", "2:03"
+std::string clock_text(double seconds);                     // "1:02:03", "2:03"
+std::string counted(int64_t count, std::string_view what);  // "1 step", "2 steps"
 
 struct TerminalSize {
   int64_t columns = 80, rows = 24;

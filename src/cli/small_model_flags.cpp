@@ -47,7 +47,7 @@ std::vector<LanguageModel> train_with_progress(const std::string& command, const
     else if (made == 0)
       line.print(fmt::format("{:<10} is already trained: {}", model.name, model.options.out));
     else
-      line.print(fmt::format("{:<10} {} steps in {}, loss {:.4f}", model.name, result.steps,
+      line.print(fmt::format("{:<10} {} in {}, loss {:.4f}", model.name, counted(result.steps, "step"),
                              clock_text(line.seconds() - began), result.last.loss));
     began = line.seconds();
   };

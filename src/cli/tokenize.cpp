@@ -32,6 +32,8 @@ void print_result(const TokenizeOptions& options, const TokenizeResult& result, 
                total.tokens, total.bytes, manifest[split].shards.size());
   }
   if (manifest.replaced > 0) fmt::print("{} broken UTF-8 sequences were replaced by U+FFFD\n", manifest.replaced);
+  if (result.empty > 0)
+    fmt::print("{} empty: records without text in \"{}\" are no documents\n", result.empty, options.reader.field);
   if (!result.divided.path.empty())
     fmt::print("the test split is the end of \"{}\", from byte {} of its text\n", result.divided.path,
                result.divided.test_from);

@@ -1,12 +1,12 @@
 // `furious train`: train a model on token shards.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <csignal>
 #include <filesystem>
 #include <memory>
+#include <set>
 #include <sstream>
-#include <thread>
-#include <utility>
 
 #include "base/boundary.h"
 #include "base/error.h"
@@ -18,6 +18,9 @@
 #include "cli/train_flags.h"
 #include "data/utf8.h"
 #include "dist/communicator.h"
+#include "model/checkpoint.h"
+#include "model/config_json.h"
+#include "model/safetensors.h"
 #include "train/run.h"
 
 namespace furious::cli {
@@ -35,6 +38,8 @@ struct TrainCommand {
   std::string config;
 
   TrainOptions resolve() const;
+  void take_model_options(TrainOptions& options, const TrainOptions& from) const;
+  void follow_init(TrainOptions& options) const;
   void run() const;
 };
 
@@ -58,9 +63,68 @@ void check_name_of_run(const TrainOptions& options) {
   if (std::filesystem::exists(folder)) return;
   const std::vector<std::string> beside = runs_beside(folder);
   const std::string name = folder.filename().string();
+  require(!options.data.empty() || !beside.empty(), "train: there is no run {} to resume; --data starts a new one",
+          options.out);
   if (options.data.empty()) unknown_name("run", name, beside);
   if (const std::string near = nearest_name(name, beside); !near.empty())
     fmt::print("{} does not exist; did you mean {}?\n", options.out, near);
+}
+
+// Throws if an option of the command line says something else than the model of --init is.
+void check_given(const TrainOptions& options, const ModelConfig& model, const std::set<std::string>& given) {
+  const auto check = [&](const char* name, auto asked, auto own) {
+    require(!given.contains(name) || asked == own, "train: --{} {}, but --init {} has {}; leave --{} out", name, asked,
+            options.init, own, name);
+  };
+  const auto check_size = [&](const char* name, int64_t asked, int64_t own) {
+    if (asked != 0) check(name, asked, own);  // 0: that of --size
+  };
+  check_size("hidden", options.hidden, model.hidden);
+  check_size("intermediate", options.intermediate, model.intermediate);
+  check_size("layers", options.layers, model.layers);
+  check_size("qk-heads", options.qk_heads, model.k_heads);
+  check_size("qk-dim", options.qk_dim, model.qk_dim);
+  check("tie-embeddings", options.tie_embeddings, model.tie_embeddings);
+  BlockConfig changed = model.block;
+  for (const auto& [key, value] : key_values(options.switches)) set_switch(changed, key, value);
+  require(!given.contains("switches") || changed == model.block,
+          "train: --switches {} would change the model of --init {}; leave --switches out", options.switches,
+          options.init);
+  const ModelConfig size = model_config("2mamba", options.size, model.vocabulary);
+  const auto differs = [&](const char* name, int64_t asked, int64_t own) {
+    return !given.contains(name) && asked != own;
+  };
+  require(!given.contains("size") ||
+              !(differs("hidden", size.hidden, model.hidden) || differs("layers", size.layers, model.layers) ||
+                differs("intermediate", size.intermediate, model.intermediate)),
+          "train: --size {} has {} layers of width {}, but --init {} has {} of width {}; leave --size out",
+          options.size, size.layers, size.hidden, options.init, model.layers, model.hidden);
+}
+
+// Those that were not given.
+void TrainCommand::take_model_options(TrainOptions& options, const TrainOptions& from) const {
+  const std::set<std::string> given = flags.given();
+  for (const TrainOption& option : train_options())
+    if (std::ranges::count(model_option_names(), option.name) > 0 && !given.contains(option.name))
+      option.set(options, option.get(from));
+}
+
+// A new run from the weights of a model: the options say what that is.
+void TrainCommand::follow_init(TrainOptions& options) const {
+  if (options.init.empty()) return;
+  std::error_code ignored;
+  if (std::filesystem::exists(options.init, ignored) && !has_config(options.init)) {
+    const SafetensorsReader weights(checkpoint_of(options.init));  // or it is no model
+    fail(
+        "train: {0} has no config.json beside it, which --init needs; write a model that has one, and start from that: "
+        "furious export {0} --arch ARCH --to safetensors --out DIR",
+        options.init);
+  }
+  const std::set<std::string> given = flags.given();
+  const ModelConfig model = load_config(options.init, given.contains("arch") ? options.arch : "",
+                                        given.contains("heads") ? options.heads : 0);
+  check_given(options, model, given);
+  take_model_options(options, model_options(model));
 }
 
 // Precedence: flags, the file, the recipe, the options the run was started with.
@@ -73,25 +137,33 @@ TrainOptions TrainCommand::resolve() const {
     });
   };
   apply(chosen);
-  if (!chosen.resume || chosen.out.empty()) return chosen;
-  std::optional<TrainOptions> saved = options_of_run(chosen.out, chosen.resume_previous);
+  std::optional<TrainOptions> saved;
+  if (chosen.resume && !chosen.out.empty()) {
+    saved = options_of_run(chosen.out, chosen.resume_previous);
+    if (!saved) check_name_of_run(chosen);
+  }
   if (!saved) {
-    check_name_of_run(chosen);
+    follow_init(chosen);
     return chosen;
   }
-  apply(*saved);
-  return *saved;
+  if (checkpoints_in(chosen.out).empty() && Communicator::world().leads())
+    fmt::print("{} has no checkpoint; options that are not given are those of its run.toml\n", chosen.out);
+  TrainOptions resumed = *saved;
+  apply(resumed);
+  if (!saved->init.empty()) take_model_options(resumed, *saved);  // not those of a file or recipe
+  return resumed;
 }
 
 std::string step_text(const TrainStep& step, int64_t steps, double seconds_left) {
-  return fmt::format("step {}/{}  loss {:.4f}  {:.0f} tokens/s  MFU {:.0f} %  {} left", step.step, steps, step.loss,
-                     step.tokens_per_second, 100 * step.mfu, clock_text(seconds_left));
+  return fmt::format("step {}/{}  loss {:.4f}  {:.0f} tokens/s  MFU {:.0f} %  {} left  lr {:.2e}", step.step, steps,
+                     step.loss, step.tokens_per_second, 100 * step.mfu, clock_text(seconds_left), step.lr);
 }
 
 // After the first steps: how long the rest will take.
 std::string time_text(int64_t left, double seconds_per_step) {
-  return fmt::format("{} for {} more steps of {:.3g} s, without test losses and checkpoints",
-                     clock_text(seconds_per_step * static_cast<double>(left)), left, seconds_per_step);
+  return fmt::format("{} for {} of {:.3g} s, without test losses and checkpoints",
+                     clock_text(seconds_per_step * static_cast<double>(left)), counted(left, "more step"),
+                     seconds_per_step);
 }
 
 void TrainCommand::run() const {
@@ -101,16 +173,17 @@ void TrainCommand::run() const {
   if (options.out.empty()) throw CLI::RequiredError("--out");
   std::signal(SIGPIPE,
               SIG_IGN);  // Ctrl-C also ends a `tee` at the other end of the pipe, before the checkpoint is saved
-  ProgressLine line("train");
+  ProgressLine line("train", ProgressLine::kMinute);
   int64_t first = 0;
   TrainObserver observer;
   observer.message = [&](const std::string& text) { line.print(text); };
-  // Signals are handled from the first call by this thread on, after a step: until then there is nothing to save, and
-  // they end the program at once, also while a large model is initialized.
-  observer.stop = [thread = std::this_thread::get_id(), catching = false]() mutable {
-    if (std::this_thread::get_id() == thread && !std::exchange(catching, true)) stop_on_signals();
-    return stop_requested();
+  // Signals are handled from the first step on: until then there is nothing to save, and they end the program at once,
+  // also while a large model is initialized.
+  observer.begin = [](int64_t step) {
+    if (Communicator::world().leads()) announce_stops(step);
+    stop_on_signals();
   };
+  observer.stop = stop_requested;
   observer.step = [&](const TrainStep& step) {
     if (first == 0) first = step.step;
     announce_stops(step.step + 1);
@@ -128,7 +201,7 @@ void TrainCommand::run() const {
   const TrainResult result = train(options, observer);
   if (!Communicator::world().leads()) return;
   line.clear();
-  fmt::print("{} after {} steps in {}; checkpoint {}\n", result.stopped ? "stopped" : "done", result.steps,
+  fmt::print("{} after {} in {}; checkpoint {}\n", result.stopped ? "stopped" : "done", counted(result.steps, "step"),
              clock_text(line.seconds()), result.checkpoint);
   if (result.stopped) fmt::print("resume with: furious train --out {} --resume\n", options.out);
 }

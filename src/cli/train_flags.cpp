@@ -34,6 +34,13 @@ void TrainFlags::apply(TrainOptions& options) const {
   }
 }
 
+std::set<std::string> TrainFlags::given() const {
+  std::set<std::string> names;
+  for (const auto& [option, flag] : flags_)
+    if (flag->count() > 0) names.insert(option->name);
+  return names;
+}
+
 RecipeFlag::RecipeFlag(CLI::App& command) {
   std::string help = "Use the options of the paper's training; flags override them:";
   for (const Recipe& one : recipes()) help += fmt::format("\n{}: {}", one.name, one.about);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <CLI/CLI.hpp>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -17,6 +18,7 @@ class TrainFlags {
   TrainFlags(CLI::App& command, const TrainOptions& defaults, const std::vector<std::string>& names = {});
 
   void apply(TrainOptions& options) const;  // sets the options that were given
+  std::set<std::string> given() const;      // their names
 
  private:
   std::vector<std::pair<const TrainOption*, const CLI::Option*>> flags_;

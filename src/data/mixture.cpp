@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
+#include <utility>
 
 #include "base/error.h"
 #include "data/batch_rows.h"
@@ -38,10 +39,34 @@ MixedRow Mixture::operator()(int64_t number) const {
   return {shares_.size() - 1, number};
 }
 
-MixedBatches::MixedBatches(std::vector<DatasetBatches> sources, const std::vector<double>& shares, int64_t batch)
+std::vector<MixedRow> test_order(const std::vector<int64_t>& samples, const std::vector<double>& shares) {
+  std::vector<int64_t> taken(samples.size());
+  // Equal numbers go to the larger share, whatever the order of the corpora.
+  const auto place = [&](size_t source) {
+    return std::pair(static_cast<double>(taken[source]) / shares[source], -shares[source]);
+  };
+  std::vector<MixedRow> order(static_cast<size_t>(std::accumulate(samples.begin(), samples.end(), int64_t{0})));
+  for (MixedRow& row : order) {
+    size_t next = samples.size();
+    for (size_t source = 0; source < samples.size(); ++source)
+      if (taken[source] < samples[source] && (next == samples.size() || place(source) < place(next))) next = source;
+    row = {next, taken[next]++};
+  }
+  return order;
+}
+
+MixedBatches::MixedBatches(std::vector<DatasetBatches> sources, const std::vector<double>& shares, int64_t batch,
+                           Order order)
     : sources_(std::move(sources)), batch_(batch) {
-  require(!sources_.empty() && batch >= 1, "batches: {} sources in batches of {}", sources_.size(), batch);
-  if (!shares.empty()) mixture_.emplace(shares);
+  require(!sources_.empty() && sources_.size() == shares.size() && batch >= 1,
+          "batches: {} sources with {} shares in batches of {}", sources_.size(), shares.size(), batch);
+  if (order == Order::shuffled) {
+    mixture_.emplace(shares);
+    return;
+  }
+  std::vector<int64_t> samples;
+  for (const DatasetBatches& source : sources_) samples.push_back(source.samples());
+  order_ = test_order(samples, shares);
 }
 
 int64_t MixedBatches::steps() const {
@@ -52,10 +77,7 @@ int64_t MixedBatches::steps() const {
 
 std::optional<MixedRow> MixedBatches::row(int64_t number) const {
   if (mixture_) return (*mixture_)(number);
-  for (size_t source = 0; source < sources_.size(); ++source) {
-    if (number < sources_[source].samples()) return MixedRow{source, number};
-    number -= sources_[source].samples();
-  }
+  if (number < static_cast<int64_t>(order_.size())) return order_[static_cast<size_t>(number)];
   return std::nullopt;
 }
 

@@ -55,7 +55,8 @@ std::string to_json_text(const SavedProgress& progress) {
       {"position",
        {{"file", position.file}, {"offset", position.offset}, {"line", position.line}, {"inside", position.inside}}},
       {"open_split", static_cast<int>(progress.open_split)},
-      {"replaced_utf8", progress.replaced}};
+      {"replaced_utf8", progress.counts.replaced},
+      {"empty_records", progress.counts.empty}};
   for (const Split split : kSplits) {
     const SplitInfo& info = progress.splits[static_cast<size_t>(split)];
     Json shards = Json::array();
@@ -77,7 +78,9 @@ SavedProgress progress_from_json(std::string_view text, const std::string& origi
   SavedProgress progress;
   progress.position = position_from(json.at("position"), files);
   progress.open_split = json.at("open_split").integer(0, 1) == 0 ? Split::train : Split::test;
-  progress.replaced = json.at("replaced_utf8").integer(0, kMost);
+  progress.counts.replaced = json.at("replaced_utf8").integer(0, kMost);
+  if (json.has("empty_records"))  // of an older version: not counted
+    progress.counts.empty = json.at("empty_records").integer(0, kMost);
   for (const Split split : kSplits)
     progress.splits[static_cast<size_t>(split)] = split_from(json.at(name_of(split).c_str()));
   return progress;

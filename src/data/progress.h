@@ -15,7 +15,7 @@ namespace furious {
 struct SavedProgress {
   CorpusPosition position;
   Split open_split = Split::train;  // of the document that is open
-  int64_t replaced = 0;             // broken UTF-8 sequences
+  BlockCounts counts;
   std::array<SplitInfo, 2> splits;
 };
 

@@ -192,9 +192,12 @@ class LineParser {
 
 using Visitor = std::function<void(const DocumentPart&)>;
 
-// A whole document, in as many parts as it needs.
-void visit_document(std::string_view text, size_t limit, const Visitor& visit) {
-  if (text.empty()) return;
+// The text of a record or row: a whole document, in as many parts as it needs.
+void visit_document(std::string_view text, size_t limit, BlockCounts& counts, const Visitor& visit) {
+  if (text.empty()) {
+    ++counts.empty;
+    return;
+  }
   bool first = true;
   while (text.size() > limit) {
     const size_t cut = cut_point(text, limit);
@@ -205,23 +208,26 @@ void visit_document(std::string_view text, size_t limit, const Visitor& visit) {
   visit({text, first, true});
 }
 
-int64_t visit_lines(const Block& block, const ReaderOptions& options, const Visitor& visit) {
+BlockCounts visit_lines(const Block& block, const ReaderOptions& options, const Visitor& visit) {
   LineParser parser(block, options);
+  BlockCounts counts;
   const std::string_view bytes = block.bytes;
   int64_t number = block.begin.line;
   for (size_t at = 0; at < bytes.size();) {
     const size_t end = std::min(bytes.find('\n', at), bytes.size());
     const auto text = parser.parse(bytes.substr(at, end - at), ++number, block.begin.offset + static_cast<int64_t>(at));
-    if (text) visit_document(*text, options.block_bytes, visit);
+    if (text) visit_document(*text, options.block_bytes, counts, visit);
     at = end + 1;
   }
-  return parser.replaced;
+  counts.replaced = parser.replaced;
+  return counts;
 }
 
-int64_t visit_csv(const Block& block, const ReaderOptions& options, const Visitor& visit) {
+BlockCounts visit_csv(const Block& block, const ReaderOptions& options, const Visitor& visit) {
   const char separator = separator_of(block.file.format);
   const std::string_view bytes = block.bytes;
-  int64_t line = block.begin.line, replaced = 0;
+  int64_t line = block.begin.line;
+  BlockCounts counts;
   for (size_t at = 0; at < bytes.size();) {
     const size_t end = std::min(csv_record_end(bytes, at, separator), bytes.size());
     const std::string_view record = bytes.substr(at, end - at);
@@ -230,13 +236,14 @@ int64_t visit_csv(const Block& block, const ReaderOptions& options, const Visito
       CsvField field = csv_field(record, separator, block.column.index, place);
       require(field.fields == block.column.columns, "{}: {} fields, but the first line names {} columns", place,
               field.fields, block.column.columns);
-      if (valid_utf8_prefix(field.text) != field.text.size()) field.text = replace_invalid_utf8(field.text, replaced);
-      visit_document(field.text, options.block_bytes, visit);
+      if (valid_utf8_prefix(field.text) != field.text.size())
+        field.text = replace_invalid_utf8(field.text, counts.replaced);
+      visit_document(field.text, options.block_bytes, counts, visit);
     }
     line += std::count(record.begin(), record.end(), '\n');
     at = end;
   }
-  return replaced;
+  return counts;
 }
 
 // Documents are runs of lines that are not blank.
@@ -263,13 +270,16 @@ void visit_paragraphs(std::string_view bytes, bool inside, bool goes_on, const V
   visit({goes_on ? bytes.substr(begin) : bytes.substr(begin, end - begin), first, !goes_on});
 }
 
-void visit_strings(const Block& block, const ReaderOptions& options, int64_t& replaced, const Visitor& visit) {
+BlockCounts visit_strings(const Block& block, const ReaderOptions& options, const Visitor& visit) {
+  BlockCounts counts;
   size_t begin = 0;
   for (const size_t end : block.ends) {
-    const std::string text = replace_invalid_utf8(std::string_view(block.bytes).substr(begin, end - begin), replaced);
-    visit_document(text, options.block_bytes, visit);
+    const std::string text =
+        replace_invalid_utf8(std::string_view(block.bytes).substr(begin, end - begin), counts.replaced);
+    visit_document(text, options.block_bytes, counts, visit);
     begin = end;
   }
+  return counts;
 }
 
 // Text from a filter that is fed with the bytes of a file.
@@ -528,21 +538,19 @@ bool BlockReader::next(Block& block) {
   return false;
 }
 
-int64_t for_each_document_part(Block& block, const ReaderOptions& options, const Visitor& visit) {
+BlockCounts for_each_document_part(Block& block, const ReaderOptions& options, const Visitor& visit) {
   const TextFormat format = block.file.format;
   if (format == TextFormat::jsonl || format == TextFormat::json) return visit_lines(block, options, visit);
   if (format == TextFormat::csv || format == TextFormat::tsv) return visit_csv(block, options, visit);
-  int64_t replaced = 0;
-  if (block.file.is_columnar()) {
-    visit_strings(block, options, replaced, visit);
-    return replaced;
-  }
-  if (valid_utf8_prefix(block.bytes) != block.bytes.size()) block.bytes = replace_invalid_utf8(block.bytes, replaced);
+  if (block.file.is_columnar()) return visit_strings(block, options, visit);
+  BlockCounts counts;
+  if (valid_utf8_prefix(block.bytes) != block.bytes.size())
+    block.bytes = replace_invalid_utf8(block.bytes, counts.replaced);
   if (options.split_on_blank_line)
     visit_paragraphs(block.bytes, block.begin.inside, block.end.inside, visit);
   else
     visit({block.bytes, !block.begin.inside, !block.end.inside});
-  return replaced;
+  return counts;
 }
 
 }  // namespace furious

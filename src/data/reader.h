@@ -89,8 +89,14 @@ struct DocumentPart {
   bool last = true;       // and ends with it
 };
 
-// visit(part) for all documents of a block. Returns how many broken UTF-8 sequences were replaced by U+FFFD.
-int64_t for_each_document_part(Block& block, const ReaderOptions& options,
-                               const std::function<void(const DocumentPart&)>& visit);
+// What was found in a block beside its documents.
+struct BlockCounts {
+  int64_t replaced = 0;  // broken UTF-8 sequences, by U+FFFD
+  int64_t empty = 0;     // records and rows without text, which are no documents
+};
+
+// visit(part) for all documents of a block.
+BlockCounts for_each_document_part(Block& block, const ReaderOptions& options,
+                                   const std::function<void(const DocumentPart&)>& visit);
 
 }  // namespace furious

@@ -46,7 +46,7 @@ struct Run {
 struct EncodedBlock {
   std::vector<int32_t> tokens;
   std::vector<Run> runs;
-  int64_t replaced = 0;
+  BlockCounts counts;
   CorpusPosition end;
   int64_t disk_bytes = 0;
   std::exception_ptr error;
@@ -60,7 +60,7 @@ class BlockEncoder {
 
   EncodedBlock encode(Block& block) const {
     EncodedBlock result;
-    result.replaced =
+    result.counts =
         for_each_document_part(block, options_.reader, [&](const DocumentPart& part) { add(part, block, result); });
     result.end = block.end;
     result.disk_bytes = block.consumed;
@@ -201,7 +201,7 @@ class Corpus {
     check_finished_shards(folder_, saved, token_bytes);
     position_ = saved.position;
     split_ = saved.open_split;
-    replaced_ = saved.replaced;
+    counts_ = saved.counts;
     for (const Split split : kSplits)
       writers_.emplace_back(folder_, split, token_bytes, options.shard_tokens,
                             std::move(saved.splits[static_cast<size_t>(split)]));
@@ -218,13 +218,14 @@ class Corpus {
       tokens = tokens.subspan(run.tokens);
     }
     position_ = block.end;
-    replaced_ += block.replaced;
+    counts_.replaced += block.counts.replaced;
+    counts_.empty += block.counts.empty;
     if (finished_shards() > checkpointed_shards_ || Clock::now() - last_checkpoint_ > kCheckpointInterval) checkpoint();
   }
 
   void checkpoint() {
     for (SplitWriter& writer : writers_) writer.checkpoint();
-    write_text(progress_path(), to_json_text({position_, split_, replaced_, {info(Split::train), info(Split::test)}}));
+    write_text(progress_path(), to_json_text({position_, split_, counts_, {info(Split::train), info(Split::test)}}));
     last_checkpoint_ = Clock::now();
     checkpointed_shards_ = finished_shards();
   }
@@ -234,7 +235,7 @@ class Corpus {
   }
 
   const CorpusPosition& position() const { return position_; }
-  int64_t replaced() const { return replaced_; }
+  const BlockCounts& counts() const { return counts_; }
   const SplitInfo& info(Split split) const { return writers_[static_cast<size_t>(split)].info(); }
 
  private:
@@ -244,7 +245,7 @@ class Corpus {
   std::string folder_;
   CorpusPosition position_;
   Split split_ = Split::train;  // of the document that is open
-  int64_t replaced_ = 0;
+  BlockCounts counts_;
   std::vector<SplitWriter> writers_;
   size_t checkpointed_shards_ = 0;
   Clock::time_point last_checkpoint_;
@@ -333,7 +334,7 @@ Json manifest_of(const Json& plan, const Corpus& corpus, int token_bytes) {
                {"version", 1},
                {"tokenizer", plan.at("tokenizer")},
                {"token_bytes", token_bytes},
-               {"replaced_utf8", corpus.replaced()}};
+               {"replaced_utf8", corpus.counts().replaced}};
   for (const Split split : kSplits) json[name_of(split)] = to_json(corpus.info(split), split);
   json["options"] = plan.at("options");
   json["inputs"] = without_times(plan.at("inputs"));
@@ -420,15 +421,17 @@ void check_splits(const TokenizeOptions& options, const Corpus& corpus, size_t f
   const double fraction = options.test_fraction;
   require(train + test > 0, "tokenize: the input has no text ({} files, {} bytes)", files, disk_bytes);
   require(train > 0,
-          "tokenize: all {} documents belong to the test split, none is left for training; use a --test-fraction "
-          "below {}, more text, or --split-on-blank-line",
-          test, fraction);
+          "tokenize: {} to the test split, none is left for training; use a --test-fraction below {}, more text, or "
+          "--split-on-blank-line",
+          test == 1 ? "the only document belongs" : fmt::format("all {} documents belong", test), fraction);
   require(test > 0 || options.test_inputs.empty(), "tokenize: the files of --test have no text");
-  require(
-      test > 0 || fraction == 0,
-      "tokenize: of {} documents none belongs to the test split with --test-fraction {}; use --test-fraction {:.2}, "
-      "files of your own with --test, or --test-fraction 0 for no test split",
-      train, fraction, std::clamp(10.0 / static_cast<double>(train), 0.01, 0.5));
+  if (test > 0 || fraction == 0) return;
+  const double larger = std::clamp(10.0 / static_cast<double>(train), 0.01, 0.5);
+  fail(
+      "tokenize: of {} document{} none belongs to the test split with --test-fraction {}; use {}files of your own with "
+      "--test, or --test-fraction 0 for no test split",
+      train, train == 1 ? "" : "s", fraction,
+      train > 1 && fraction < larger ? fmt::format("--test-fraction {:.2}, ", larger) : "");
 }
 
 void write_corpus(const TokenizeOptions& options, const Tokenizer& tokenizer, const std::vector<InputFile>& files,
@@ -468,9 +471,7 @@ TokenizeResult tokenize_corpus(const TokenizeOptions& options, const TokenizeHoo
     }
   }
   const std::string& folder = options.out;
-  std::error_code failed;
-  fs::create_directories(folder, failed);
-  require(!failed, "cannot create folder \"{}\": {}", folder, failed.message());
+  const DirectoryToFill filled(folder);
   const DirectoryLock lock(folder);
   const bool from_pipe = has_standard_input(options);
   if (from_pipe) {
@@ -511,6 +512,7 @@ TokenizeResult tokenize_corpus(const TokenizeOptions& options, const TokenizeHoo
     write_corpus(options, *tokenizer, files, train_files, corpus, hooks, result.progress);
     corpus.finish();
     useless = true;
+    result.empty = corpus.counts().empty;
     check_splits(options, corpus, files.size(), result.progress.disk_bytes_total);
     useless = from_pipe;
     write_text(folder + "/manifest.json", manifest_of(plan, corpus, token_bytes).dump(1) + "\n");

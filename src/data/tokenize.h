@@ -58,6 +58,7 @@ struct TokenizeResult {
   Manifest manifest;
   TokenizeProgress progress;
   bool was_complete = false;  // nothing was left to do
+  int64_t empty = 0;          // records without text, which are no documents; not known of a complete result
   InputFile divided;          // the file whose tail is the test split; none: an empty path
 };
 

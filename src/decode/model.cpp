@@ -61,9 +61,10 @@ Model Model::load(const std::filesystem::path& given, const LoadOptions& options
   require(dtype == "f32" || dtype == "bf16", "dtype is {}, expected f32 or bf16", dtype);
   const std::filesystem::path path = checkpoint_of(given);
   const auto folder = std::filesystem::is_directory(path) ? path : path.parent_path();
-  require(!options.tokenizer.empty() || has_tokenizer(folder) || !std::filesystem::exists(path),
-          "{} has no tokenizer beside it; give the one that the model was trained with by --tokenizer "
-          "(LoadOptions::tokenizer): a SentencePiece model, a tokenizer.json, a folder with one, or \"byte\"",
+  load_config(path, options.arch, options.heads);  // what is no model has no tokenizer either: say the former
+  require(!options.tokenizer.empty() || has_tokenizer(folder),
+          "{} has no tokenizer beside it; give the one that the model was trained with by the option tokenizer "
+          "(--tokenizer): a SentencePiece model, a tokenizer.json, a folder with one, or \"byte\"",
           path.string());
   LanguageModel model = load_model(path, options.arch, device, options.heads, options.progress,
                                    dtype == "bf16" ? WeightDType::bf16 : WeightDType::as_stored);

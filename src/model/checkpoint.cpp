@@ -195,7 +195,15 @@ std::string file_hash(const fs::path& file) {
 
 fs::path checkpoint_of(const fs::path& path) {
   std::error_code ignored;
-  return fs::is_directory(path / "latest", ignored) ? path / "latest" : path;
+  if (fs::is_directory(path / "latest", ignored)) return path / "latest";
+  // A file of the working directory is in a folder, too, which has its configuration and tokenizer.
+  return path.has_parent_path() || !fs::is_regular_file(path, ignored) ? path : "." / path;
+}
+
+bool has_config(const fs::path& path) {
+  const fs::path folder = folder_of(checkpoint_of(path));
+  std::error_code ignored;
+  return std::ranges::any_of(kConfigFiles, [&](const char* name) { return fs::exists(folder / name, ignored); });
 }
 
 std::vector<std::string> load_notes(const fs::path& given) {

@@ -12,6 +12,8 @@ namespace furious {
 
 // The checkpoint that a path means: itself, or the newest one of the training run in that folder.
 std::filesystem::path checkpoint_of(const std::filesystem::path& path);
+// Whether a configuration is beside the weights; without one, the architecture must be named to load them.
+bool has_config(const std::filesystem::path& path);
 
 // Reads a model: a directory with config.json and model.safetensors (or shards with their index), or a .safetensors
 // file of the authors' release. config.json is our own, the authors' (formats/release.h) or that of a published model

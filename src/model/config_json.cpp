@@ -240,6 +240,22 @@ void set_switch(BlockConfig& block, const std::string& key, const std::string& t
   each_switch(block, reader);
 }
 
+std::string switches_between(const BlockConfig& from, const BlockConfig& to) {
+  const auto written = [](const BlockConfig& block) {
+    Writer writer;
+    writer.all = true;
+    each_switch(block, writer);
+    return writer.json;
+  };
+  const Json before = written(from), after = written(to);
+  std::string text;
+  for (const auto& [key, value] : after.items())
+    if (value != before[key])
+      text += fmt::format("{}{}={}", text.empty() ? "" : ",", key,
+                          value.is_string() ? value.get<std::string>() : value.dump());
+  return text;
+}
+
 ModelConfig config_from_json(std::string_view text, const std::string& origin) {
   const Reader reader(parse_json(text, origin, kLimits), origin);
   if (reader.contains(kAttentionType)) {

@@ -18,6 +18,8 @@ std::string config_to_json(const ModelConfig& config);
 // a value may be.
 const std::vector<std::string>& switch_names();
 void set_switch(BlockConfig& block, const std::string& key, const std::string& text);
+// The switches that make one block of the other: conv_window=3,norm=none.
+std::string switches_between(const BlockConfig& from, const BlockConfig& to);
 
 // Takes what config_to_json writes, what the authors' trainer writes (a Llama with an attention_type), and the
 // configurations of published models (formats/format.h). Errors name `origin` and the key. Numbers are bounded, so that

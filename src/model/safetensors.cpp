@@ -5,6 +5,7 @@
 #include <cstring>
 #include <utility>
 
+#include "base/error.h"
 #include "base/names.h"
 #include "model/pickle.h"
 #include "model/safetensors_format.h"
@@ -18,13 +19,27 @@ using namespace safetensors;
 
 static_assert(std::endian::native == std::endian::little, "safetensors files are little-endian");
 
+// The training runs in a folder, or in that of `furious ablate`.
+std::vector<std::string> runs_in(const fs::path& folder) {
+  std::vector<std::string> runs;
+  std::error_code ignored;
+  for (const fs::path& place : {folder, folder / "runs"})
+    for (const auto& entry : fs::directory_iterator(place, ignored))
+      if (fs::is_directory(entry.path() / "latest", ignored)) runs.push_back(printable(entry.path().string()));
+  std::ranges::sort(runs);
+  return runs;
+}
+
 fs::path file_to_open(const fs::path& path) {
   std::error_code ignored;
   if (!fs::is_directory(path, ignored)) return path;
   for (const char* name : {"model.safetensors", "model.safetensors.index.json", "consolidated.safetensors",
                            "pytorch_model.bin", "pytorch_model.bin.index.json"})
     if (fs::exists(path / name, ignored)) return path / name;
-  fail("{}: holds neither model.safetensors nor model.safetensors.index.json", path.string());
+  const std::vector<std::string> runs = runs_in(path);
+  require(runs.empty(), "{}: is a folder that contains runs, not a model; name one of them, such as {}", path.string(),
+          runs.front());
+  fail("{}: is not a model; it holds neither model.safetensors nor model.safetensors.index.json", path.string());
 }
 
 std::string label(const StoredTensor& stored) {

@@ -63,8 +63,9 @@ void DivergenceCheck::check_step(int64_t step, const TrainStep& done, std::span<
   const auto largest = static_cast<size_t>(std::ranges::max_element(norms) - norms.begin());
   diverged(step,
            fmt::format("the loss has exploded to {:.4g} (a uniform prediction has {:.4g}); the largest gradient is at "
-                       "{} (norm {:.3g}). Try a smaller --lr, a longer --warmup or a smaller --grad-clip",
-                       done.loss, uniform, model_.parameters()[largest].name, norms[largest]),
+                       "{} (norm {:.3g}). Try a smaller --lr, a longer --warmup or {}",
+                       done.loss, uniform, model_.parameters()[largest].name, norms[largest],
+                       clips_ ? "a smaller --grad-clip" : "a --grad-clip such as 1"),
            Scope::all);
 }
 

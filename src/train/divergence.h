@@ -20,7 +20,8 @@ class Diverged : public Error {
 // Steps are numbered from 1 here, as in messages.
 class DivergenceCheck {
  public:
-  DivergenceCheck(const LanguageModel& model, Communicator& ranks) : model_(model), ranks_(ranks) {}
+  DivergenceCheck(const LanguageModel& model, Communicator& ranks, bool clips)
+      : model_(model), ranks_(ranks), clips_(clips) {}
 
   // Throws Diverged if an activation of this batch is not finite; it names the first.
   void check_activations(int64_t step, const Batch& batch) const;
@@ -41,6 +42,7 @@ class DivergenceCheck {
 
   const LanguageModel& model_;
   Communicator& ranks_;
+  bool clips_;  // gradients, so that the limit can be smaller
 };
 
 }  // namespace furious

@@ -349,6 +349,14 @@ std::string slow_precision(const TrainOptions& options) {
                                             : "thirteen");
 }
 
+std::string low_rate(const TrainOptions& options) {
+  if (options.steps >= options.warmup || options.lr == 0) return {};
+  return fmt::format(
+      "the rate never reaches --lr {}: it ends at {:.3g}, since the warm-up takes {} steps and the run has {}; give a "
+      "shorter --warmup",
+      options.lr, learning_rate(options, options.steps), options.warmup, options.steps);
+}
+
 void check_same_everywhere(const TrainOptions& options, std::map<std::string, std::string> things,
                            Communicator& ranks) {
   if (ranks.size() == 1) return;
@@ -402,6 +410,36 @@ ModelConfig model_config(const TrainOptions& options, int64_t vocabulary) {
   for (const auto& [key, value] : key_values(options.switches)) set_switch(config.block, key, value);
   check_config(config);
   return config;
+}
+
+const std::vector<std::string>& model_option_names() {
+  static const std::vector<std::string> names = {"arch",   "size",     "hidden", "intermediate",   "heads",
+                                                 "layers", "qk-heads", "qk-dim", "tie-embeddings", "switches"};
+  return names;
+}
+
+TrainOptions model_options(const ModelConfig& config) {
+  TrainOptions options;
+  options.arch = config.arch;
+  const int64_t heads = config.heads() + config.branch / config.head_dim;  // beside a branch there is one
+  const auto size = std::ranges::find_if(sizes(), [&](const Size& one) {
+    return one.hidden == config.hidden && one.intermediate == config.intermediate && one.layers == config.layers &&
+           one.heads == heads;
+  });
+  if (size != sizes().end()) {
+    options.size = size->name;
+  } else {
+    options.hidden = config.hidden;
+    options.intermediate = config.intermediate;
+    options.layers = config.layers;
+    options.heads = heads;
+  }
+  if (config.k_heads != config.heads()) options.qk_heads = config.k_heads;
+  if (config.branch == 0 && config.qk_dim != config.head_dim) options.qk_dim = config.qk_dim;
+  options.tie_embeddings = config.tie_embeddings;
+  const auto known = std::ranges::find(presets(), config.arch, &Preset::name);
+  if (known != presets().end()) options.switches = switches_between(known->block, config.block);
+  return options;
 }
 
 Compute compute_options(const TrainOptions& options, Device device) {

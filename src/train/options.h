@@ -49,12 +49,17 @@ void check_division(const TrainOptions& options, int ranks);
 TrainOptions resolved(TrainOptions options, const Communicator& ranks = Communicator::alone());
 // A warning about a slow precision on a GPU, and the one to use instead; empty for a fast one. For resolved options.
 std::string slow_precision(const TrainOptions& options);
+// A warning that the warm-up is longer than the run; empty if it is not.
+std::string low_rate(const TrainOptions& options);
 // Throws on all ranks if one was started with another program, other options (except for device, threads and path of
 // the data) or other `things` than rank 0; the message names it.
 void check_same_everywhere(const TrainOptions& options, std::map<std::string, std::string> things, Communicator& ranks);
 // The number of threads for a ThreadLimit: that of the options, or all cores; at most the rank's share of them.
 int threads_for(const TrainOptions& options, const Communicator& ranks = Communicator::alone());
 ModelConfig model_config(const TrainOptions& options, int64_t vocabulary);
+// The options that say what a model is; for a run with --init.
+const std::vector<std::string>& model_option_names();
+TrainOptions model_options(const ModelConfig& config);  // of a model like this one, as far as options can say it
 // The precision and recomputation of resolved options.
 Compute compute_options(const TrainOptions& options, Device device);
 

@@ -68,6 +68,29 @@ auto reading(const fs::path& checkpoint, Read&& read) {
   }
 }
 
+// The number of first steps, of `done`, that have the same rates with both options.
+int64_t same_rates(const TrainOptions& a, const TrainOptions& b, int64_t done) {
+  int64_t same = 0;
+  while (same < done && learning_rate(a, same + 1) == learning_rate(b, same + 1)) ++same;
+  return same;
+}
+
+// Why a run that was finished with the options `saved` goes on from its newest checkpoint, after the decay.
+std::string why_after_decay(const TrainOptions& saved, const TrainOptions& options) {
+  if (!has_stable_phase(saved)) return "a run with --schedule wsd goes on from before its decay instead";
+  const int64_t begin = decay_range(saved).begin;
+  std::string changed;
+  if (!has_stable_phase(options) || same_rates(saved, options, begin) < begin)
+    for (const TrainOption& option : train_options())
+      if (option.get(saved) != option.get(options))
+        for (const char* name : {"schedule", "lr", "warmup", "decay-steps", "schedule-steps"})
+          if (option.name == name)
+            changed += fmt::format("{}--{} {} is now {}", changed.empty() ? "" : ", ", name, option.get(saved),
+                                   option.get(options));
+  if (changed.empty()) return "its checkpoint from before the decay is not there to go on from";
+  return fmt::format("it does not go on from before its decay, since that part had other rates: {}", changed);
+}
+
 // Without a decay the learning rate does not depend on the number of steps. So a run that is to do another number of
 // steps than its decay was made for goes on from the checkpoint before the decay, with the same bits as if it had been
 // started with that number. A run that became wsd later may have no such checkpoint; it goes on from the newest.
@@ -75,11 +98,20 @@ fs::path before_decay(const fs::path& newest, const TrainOptions& options) {
   const TrainOptions saved = reading(newest, [&] { return saved_options(newest); });
   if (!has_stable_phase(saved) || !has_stable_phase(options)) return newest;
   const int64_t done = step_of_checkpoint(newest), begin = decay_range(saved).begin;
-  int64_t same = 0;  // steps with the same rates
-  while (same < done && learning_rate(saved, same + 1) == learning_rate(options, same + 1)) ++same;
+  const int64_t same = same_rates(saved, options, done);
   if (same == done || same < begin) return newest;
   const fs::path stable = newest.parent_path() / checkpoint_name(begin);
   return fs::is_directory(stable) && has_stable_phase(saved_options(stable)) ? stable : newest;
+}
+
+// Of a run that was ended before its first checkpoint.
+TrainOptions options_in(const fs::path& file) {
+  try {
+    return from_toml(read_text(file));
+  } catch (const Error& error) {
+    fail("{}: {}; the file was edited or is damaged; remove it, and start the run again with all options",
+         file.string(), error.what());
+  }
 }
 
 class Run {
@@ -88,9 +120,6 @@ class Run {
       : options_(options), observer_(observer), parallel_(parallel), folder_(options.out) {}
   ~Run() {
     parallel_.ranks.set_stop({});  // the observer does not outlive the run
-    std::error_code ignored;
-    if (!trainer_)  // only empty folders can be removed
-      for (const fs::path& folder : created_) fs::remove(folder, ignored);
   }
 
   TrainResult train();
@@ -128,7 +157,7 @@ class Run {
   const TrainObserver& observer_;
   DataParallel parallel_;
   fs::path folder_;
-  std::vector<fs::path> created_;  // folders, the innermost first
+  std::optional<DirectoryToFill> filled_;  // before the lock and the log, which are gone when it is removed
   std::optional<DirectoryLock> lock_;
   std::unique_ptr<Training> trainer_;
   std::optional<LogWriter> log_;  // of rank 0
@@ -195,10 +224,8 @@ void Run::report_rate(const TrainOptions& saved) const {
         "the learning rate continues with {:.3g}; with the previous options of the run it would be {:.3g}", is, was));
   const double last = learning_rate(saved, saved_step_);
   if (saved_step_ >= saved.steps && is > 2 * last)
-    report(fmt::format(
-        "the finished run ended with a rate of {:.3g}: the loss rises at first; a run with --schedule wsd goes on from "
-        "before its decay instead",
-        last));
+    report(fmt::format("the finished run ended with a rate of {:.3g}: the loss rises at first; {}", last,
+                       why_after_decay(saved, options_)));
 }
 
 // Checkpoints newer than the one that is resumed would otherwise count as the newest ones.
@@ -222,15 +249,13 @@ void Run::announce() const {
                      static_cast<double>(parameter_count(config)) / 1e6, config.layers, config.hidden, config.heads(),
                      config.head_dim, config.vocabulary));
   if (!options_.init.empty() && trainer_->steps_done() == 0)
-    report(fmt::format(
-        "weights and configuration are those of {}; --arch, --size, --switches and other model options are ignored",
-        options_.init));
+    report(fmt::format("weights and configuration are those of {}", options_.init));
   const bool cpu = trainer_->model().device().is_cpu();
   if (trainer_->steps_done() < options_.steps)
     report(fmt::format(
         "steps {} to {} of {} x {} tokens, {}, {} products{}, about {:.2f} GB of memory", trainer_->steps_done() + 1,
-        options_.steps, options_.batch, options_.length, cpu ? fmt::format("{} threads", threads()) : options_.device,
-        options_.dtype,
+        options_.steps, options_.batch, options_.length,
+        cpu ? fmt::format("{} thread{}", threads(), threads() == 1 ? "" : "s") : options_.device, options_.dtype,
         options_.mixer_precision == "auto" ? "" : fmt::format(" ({} in the mixer)", options_.mixer_precision),
         static_cast<double>(memory.total()) / 1e9));
   else
@@ -242,6 +267,7 @@ void Run::announce() const {
         "or give --min-lr",
         decay_range(options_).end));
   if (const std::string slow = slow_precision(options_); !slow.empty()) report("warning: " + slow);
+  if (const std::string low = low_rate(options_); !low.empty()) report("warning: " + low);
   if (const int ranks = parallel_.ranks.size(); ranks > 1) {
     report(fmt::format(
         "{} ranks, {} on this machine, each with {} rows of a batch, this number of threads and this memory; "
@@ -281,8 +307,8 @@ void Run::log(Write&& write) {
   }
 }
 
-// For errors after so many good steps. Diverged weights fail in the step after their update: a checkpoint of them is not
-// a good one.
+// For errors after so many good steps. Diverged weights fail in the step after their update: a checkpoint of them is
+// not a good one.
 std::string Run::last_good(int64_t step) const {
   std::vector<fs::path> found = checkpoints_in(folder_);
   std::string bad;
@@ -349,11 +375,7 @@ void Run::point_to_newest() const {
 
 void Run::open_folder() {
   if (!leads()) return;
-  std::error_code problem;
-  for (fs::path path = folder_; !path.empty() && !fs::exists(path, problem); path = path.parent_path())
-    created_.push_back(path);
-  fs::create_directories(folder_, problem);
-  require(!problem, "train: cannot create the folder {}: {}", folder_.string(), problem.message());
+  filled_.emplace(folder_);
   lock_.emplace(folder_);
   remove_leftovers(folder_);  // an incomplete checkpoint of a killed run
 }
@@ -384,6 +406,7 @@ TrainResult Run::train() {
     if (leads()) write_text(folder_ / kOptionsFile, to_toml(options_));
   });
   announce();
+  if (observer_.begin && trainer_->steps_done() < options_.steps) observer_.begin(trainer_->steps_done() + 1);
   parallel_.ranks.set_stop(observer_.stop);
   start_ = std::chrono::steady_clock::now();
   TrainResult result;
@@ -444,8 +467,10 @@ TrainResult train(const TrainOptions& given, const TrainObserver& observer) try 
 
 std::optional<TrainOptions> options_of_run(const std::string& folder, bool previous) try {
   const fs::path found = checkpoint_to_resume(folder, previous && !checkpoints_in(folder).empty());
-  if (found.empty()) return {};
-  TrainOptions options = reading(found, [&] { return saved_options(found); });
+  const fs::path written = fs::path(folder) / kOptionsFile;
+  std::error_code ignored;
+  if (found.empty() && !fs::exists(written, ignored)) return {};
+  TrainOptions options = found.empty() ? options_in(written) : reading(found, [&] { return saved_options(found); });
   options.out = folder;
   options.resume = true;
   options.resume_previous = previous;

@@ -32,78 +32,55 @@ std::string fingerprint_of(const Dataset& dataset) {
 void check_same_tokenizer(const Dataset& first, const Dataset& other, const std::string& folder,
                           const std::string& other_folder) {
   const std::string &a = first.tokenizer()->fingerprint(), &b = other.tokenizer()->fingerprint();
-  require(a == b,
-          "train: --data mixes two tokenizers: \"{}\" has {}, \"{}\" has {}; tokenize both with the same --tokenizer",
+  require(a == b, "--data mixes two tokenizers: \"{}\" has {}, \"{}\" has {}; tokenize both with the same --tokenizer",
           folder, a, other_folder, b);
 }
 
-struct Source {
-  std::string folder;
-  double share = 0;
-  std::unique_ptr<Dataset> dataset;
-};
-
-// Open, with the same tokenizer, and with shares.
-std::vector<Source> open_sources(const std::string& data) {
-  std::vector<Source> sources;
-  for (const DataShare& one : data_shares(data)) {
-    sources.push_back({one.folder, one.share, std::make_unique<Dataset>(one.folder)});
-    Source& source = sources.back();
-    check_same_tokenizer(*sources.front().dataset, *source.dataset, sources.front().folder, source.folder);
-    if (source.share == 0) source.share = static_cast<double>(source.dataset->tokens(Split::train).size());
-  }
-  return sources;
-}
-
-struct Batches {
-  std::unique_ptr<BatchSource> source;  // null without data
-  int64_t steps = 0;                    // in an epoch, where it has an end
-};
-
-// One source as it is, several mixed; those of the test split one after the other.
-Batches batches_of(const std::vector<const Source*>& sources, Split split, BatchOptions options) {
-  if (sources.empty()) return {};
+// One source as it is, several mixed.
+SourceBatches batches_of(const std::vector<const DataSource*>& sources, Split split, BatchOptions options) {
   const auto counted = [](auto batches) {
     const int64_t steps = batches->steps();
-    return Batches{std::move(batches), steps};
+    return SourceBatches{std::move(batches), steps};
   };
   if (sources.size() == 1) return counted(std::make_unique<DatasetBatches>(*sources[0]->dataset, split, options));
   const int64_t batch = std::exchange(options.batch, 1);
   std::vector<DatasetBatches> parts;
   std::vector<double> shares;
-  for (const Source* source : sources) {
+  for (const DataSource* source : sources) {
     parts.emplace_back(*source->dataset, split, options);
-    if (split == Split::train) shares.push_back(source->share);
+    shares.push_back(source->share);
   }
-  return counted(std::make_unique<MixedBatches>(std::move(parts), shares, batch));
+  return counted(std::make_unique<MixedBatches>(std::move(parts), shares, batch, options.order));
 }
 
-std::string fingerprint_of(const std::vector<Source>& sources) {
+bool has_targets(const DataSource& source, Split split) {
+  return source.dataset->tokens(split).size() > 1;
+}
+
+std::string fingerprint_of(const std::vector<DataSource>& sources) {
   if (sources.size() == 1) return fingerprint_of(*sources[0].dataset);
   std::string text;
-  for (const Source& source : sources) text += fmt::format("{}:{} ", fingerprint_of(*source.dataset), source.share);
+  for (const DataSource& source : sources) text += fmt::format("{}:{} ", fingerprint_of(*source.dataset), source.share);
   return fmt::format("fnv1a64:{:016x}", hash_of(text));
 }
 
 TrainData open_dataset(const TrainOptions& options, int ranks) {
-  std::vector<Source> sources = open_sources(options.data);
-  std::vector<const Source*> all, with_test;
-  for (const Source& source : sources) {
-    all.push_back(&source);
-    if (source.dataset->tokens(Split::test).size() > 1) with_test.push_back(&source);
-  }
+  std::vector<DataSource> sources = open_sources(options.data);
+  std::vector<const DataSource*> all;
+  for (const DataSource& source : sources) all.push_back(&source);
   BatchOptions batches{options.batch,   options.length,        packing_from_name(options.packing),
                        Order::shuffled, options.seed,          {},
                        options.bos,     options.shuffle_window};
   TrainData data;
   auto train = batches_of(all, Split::train, batches);
-  data.batches = std::move(train.source);
+  data.batches = std::move(train.batches);
   data.epoch_steps = train.steps;
   batches.batch = options.batch / options.accumulate / ranks;
-  batches.order = Order::once;
-  auto test = batches_of(with_test, Split::test, batches);
-  data.test = std::move(test.source);
-  data.test_batches = test.steps;
+  if (std::ranges::any_of(sources, [](const DataSource& source) { return has_targets(source, Split::test); })) {
+    auto test = once_batches(sources, Split::test, batches);
+    data.test = std::move(test.batches);
+    data.test_batches = test.steps;
+  }
   data.fingerprint = fingerprint_of(sources);
   data.dataset = std::move(sources.front().dataset);
   data.tokenizer = data.dataset->tokenizer();
@@ -140,14 +117,33 @@ std::vector<DataShare> data_shares(const std::string& data) {
     }
     const auto share = parse_number<double>(part.substr(colon + 1));
     require(share && *share > 0 && std::isfinite(*share),
-            "train: --data: \"{}\" is neither a folder nor FOLDER:SHARE with a number above 0, as in a:0.7,b:0.3",
-            part);
+            "--data: \"{}\" is neither a folder nor FOLDER:SHARE with a number above 0, as in a:0.7,b:0.3", part);
     shares.push_back({part.substr(0, colon), *share});
   }
   const auto with_share = std::ranges::count_if(shares, [](const DataShare& one) { return one.share > 0; });
   require(with_share == 0 || with_share == static_cast<int64_t>(shares.size()),
-          "train: --data: some folders of \"{}\" have a share, others have none; give all of them one, or none", data);
+          "--data: some folders of \"{}\" have a share, others have none; give all of them one, or none", data);
   return shares;
+}
+
+std::vector<DataSource> open_sources(const std::string& data) {
+  std::vector<DataSource> sources;
+  for (const DataShare& one : data_shares(data)) {
+    sources.push_back({one.folder, one.share, std::make_unique<Dataset>(one.folder)});
+    DataSource& source = sources.back();
+    check_same_tokenizer(*sources.front().dataset, *source.dataset, sources.front().folder, source.folder);
+    if (source.share == 0) source.share = static_cast<double>(source.dataset->tokens(Split::train).size());
+  }
+  return sources;
+}
+
+SourceBatches once_batches(const std::vector<DataSource>& sources, Split split, BatchOptions options) {
+  options.order = Order::once;
+  std::vector<const DataSource*> used;
+  for (const DataSource& source : sources)
+    if (sources.size() == 1 || has_targets(source, split)) used.push_back(&source);
+  if (used.empty()) used.push_back(&sources.front());  // for its message
+  return batches_of(used, split, options);
 }
 
 TrainData TrainData::open(const TrainOptions& options, int ranks) {

@@ -21,6 +21,22 @@ struct DataShare {
 // "a:0.7,b:0.3", "a,b" or "a"; what exists as a whole is one folder, whatever its name contains.
 std::vector<DataShare> data_shares(const std::string& data);
 
+// One of the corpora of a run.
+struct DataSource {
+  std::string folder;
+  double share = 0;
+  std::unique_ptr<Dataset> dataset;
+};
+// Open, with one tokenizer, and with shares.
+std::vector<DataSource> open_sources(const std::string& data);
+
+struct SourceBatches {
+  std::unique_ptr<BatchSource> batches;
+  int64_t steps = 0;  // in an epoch
+};
+// Each token of this split predicted once; of several sources those that have the split, in the order of `test_order`.
+SourceBatches once_batches(const std::vector<DataSource>& sources, Split split, BatchOptions options);
+
 struct TrainData {
   std::unique_ptr<Dataset> dataset;            // the first of several; null for a synthetic task
   std::shared_ptr<const Tokenizer> tokenizer;  // null where there is none

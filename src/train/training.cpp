@@ -142,7 +142,7 @@ void Training::prepare() {
   model_->set_compute(compute);
   flops_rate_ = measured_matmul_rate(compute.precision, device_);
   make_feed(options_, false);
-  divergence_ = std::make_unique<DivergenceCheck>(*model_, parallel_.ranks);
+  divergence_ = std::make_unique<DivergenceCheck>(*model_, parallel_.ranks, options_.clip > 0);
   results_ = Tensor::zeros({1 + options_.accumulate}, DType::f64, device_);
 }
 

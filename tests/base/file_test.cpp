@@ -460,5 +460,20 @@ TEST(RecoverDirectory, KeepsANewerDirectoryAndAnActiveWriter) {
   EXPECT_EQ(read_text(path / "weights"), "new");
 }
 
+TEST(DirectoryToFill, RemovesWhatItMadeAndLeftEmpty) {
+  const TemporaryDirectory folder;
+  fs::create_directories(folder / "old");
+  { const DirectoryToFill made(folder / "old/a/b"); }
+  EXPECT_FALSE(fs::exists(folder / "old/a"));
+  { const DirectoryToFill made(folder / "old"); }
+  EXPECT_TRUE(fs::exists(folder / "old")) << "it was there before";
+  {
+    const DirectoryToFill made(folder / "old/a/b");
+    put(folder / "old/a/b/file", "x");
+  }
+  EXPECT_TRUE(fs::exists(folder / "old/a/b/file"));
+  expect_error([&] { DirectoryToFill(folder / "old/a/b/file/c"); }, {"cannot create folder", "file/c"});
+}
+
 }  // namespace
 }  // namespace furious

@@ -140,10 +140,15 @@ TEST_F(DataCommands, ASingleTextFileIsEnough) {
 TEST_F(DataCommands, NoSplitIsEmptyWithoutAnError) {
   const std::string lines = folder.write("a.jsonl", json_lines({"one", "two", "three"}));
   expect_run(tokenize(lines, "out"), 1, {"of 3 documents none belongs to the test split", "use --test-fraction 0.5"});
+  const std::string one = folder.write("one.jsonl", json_lines({"one"}));
+  const RunResult same = run(tokenize(one, "out", "--test-fraction 0.5 --seed 1"));
+  EXPECT_NE(same.output.find("of 1 document none belongs to the test split"), std::string::npos) << same.output;
+  EXPECT_EQ(same.output.find("use --test-fraction"), std::string::npos) << same.output;
+  expect_run(tokenize(one, "out", "--test-fraction 0.5 --seed 2"), 1, {"the only document belongs to the test split"});
   expect_run(tokenize(lines, "out", "--test-fraction 0.9999"), 1, {"none is left for training"});
   expect_run(tokenize(folder.write("x.txt", "x"), "out"), 1, {"x.txt", "too short", "--test FILE"});
   expect_run(tokenize(lines, "out", "--test " + folder.write("empty.txt", "")), 1, {"--test have no text"});
-  EXPECT_TRUE(read_folder(folder.path("out")).empty());
+  EXPECT_FALSE(fs::exists(folder.path("out")));
   expect_run(tokenize(lines, "out", "--test-fraction 0"), 0, {"3 documents"});
 }
 
@@ -212,6 +217,34 @@ TEST_F(DataCommands, ShowsShards) {
   EXPECT_EQ(tokens, data.tokens(Split::train).size());
   expect_run("data show " + folder.path("none"), 1, {"does not exist", "furious tokenize"});
   expect_run("data shwo", 2, {"did you mean \"show\""});
+}
+
+TEST_F(DataCommands, AFailedStartLeavesNoFolder) {
+  const std::string one = folder.write("one.jsonl", "{\"text\": \"x\"}\n");
+  const std::string table = folder.write("t.csv", "text,n\nx,1\n");
+  const auto fails = [&](const std::string& input, const std::string& more, const std::string& part) {
+    expect_run(tokenize(input, "new/shards", more), 1, {part});
+    EXPECT_FALSE(fs::exists(folder.path("new"))) << input << " " << more;
+    fs::create_directories(folder.path("old"));
+    expect_run(tokenize(input, "old", more), 1, {part});
+    EXPECT_TRUE(fs::is_empty(folder.path("old"))) << input << " " << more;
+  };
+  fails(one, "--test-fraction 0.001", "none belongs to the test split");
+  fails(folder.write("empty.txt", ""), "", "no text");
+  fails(folder.write("bad.jsonl", "{\"text\": \"x\"}\n{\"text\": "), "", "broken JSON");
+  fails(one, "--field txt", "did you mean");
+  fails(table, "--column txt", "did you mean");
+  fails(folder.write("bad.parquet", "x"), "", "bad.parquet");
+  fails("- < " + folder.write("nothing", ""), "", "no text");
+}
+
+TEST_F(DataCommands, CountsRecordsWithoutText) {
+  const std::string table = folder.write("t.csv", "n,text\n1,x\n2,\n3,\"\"\n\n4,y\n");
+  expect_run(tokenize(table, "csv", "--test-fraction 0"), 0, {"2 documents", "2 empty"});
+  const std::string lines = folder.write("l.jsonl", json_lines({"a", "", "b"}));
+  expect_run(tokenize(lines, "jsonl", "--test-fraction 0"), 0, {"2 documents", "1 empty"});
+  const RunResult full = run(tokenize(folder.write("f.jsonl", json_lines({"a"})), "full", "--test-fraction 0"));
+  EXPECT_EQ(full.output.find("empty"), std::string::npos) << full.output;
 }
 
 // A mixture is resumed with the same bits, and is no other mixture.

@@ -98,7 +98,7 @@ TEST_F(EvalCommand, LossByPositionOfSeveralModels) {
   save_model(other, LanguageModel(model_config("softmax", "tiny", 258), 4));
   expect_run(fmt::format("eval {0} {1} --data {2} --device cpu --by-position --length 24 --svg {3} --json {4}", model,
                          other, data, svg, json),
-             0, {"== model ==", "== other/model ==", "tokens before", "9 to 16"});
+             0, {"== model ==", "== other/model ==", "tokens before", "9 to 16", "loss/byte  bits/byte"});
   const auto both = nlohmann::json::parse(testing::read_file(json)).at("models");
   ASSERT_EQ(both.size(), 2u);
   EXPECT_EQ(both.at(1).at("model"), "other/model");
@@ -107,6 +107,21 @@ TEST_F(EvalCommand, LossByPositionOfSeveralModels) {
   EXPECT_NE(picture.find(">other/model<"), std::string::npos);
   EXPECT_NE(picture.find("Loss by position"), std::string::npos);
   expect_run(fmt::format("eval {} --by-position --task x.jsonl", model), 1, {"--by-position", "--data"});
+}
+
+TEST_F(EvalCommand, AMixture) {
+  const std::string other = folder.path("other"), json = folder.path("m.json");
+  tokenized("byte", other);
+  const auto tokens = [&](const std::string& more) {
+    expect_run(fmt::format("eval {} --device cpu --batch 4 --length 16 --json {} --data {}", model, json, more), 0,
+               {"loss"});
+    return nlohmann::json::parse(testing::read_file(json)).at("tokens").get<int64_t>();
+  };
+  const int64_t one = Dataset(data).tokens(Split::test).size() - 1;
+  EXPECT_EQ(tokens(data), one);
+  EXPECT_EQ(tokens(fmt::format("{}:0.7,{}:0.3", data, other)), 2 * one);
+  EXPECT_EQ(tokens(fmt::format("{}:0.7,{}:0.3 --max-batches 2", data, other)), 2 * 4 * 16);
+  expect_run(fmt::format("data show {}:0.7,{}:0.3", data, other), 1, {"one folder at a time"});
 }
 
 TEST_F(EvalCommand, Tasks) {

@@ -104,6 +104,31 @@ TEST_F(GenerateCommand, ABareFileWithoutATokenizer) {
   expect_run(command + " --tokenizer byte", 0, {});
 }
 
+// Its configuration and tokenizer are beside it, as with "./" before its name.
+TEST_F(GenerateCommand, AFileOfTheWorkingDirectory) {
+  const std::string task =
+      folder.write("task.jsonl", R"({"context": "a", "choices": ["b", "c"], "answer": 0})" + std::string("\n"));
+  const auto here = [&](const std::string& command) {
+    const RunResult result = run(command + " --device cpu", fmt::format("cd '{}';", model));
+    EXPECT_EQ(result.code, 0) << command << result.output;
+  };
+  here("generate model.safetensors --prompt abc --tokens 2");
+  here("eval model.safetensors --task " + task);
+  fs::remove(model + "/config.json");
+  here("generate model.safetensors abc --tokens 2 --arch 2mamba --heads 4");
+  here("eval model.safetensors --arch 2mamba --heads 4 --task " + task);
+}
+
+TEST_F(GenerateCommand, AFolderOfRunsIsNoModel) {
+  const std::string runs = folder.path("runs");
+  fs::create_directories(runs + "/first");
+  fs::rename(model, runs + "/first/latest");
+  for (const std::string& command : {"generate " + runs + " hi", "niah " + runs, "inspect " + runs})
+    expect_run(command, 1, {"is a folder that contains runs", "such as " + runs + "/first"});
+  fs::create_directories(folder.path("empty"));
+  expect_run(fmt::format("generate {} hi", folder.path("empty")), 1, {"is not a model"});
+}
+
 // A state belongs to the ids of one tokenizer.
 TEST_F(GenerateCommand, AStateOfAnotherTokenizerIsRefused) {
   const std::string state = folder.path("state");
@@ -165,6 +190,8 @@ TEST_F(GenerateCommand, SamplingOptions) {
 TEST_F(GenerateCommand, Usage) {
   expect_run("generate --help", 0, {"Example: furious generate", "--load-state", "eos", "--bos"});
   expect_run("generate", 2, {"model"});
+  expect_run(generate("--prompt x --temp 1"), 2, {"unknown flag --temp; did you mean --temperature?"});
+  expect_run(generate("--prompt x --max_new_tokens 9"), 2, {"did you mean --tokens?"});
   expect_run(generate(""), 2, {"--prompt", "--load-state"});
   expect_run(generate("--prompt x --prompt-file y"), 2, {"--prompt"});
   expect_run(generate("--prompt x y"), 2, {"--prompt"});

@@ -175,13 +175,15 @@ TEST_F(LogsCommandTest, CompareShowsOptionsThatDifferAndResults) {
   for (const char* part : {"heads", "batch", "keep", "csv", "out"})
     EXPECT_EQ(text.output.find(part), std::string::npos) << part << text.output;
   EXPECT_EQ(count(text.output, "\n"), 3u);
+  EXPECT_EQ(count(text.output, "steps"), 1u);  // the option; those that were done are another column
 
   const Json json = Json::parse(run(fmt::format("compare {} --format json", places)).output);
   ASSERT_EQ(json.size(), 3u);
   const RunLog log = read_log(places + "/c");
   EXPECT_EQ(json[1]["run"], "c");
   EXPECT_EQ(json[1]["options"]["lr"], "0.25");
-  EXPECT_EQ(json[1]["steps"], 6);
+  EXPECT_EQ(json[1]["options"]["steps"], "6");
+  EXPECT_EQ(json[1]["done"], 6);
   EXPECT_EQ(json[1]["test_loss"], *log.steps.back().test_loss);
   EXPECT_EQ(json[1]["best_test_loss"],
             std::min({*log.steps[1].test_loss, *log.steps[3].test_loss, *log.steps[5].test_loss}));

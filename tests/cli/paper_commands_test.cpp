@@ -74,6 +74,10 @@ TEST_F(NiahCommand, QuestionsFromAFileAndSeveralModels) {
   const std::string data = folder.write("q.jsonl", question("12") + question("34") + question("56"));
   expect_run(niah("--data " + data), 0, {"2mamba", "of 3 found", "50%"});
   expect_run("niah --train --answers " + folder.path("a.jsonl"), 1, {"--train", "--answers"});
+  expect_run(fmt::format("niah --train --answers {} --out {}", folder.path("a.jsonl"), folder.path("new/niah")), 1,
+             {"--train", "--answers"});
+  EXPECT_FALSE(fs::exists(folder.path("new"))) << "a start that was refused";
+  expect_run("niah --help", 0, {"--train saves no answers"});
   fs::copy(model, folder.path("other"), fs::copy_options::recursive);
   expect_run(fmt::format("niah {} {} --data {} --device cpu --svg {}", model, folder.path("other"), data,
                          folder.path("n.svg")),
@@ -142,7 +146,8 @@ TEST_F(NiahCommand, ShowsAndSavesAnswers) {
   const std::string data = folder.write("q.jsonl", question("12") + question("34"));
   const std::string saved = folder.path("n-answers.jsonl");
   expect_run(niah("--data " + data), 0,
-             {"2mamba: some answers", "expected", "12", "34", "wrong", "all answers: " + saved});
+             {"2mamba: some answers", "expected", "12", "34", "wrong", "all answers: " + saved + "\n"});
+  expect_run(niah("--data " + data), 0, {"all answers: " + saved + " (those of an earlier test were replaced"});
   LoadOptions options;
   options.device = "cpu";
   const Model loaded = Model::load(model, options);

@@ -2,9 +2,11 @@
 #include <signal.h>
 #include <sys/wait.h>
 
+#include <chrono>
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <optional>
 
 #include "cli/run.h"
 #include "cli/small_run_test.h"
@@ -121,6 +123,33 @@ TEST_F(TrainCommandTest, ResumesBitForBitAfterKillOrStop) {
     expect_run(fmt::format("train --resume --out {}", folder.path(out)), 0, {"resumed from", "done after 60 steps"});
     EXPECT_EQ(read_file(folder.path(out) + "/latest/model.safetensors"), expected) << "signal " << signal;
     EXPECT_EQ(logged(out), 60);
+  }
+}
+
+TEST_F(TrainCommandTest, ASignalInTheFirstStep) {
+  for (const int signal : {SIGTERM, SIGKILL}) {
+    const std::string out = fmt::format("first-{}", signal), output = folder.path(out + ".txt");
+    using Clock = std::chrono::steady_clock;
+    std::optional<Clock::time_point> announced;
+    const auto in_first_step = [&] {
+      if (!announced && fs::exists(output) && read_file(output).find("of memory") != std::string::npos)
+        announced = Clock::now();
+      return announced && Clock::now() - *announced > std::chrono::milliseconds(300);
+    };
+    const std::string slow = "--steps 2 --eval-every 0 --sample-every 0 --batch 128 --length 512";
+    const int status = run_and_signal(words(command(out, slow)), signal, in_first_step, output);
+    const std::string text = read_file(output), resume = fmt::format("train --resume --out {}", folder.path(out));
+    if (signal == SIGTERM) {
+      ASSERT_TRUE(WIFEXITED(status)) << text;
+      for (const char* part : {"finishing step 1,", "stopped after 1 step", "--resume"})
+        EXPECT_NE(text.find(part), std::string::npos) << text;
+      expect_run(resume, 0, {"resumed from", "done after 2 steps"});
+    } else {  // the options are those of run.toml
+      ASSERT_TRUE(WIFSIGNALED(status)) << text;
+      expect_run(resume + " --steps 1", 0,
+                 {"has no checkpoint", "run.toml", "starting a new run", "done after 1 step"});
+      EXPECT_NE(read_file(folder.path(out) + "/run.toml").find("batch = 128\n"), std::string::npos);
+    }
   }
 }
 

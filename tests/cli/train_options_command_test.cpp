@@ -149,6 +149,89 @@ TEST_F(TrainOptionsCommandTest, UnknownFlagsAndRunsAreAnsweredWithTheNearest) {
   expect_run(command("frist-run", "--steps 1 --resume"), 0, {"did you mean first-run?", "starting a new run"});
 }
 
+TEST_F(TrainOptionsCommandTest, FlagsOfOtherProgramsAreExplained) {
+  for (const auto& [flag, words] : std::initializer_list<std::pair<const char*, const char*>>{
+           {"--learning_rate 3", "unknown flag --learning_rate; did you mean --lr?"},
+           {"--weight_decay 0.1", "did you mean --weight-decay?"},
+           {"--max-grad-norm 1", "did you mean --grad-clip?"},
+           {"--gradient_accumulation_steps 2", "did you mean --accumulate?"},
+           {"--save-total-limit 2", "did you mean --keep?"},
+           {"--ema-decay 0.9", "did you mean --ema?"},
+           {"--log-interval 10", "every step is logged"},
+           {"--epochs 3", "unknown flag --epochs: there are only --steps; `furious train --dry-run`"},
+           {"--fp16", "use --dtype bf16"},
+           {"--compile", "nothing needs to be compiled"},
+           {"--tokenizer byte", "that of the data"},
+           {"--num-workers 4", "there is no such option"},
+           {"--dropout 0.1", "there is no such option"},
+           {"--wandb", "there is no such option"},
+           {"--xyzzy", "unknown flag --xyzzy; `furious train --help` lists all"},
+           {"first second", "unexpected: first second; `furious train --help`"}}) {
+    const RunResult result = run(fmt::format("train {}", flag));
+    EXPECT_EQ(result.code, 2) << flag;
+    EXPECT_NE(result.output.find(words), std::string::npos) << flag << ": " << result.output;
+  }
+  EXPECT_EQ(run("train --temp 1").output.find("did you mean"), std::string::npos);
+  expect_run("bench step --arhc 2mamba", 2, {"did you mean --arch?", "`furious bench step --help`"});
+  expect_run("tokenize x.txt --out o --tokenzier byte", 2, {"did you mean --tokenizer?"});
+}
+
+TEST_F(TrainOptionsCommandTest, InitialWeightsDecideWhatTheModelIs) {
+  ASSERT_EQ(run(command("base", "--steps 1 --arch softmax --switches qk_norm=true")).code, 0);
+  const auto from = [&](const std::string& model, const std::string& more) {
+    return fmt::format("train --data {} --out {} --init {} --device cpu --steps 1 --batch 4 --length 24 {}", data,
+                       folder.path("next"), folder.path(model), more);
+  };
+  for (const char* option : {"--hidden 128", "--layers 3", "--intermediate 64", "--qk-dim 8", "--size mini",
+                             "--tie-embeddings", "--switches conv_window=3", "--arch 2mamba", "--heads 4"}) {
+    const std::string flag = std::string(option).substr(0, std::string(option).find(' '));
+    expect_run(from("base", option), 1, {"leave " + flag + " out"});
+  }
+  EXPECT_FALSE(fs::exists(folder.path("next")));
+
+  const RunResult result = run(from("base", "--hidden 32 --arch softmax --switches qk_norm=true"));
+  EXPECT_EQ(result.code, 0) << result.output;
+  EXPECT_EQ(result.output.find("ignored"), std::string::npos) << result.output;
+  ASSERT_EQ(run(fmt::format("train --out {} --resume --steps 2", folder.path("next"))).code, 0);
+  const std::string toml = read_file(folder.path("next") + "/run.toml");
+  for (const char* line : {"arch = \"softmax\"\n", "hidden = 32\n", "intermediate = 32\n", "heads = 2\n",
+                           "layers = 2\n", "switches = \"qk_norm=true\"\n"})
+    EXPECT_NE(toml.find(line), std::string::npos) << line << toml;
+
+  // A file of options is of another model; the run can be resumed with it.
+  const std::string file = folder.write("options.toml", "hidden = 128\nlr = 1e-3\n");
+  fs::remove_all(folder.path("next"));
+  expect_run(from("base", "--config " + file), 0, {"done after 1 step in"});
+  EXPECT_NE(read_file(folder.path("next") + "/run.toml").find("hidden = 32\n"), std::string::npos);
+  expect_run(from("base", "--resume --config " + file), 0, {"resumed from"});
+
+  fs::create_directories(folder.path("bare"));
+  fs::copy_file(folder.path("base") + "/latest/model.safetensors", folder.path("bare") + "/model.safetensors");
+  expect_run(from("bare/model.safetensors", "--arch softmax"), 1, {"no config.json", "--init", "furious export"});
+}
+
+TEST_F(TrainOptionsCommandTest, SaysThatTheWarmUpIsLongerThanTheRun) {
+  expect_run(command("run", "--steps 3 --eval-every 0"), 0,
+             {"warning: the rate never reaches --lr 0.0001", "takes 100 steps and the run has 3", "1 thread,"});
+  EXPECT_EQ(run(command("short", "--steps 3 --warmup 3 --eval-every 0")).output.find("never reaches"),
+            std::string::npos);
+}
+
+TEST_F(TrainOptionsCommandTest, ADivergedRunSaysWhatToDoAboutTheClipping) {
+  const std::string options = "--steps 60 --lr 3 --warmup 0 --eval-every 0 --schedule constant ";
+  const std::string clipped = run(command("clipped", options)).output;
+  EXPECT_NE(clipped.find("or a smaller --grad-clip"), std::string::npos) << clipped;
+  const std::string free = run(command("free", options + "--grad-clip 0")).output;
+  EXPECT_NE(free.find("or a --grad-clip such as 1"), std::string::npos) << free;
+}
+
+TEST_F(TrainOptionsCommandTest, NoRunToResume) {
+  const RunResult result = run(fmt::format("train --out {} --resume", folder.path("none/sub")));
+  EXPECT_EQ(result.code, 1);
+  EXPECT_NE(result.output.find("there is no run " + folder.path("none/sub")), std::string::npos) << result.output;
+  EXPECT_EQ(result.output.find("known:"), std::string::npos) << result.output;
+}
+
 TEST_F(TrainOptionsCommandTest, InitialWeightsOfAnotherTokenizerAreRefused) {
   ASSERT_EQ(run(command("bytes", "--steps 1")).code, 0);
   const std::string text = folder.write("words.txt", read_file(folder.path("data.jsonl")));
@@ -162,7 +245,7 @@ TEST_F(TrainOptionsCommandTest, InitialWeightsOfAnotherTokenizerAreRefused) {
   EXPECT_FALSE(fs::exists(folder.path("other")));
   expect_run(fmt::format("train --data {} --out {} --init {} --device cpu --steps 1 --batch 4 --length 24", data,
                          folder.path("same"), folder.path("bytes")),
-             0, {"weights and configuration are those of"});
+             0, {"weights and configuration are those of", "done after 1 step in"});
 }
 
 }  // namespace

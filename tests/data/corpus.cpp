@@ -120,13 +120,13 @@ ReadResult read_all(const std::vector<std::string>& inputs, const ReaderOptions&
   Block block;
   while (reader.next(block))
     result.replaced += for_each_document_part(block, options, [&](const DocumentPart& part) {
-      if (part.first) {
-        result.documents.emplace_back();
-        result.pieces.push_back(0);
-      }
-      result.documents.back() += part.text;
-      ++result.pieces.back();
-    });
+                         if (part.first) {
+                           result.documents.emplace_back();
+                           result.pieces.push_back(0);
+                         }
+                         result.documents.back() += part.text;
+                         ++result.pieces.back();
+                       }).replaced;
   return result;
 }
 

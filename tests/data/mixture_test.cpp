@@ -56,7 +56,7 @@ TEST_F(MixedBatchesTest, RowsAreThoseOfTheSources) {
   options.length = 16;
   options.packing = Packing::isolated;
   const DatasetBatches alone[2] = {{a, Split::train, options}, {b, Split::train, options}};
-  const MixedBatches mixed({alone[0], alone[1]}, {0.75, 0.25}, 4);
+  const MixedBatches mixed({alone[0], alone[1]}, {0.75, 0.25}, 4, Order::shuffled);
   const Mixture mixture({0.75, 0.25});
   for (const int64_t step : {0, 1, 7, 1000}) {  // the last in a later epoch of both
     const Batch batch = mixed.at(step);
@@ -78,17 +78,47 @@ TEST_F(MixedBatchesTest, RowsAreThoseOfTheSources) {
   }
 }
 
-TEST_F(MixedBatchesTest, WithoutSharesEachSampleOnce) {
+// How often each source occurs in the first rows.
+std::vector<int64_t> counts(const std::vector<MixedRow>& order, size_t first, size_t sources) {
+  std::vector<int64_t> rows(sources);
+  for (size_t i = 0; i < first; ++i) EXPECT_EQ(order[i].row, rows[order[i].source]++);
+  return rows;
+}
+
+TEST(TestOrder, TheFirstRowsHaveTheSharesAndAllRowsOccurOnce) {
+  const std::vector<MixedRow> order = test_order({1000, 1000, 1000}, {0.2, 0.79, 0.01});
+  ASSERT_EQ(order.size(), 3000u);
+  EXPECT_EQ(order[0].source, 1u);  // one of each, the largest share first
+  EXPECT_EQ(counts(order, 3, 3), (std::vector<int64_t>{1, 1, 1}));
+  EXPECT_EQ(counts(order, 3000, 3), (std::vector<int64_t>{1000, 1000, 1000}));
+  for (size_t n = 3; n < 1200; ++n) {  // then the second is used up
+    const std::vector<int64_t> rows = counts(order, n, 3);
+    ASSERT_NEAR(static_cast<double>(rows[0]), 0.2 * static_cast<double>(n), 2);
+    ASSERT_GE(rows[2], 1);
+    ASSERT_NEAR(static_cast<double>(rows[2]), 0.01 * static_cast<double>(n), 1);
+  }
+  // One that is used up leaves the rest to the others.
+  EXPECT_EQ(counts(test_order({100, 2}, {0.5, 0.5}), 20, 2), (std::vector<int64_t>{18, 2}));
+}
+
+TEST(TestOrder, DoesNotDependOnTheOrderOfTheSources) {
+  const std::vector<MixedRow> order = test_order({50, 30, 7}, {0.5, 0.3, 0.2});
+  const std::vector<MixedRow> other = test_order({7, 50, 30}, {0.2, 0.5, 0.3});
+  for (size_t i = 0; i < order.size(); ++i)
+    EXPECT_EQ(other[i], (MixedRow{(order[i].source + 1) % 3, order[i].row})) << i;
+}
+
+TEST_F(MixedBatchesTest, OnceReadsEachSampleOnce) {
   const Dataset a = dataset("a", {"aaa", "bb"}), b = dataset("b", {"ccc"});
   BatchOptions options;
   options.length = 3;
   options.packing = Packing::rows;
   options.order = Order::once;
-  const MixedBatches once({{a, Split::train, options}, {b, Split::train, options}}, {}, 2);
+  const MixedBatches once({{a, Split::train, options}, {b, Split::train, options}}, {0.6, 0.4}, 2, Order::once);
   EXPECT_EQ(once.steps(), 2);
   EXPECT_EQ(once.at(0).inputs.data<int32_t>()[0], 'a');
-  EXPECT_EQ(once.at(0).inputs.data<int32_t>()[3], 'b');
-  EXPECT_EQ(once.at(1).inputs.data<int32_t>()[0], 'c');
+  EXPECT_EQ(once.at(0).inputs.data<int32_t>()[3], 'c');
+  EXPECT_EQ(once.at(1).inputs.data<int32_t>()[0], 'b');
   for (int i = 3; i < 6; ++i) EXPECT_EQ(once.at(1).targets.data<int32_t>()[i], -1);
 }
 

@@ -166,7 +166,7 @@ void use(const Tokenizer& tokenizer) {
 }
 
 std::string good_progress() {
-  return to_json_text({{1, 5000, 40, true}, Split::test, 2, {good_split(), good_split()}});
+  return to_json_text({{1, 5000, 40, true}, Split::test, {2, 0}, {good_split(), good_split()}});
 }
 
 constexpr std::string_view kLlama = R"({"model_type": "llama", "vocab_size": 32, "hidden_size": 16,

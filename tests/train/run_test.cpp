@@ -177,6 +177,69 @@ TEST_F(RunTest, ResumeRefusesAnotherRun) {
   EXPECT_FALSE(options_of_run(folder.path("nowhere")).has_value());
 }
 
+TEST_F(RunTest, SaysWhyAFinishedRunGoesOnFromItsEnd) {
+  TrainOptions options = options_for("wsd");
+  options.schedule = "wsd";
+  options.decay_steps = 4;
+  train(options);
+  const auto said = [&](double lr, const std::string& schedule) {
+    TrainOptions more = options;
+    fs::remove_all(folder.path("more"));
+    fs::copy(options.out, folder.path("more"), fs::copy_options::recursive);
+    more.out = folder.path("more");
+    more.resume = true;
+    more.steps = 40;
+    more.lr = lr;
+    more.schedule = schedule;
+    std::string messages;
+    TrainObserver observer;
+    observer.message = [&](const std::string& text) { messages += text + "\n"; };
+    observer.stop = [] { return true; };
+    train(more, observer);
+    return messages;
+  };
+  const std::string other_rate = said(2e-2, "wsd"), other_schedule = said(1e-2, "constant"), same = said(1e-2, "wsd");
+  EXPECT_NE(other_rate.find("since that part had other rates: --lr 0.01 is now 0.02\n"), std::string::npos)
+      << other_rate;
+  EXPECT_NE(other_schedule.find("--schedule wsd is now constant"), std::string::npos) << other_schedule;
+  for (const std::string& messages : {other_rate, other_schedule})
+    EXPECT_EQ(messages.find("a run with --schedule wsd"), std::string::npos) << messages;
+  EXPECT_NE(same.find("before the decay of the learning rate"), std::string::npos) << same;
+  EXPECT_EQ(same.find("the loss rises"), std::string::npos) << same;
+}
+
+TEST_F(RunTest, BeginsOnceBeforeTheFirstStep) {
+  TrainOptions options = options_for("run");
+  std::vector<int64_t> begun;
+  TrainObserver observer;
+  observer.begin = [&](int64_t step) { begun.push_back(step); };
+  observer.step = [&](const TrainStep&) { EXPECT_EQ(begun.size(), 1u); };
+  options.steps = 2;
+  train(options, observer);
+  options.resume = true;
+  train(options, observer);  // nothing is left
+  observer.step = {};
+  options.steps = 3;
+  train(options, observer);
+  EXPECT_EQ(begun, (std::vector<int64_t>{1, 3}));
+}
+
+TEST_F(RunTest, ARunWithoutACheckpointResumesWithItsOptions) {
+  TrainOptions options = options_for("run");
+  options.lr = 0.125;
+  TrainObserver observer;
+  observer.step = [](const TrainStep&) { throw Error("the power fails"); };
+  expect_error([&] { train(options, observer); }, {"the power fails"});
+  const std::optional<TrainOptions> saved = options_of_run(options.out);
+  ASSERT_TRUE(saved.has_value());
+  EXPECT_TRUE(saved->resume);
+  EXPECT_EQ(saved->lr, 0.125);
+  EXPECT_EQ(train(*saved).steps, options.steps);
+  fs::create_directories(folder.path("bad"));
+  folder.write("bad/run.toml", "lr = many\n");
+  expect_error([&] { options_of_run(folder.path("bad")); }, {"run.toml", "many", "remove it"});
+}
+
 TEST_F(RunTest, StartsFromTheWeightsOfAModel) {
   TrainOptions first = options_for("first");
   first.steps = 60;
@@ -477,7 +540,7 @@ TEST_F(RunTest, BadInput) {
   refused([](TrainOptions& o) { o.length = 1 << 25; }, {"length"});
   refused([](TrainOptions& o) { o.arch = "2mambo"; }, {"2mambo", "2mamba"});
   refused([](TrainOptions& o) { o.device = "tpu"; }, {"tpu"});
-  refused([&](TrainOptions& o) { o.out = folder.write("file", "x") + "/run"; }, {"cannot create the folder"});
+  refused([&](TrainOptions& o) { o.out = folder.write("file", "x") + "/run"; }, {"cannot create folder"});
 }
 
 }  // namespace
