@@ -115,7 +115,7 @@ Scheduler::Ticket endless(Scheduler& scheduler, const std::shared_ptr<Ended>& en
   return ticket;
 }
 
-// A prompt of two passes: in the first, which is not the last one, a token is written after every layer at most.
+// A prompt of two passes: in the first, which is not the last one, tokens are written after every layer or two.
 TEST(Scheduler, AnswersGoOnBetweenTheLayersOfAPass) {
   constexpr int64_t kLayers = 12;
   const Model model = served_model("2mamba", kLayers);
@@ -131,7 +131,7 @@ TEST(Scheduler, AnswersGoOnBetweenTheLayersOfAPass) {
   };
   scheduler.submit(prompt);
   EXPECT_EQ(read->result.get_future().get().error, nullptr);
-  EXPECT_GE(after - before, kLayers) << "of two passes over " << kLayers << " layers each";
+  EXPECT_GE(after - before, kLayers / 2) << "in two passes over " << kLayers << " layers";
   scheduler.cancel(ticket);
   EXPECT_EQ(running->result.get_future().get().error->status, 499);
 }
@@ -150,11 +150,11 @@ TEST(Scheduler, JobsMayEndInTheMiddleOfAPass) {
   }
   const auto running = std::make_shared<Ended>(), cut_off = std::make_shared<Ended>();
   {
-    Scheduler scheduler(model, nullptr, {.slots = 2, .chunk = 4096});
+    Scheduler scheduler(model, nullptr, {.slots = 2, .chunk = 1500});
     const Scheduler::Ticket ticket = endless(scheduler, running);
     for (const bool in_time : {true, false}) {
       const auto ended = std::make_shared<Ended>();
-      Job job = job_of(8000, 1, ended);
+      Job job = job_of(3000, 1, ended);
       const int64_t before = scheduler.counters().written_tokens.load();
       if (!in_time) job.deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(5);
       const Scheduler::Ticket prompt = scheduler.submit(job);
@@ -166,7 +166,7 @@ TEST(Scheduler, JobsMayEndInTheMiddleOfAPass) {
     scheduler.submit(job_of(30, 20, ended));
     EXPECT_EQ(ended->result.get_future().get().error, nullptr);
     EXPECT_EQ(ended->text, alone);
-    scheduler.submit(job_of(8000, 1, cut_off));
+    scheduler.submit(job_of(3000, 1, cut_off));
     const int64_t before = scheduler.counters().written_tokens.load();
     while (scheduler.counters().written_tokens.load() < before + 3) std::this_thread::yield();
   }
