@@ -154,7 +154,7 @@ TEST(Scheduler, JobsMayEndInTheMiddleOfAPass) {
     const Scheduler::Ticket ticket = endless(scheduler, running);
     for (const bool in_time : {true, false}) {
       const auto ended = std::make_shared<Ended>();
-      Job job = job_of(3000, 1, ended);
+      Job job = job_of(3000, 1000000, ended);
       const int64_t before = scheduler.counters().written_tokens.load();
       if (!in_time) job.deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(5);
       const Scheduler::Ticket prompt = scheduler.submit(job);
@@ -166,7 +166,7 @@ TEST(Scheduler, JobsMayEndInTheMiddleOfAPass) {
     scheduler.submit(job_of(30, 20, ended));
     EXPECT_EQ(ended->result.get_future().get().error, nullptr);
     EXPECT_EQ(ended->text, alone);
-    scheduler.submit(job_of(3000, 1, cut_off));
+    scheduler.submit(job_of(3000, 1000000, cut_off));
     const int64_t before = scheduler.counters().written_tokens.load();
     while (scheduler.counters().written_tokens.load() < before + 3) std::this_thread::yield();
   }
@@ -178,6 +178,11 @@ TEST(Scheduler, JobsMayEndInTheMiddleOfAPass) {
 TEST(Scheduler, LongPromptsTakeTurns) {
   const Model model = served_model("2mamba");
   Scheduler scheduler(model, nullptr, {.slots = 3, .chunk = 16});
+  // The scheduler waits in a callback until all have been submitted.
+  std::promise<void> submitted;
+  Job gate = job_of(1, 0, std::make_shared<Ended>());
+  gate.on_end = [&](const JobResult&) { submitted.get_future().wait(); };
+  scheduler.submit(std::move(gate));
   std::vector<std::shared_ptr<Ended>> all;
   std::vector<int64_t> order(3);
   std::atomic<int64_t> ended{0};
@@ -191,6 +196,7 @@ TEST(Scheduler, LongPromptsTakeTurns) {
     };
     scheduler.submit(std::move(job));
   }
+  submitted.set_value();
   for (const auto& one : all) EXPECT_EQ(one->result.get_future().get().error, nullptr);
   EXPECT_EQ(order, (std::vector<int64_t>{3, 2, 1}));
 }
