@@ -161,8 +161,8 @@ std::vector<ShardedOptimizer::OwnPart> ShardedOptimizer::own_parts(size_t parame
   for (const Stretch& own : own_stretches(parameter)) {
     const AdamWTensors all = own_tensors(own.bucket);
     const auto cut = [&](const Tensor& part) { return part.slice(0, own.in_part, own.count); };
-    parts.push_back({own.in_parameter,
-                     {cut(all.parameter), cut(all.gradient), cut(all.first_moment), cut(all.second_moment)}});
+    parts.push_back(
+        {own.in_parameter, {cut(all.parameter), cut(all.gradient), cut(all.first_moment), cut(all.second_moment)}});
   }
   return parts;
 }

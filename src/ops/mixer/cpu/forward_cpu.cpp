@@ -104,8 +104,8 @@ void forward_head(const MixerSpec& spec, const MixerShape& shape, const cpu::Hea
   if (job.final_state) state->store(job.final_state, columns);
 }
 
-constexpr size_t kSection =
-    512;  // keys that are packed together: with dimension 64 they stay in the second-level cache
+// Keys that are packed together: with dimension 64 they stay in the second-level cache.
+constexpr size_t kSection = 512;
 static_assert(kSection % kTile == 0);
 
 // Queries of the last tokens alone. Keys come in sections, so that the memory does not grow with their number.

@@ -302,7 +302,7 @@ HWY_INLINE void forward_strip(const Span& span, size_t first_row, size_t first_k
   });
 }
 
-// All earlier keys of the span's for the queries [begin, end).
+// All earlier keys that the span has packed, for the queries [begin, end).
 template <Kind kKind, Mask kMask>
 HWY_NOINLINE void forward_block(const Span& span, size_t begin, size_t end) {
   alignas(64) float partial[kBlock * kLanes] = {};
