@@ -18,15 +18,23 @@ struct DeviceRows {
 
   __device__ T* operator[](int64_t row) const {
     if (rank == 0) return data;
+    // Divisions of 64 bits take several times as long.
+    return count <= UINT32_MAX ? at(static_cast<uint32_t>(row)) : at(row);
+  }
+
+ private:
+  template <class Index>
+  __device__ T* at(Index row) const {
     int64_t offset = 0;
     // Unrolled, so that indices are constants: otherwise each thread keeps a copy of the arrays in local memory.
 #pragma unroll
     for (int i = Shape::kMaxRank - 2; i > 0; --i) {
       if (i >= rank) continue;
-      offset += row % sizes[i] * strides[i];
-      row /= sizes[i];
+      const auto size = static_cast<Index>(sizes[i]);
+      offset += static_cast<int64_t>(row % size) * strides[i];
+      row /= size;
     }
-    return data + offset + row * strides[0];
+    return data + offset + static_cast<int64_t>(row) * strides[0];
   }
 };
 
@@ -219,8 +227,8 @@ void sum_columns(Device device, const Tensor& out, int64_t rows, int64_t columns
         const auto width = std::bit_ceil(static_cast<unsigned>(std::min<int64_t>(packs, kRowThreads)));
         const dim3 block(width, kRowThreads / width);
         const unsigned across = blocks_for(packs, width);
-        // Enough blocks to fill a GPU, but each with several rows per thread, so that the second stage stays small.
-        const unsigned down = std::min(blocks_for(rows, 8 * block.y), std::max(1u, 1024 / across));
+        // Enough blocks to fill a GPU, but not too many for the second stage.
+        const unsigned down = std::min(blocks_for(rows, 2 * block.y), std::max(1u, 1024 / across));
         const Tensor partials = Tensor::empty(Shape{down, columns}, DType::f32, device);
         sum_columns_kernel<N><<<dim3(down, across), block, 0, stream(device)>>>(f, rows, static_cast<int>(columns),
                                                                                 partials.data<float>());

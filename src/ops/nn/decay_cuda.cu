@@ -125,13 +125,13 @@ struct DiscretizeForward {
   }
 };
 
-// `group` neighbouring threads, a power of two up to 32, share a row.
+// 2^group_bits neighbouring threads, up to 32, share a row.
 template <class T, int N>
 __global__ void discretize_backward_kernel(DeviceRows<T> dv, float* ddt, DeviceRows<T> dy, DeviceRows<T> v,
-                                           const float* dt, int group) {
+                                           const float* dt, int group_bits) {
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x;
-  const int64_t row = thread / group;
-  const int rank = static_cast<int>(thread % group);
+  const int64_t row = thread >> group_bits;
+  const int group = 1 << group_bits, rank = static_cast<int>(thread) & (group - 1);
   float sum = 0;
   if (row < v.count) {
     const T* const gradient = dy[row];
@@ -262,7 +262,7 @@ void discretize_backward(const DiscretizeGradients& out, const Tensor& dy_tensor
           const auto group = std::bit_ceil(static_cast<unsigned>(std::min<int64_t>(32, (v.size + lanes - 1) / lanes)));
           discretize_backward_kernel<On<T>, lanes>
               <<<blocks_for(v.count * group, kRowThreads), kRowThreads, 0, stream(v_tensor.device())>>>(
-                  dv, out.dt.data<float>(), dy, v, dt.data<float>(), static_cast<int>(group));
+                  dv, out.dt.data<float>(), dy, v, dt.data<float>(), std::countr_zero(group));
         },
         dv, dy, v);
   });

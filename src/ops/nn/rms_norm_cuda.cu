@@ -12,13 +12,13 @@ constexpr int kMostWarps = 16;
 constexpr int64_t kWidest = kMostWarps * 32 * kHeld;
 constexpr int64_t kBlocks = 264;  // of the backward pass: as many as an H200 holds at once
 
-// The sum over the threads of a row. `shared` may be used again after a barrier.
+// The sum over the threads of a row, which wait for each other alone. `shared` may be used again after the next sum.
 __device__ float row_sum(float x, float* shared) {
   x = warp_sum(x);
   const unsigned warps = blockDim.x / 32;
   if (warps == 1) return x;
   if (threadIdx.x % 32 == 0) shared[threadIdx.y * warps + threadIdx.x / 32] = x;
-  __syncthreads();
+  asm volatile("bar.sync %0, %1;" ::"r"(threadIdx.y + 1), "r"(blockDim.x) : "memory");
   float sum = 0;
   for (unsigned i = 0; i < warps; ++i) sum += shared[threadIdx.y * warps + i];
   return sum;
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(32 * kMostWarps)
                     DeviceRows<T> z, const float* weight, const float* inverse_rms) {
   constexpr int kPacks = kHeld / N;
   constexpr bool kAhead = sizeof(T) == 2 && N > 1;  // registers have room for two rows
-  __shared__ float shared[kMostWarps];
+  __shared__ float shared[2][kMostWarps];
   __shared__ float sums[kWidest];
   const int n = static_cast<int>(x.size);
   float dweight[kPacks][N] = {}, w[kPacks][N];
@@ -125,53 +125,47 @@ __global__ void __launch_bounds__(32 * kMostWarps)
   const DeviceRows<T>* const third = kGated ? &z : kAdds ? &dx : nullptr;
   Held<T, N> now, next;
   now.fetch(static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y, x, dy, third, inverse_rms);
-  // The whole block takes every turn of this loop: there are barriers in it.
-  for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y; first < x.count; first += step) {
-    const int64_t row = first + threadIdx.y;
-    const bool active = row < x.count;
+  int turn = 0;
+  for (int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y; row < x.count; row += step) {
     if constexpr (kAhead) next.fetch(row + step, x, dy, third, inverse_rms);
     const float r = now.r;
     float products = 0;
-    if (active) {
 #pragma unroll
-      for (int p = 0; p < kPacks; ++p) {
-        if (place_of<N>(p) >= n) continue;
-        float value[N], d[N], other[N];
-        now.x[p].unpack(value);
-        now.dy[p].unpack(d);
-        if constexpr (kGated) now.third[p].unpack(other);
+    for (int p = 0; p < kPacks; ++p) {
+      if (place_of<N>(p) >= n) continue;
+      float value[N], d[N], other[N];
+      now.x[p].unpack(value);
+      now.dy[p].unpack(d);
+      if constexpr (kGated) now.third[p].unpack(other);
 #pragma unroll
-        for (int i = 0; i < N; ++i) {
-          const float normed = value[i] * r * (kGated ? other[i] * gate_sigmoid<T>(other[i]) : 1.0f);
-          dweight[p][i] += d[i] * normed;
-          products += d[i] * w[p][i] * normed;
-        }
+      for (int i = 0; i < N; ++i) {
+        const float normed = value[i] * r * (kGated ? other[i] * gate_sigmoid<T>(other[i]) : 1.0f);
+        dweight[p][i] += d[i] * normed;
+        products += d[i] * w[p][i] * normed;
       }
     }
-    const float mean = row_sum(products, shared) / static_cast<float>(n);
-    if (blockDim.x > 32) __syncthreads();
-    if (active) {
-      T* const to = dx[row];
-      T* const to_gate = kGated ? dz[row] : nullptr;
+    const float mean = row_sum(products, shared[turn]) / static_cast<float>(n);
+    turn = 1 - turn;
+    T* const to = dx[row];
+    T* const to_gate = kGated ? dz[row] : nullptr;
 #pragma unroll
-      for (int p = 0; p < kPacks; ++p) {
-        const int at = place_of<N>(p);
-        if (at >= n) continue;
-        float value[N], d[N], other[N];
-        now.x[p].unpack(value);
-        now.dy[p].unpack(d);
-        if constexpr (kGated || kAdds) now.third[p].unpack(other);
+    for (int p = 0; p < kPacks; ++p) {
+      const int at = place_of<N>(p);
+      if (at >= n) continue;
+      float value[N], d[N], other[N];
+      now.x[p].unpack(value);
+      now.dy[p].unpack(d);
+      if constexpr (kGated || kAdds) now.third[p].unpack(other);
 #pragma unroll
-        for (int i = 0; i < N; ++i) {
-          const float s = kGated ? gate_sigmoid<T>(other[i]) : 1.0f;
-          const float gate = kGated ? other[i] * s : 1.0f;
-          const float du = r * (d[i] * w[p][i] - value[i] * r * gate * mean);
-          d[i] = du * gate + (kAdds ? other[i] : 0.0f);
-          if constexpr (kGated) other[i] = silu_derivative(other[i], s) * du * value[i];
-        }
-        store(to + at, d);
-        if constexpr (kGated) store(to_gate + at, other);
+      for (int i = 0; i < N; ++i) {
+        const float s = kGated ? gate_sigmoid<T>(other[i]) : 1.0f;
+        const float gate = kGated ? other[i] * s : 1.0f;
+        const float du = r * (d[i] * w[p][i] - value[i] * r * gate * mean);
+        d[i] = du * gate + (kAdds ? other[i] : 0.0f);
+        if constexpr (kGated) other[i] = silu_derivative(other[i], s) * du * value[i];
       }
+      store(to + at, d);
+      if constexpr (kGated) store(to_gate + at, other);
     }
     if constexpr (kAhead)
       now = next;
