@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <limits>
 #include <string_view>
+#include <utility>
 
 #include "base/error.h"
 #include "base/parallel.h"
@@ -361,6 +362,17 @@ void matmul(const Tensor& out, const Tensor& a, const Tensor& b, const MatmulOpt
     return;
   }
   FURIOUS_DISPATCH(out.device(), matmul(out, a, b, options));
+}
+
+namespace {
+thread_local bool tuning = false;
+}
+MatmulTuning::MatmulTuning() : before_(std::exchange(tuning, true)) {}
+MatmulTuning::~MatmulTuning() {
+  tuning = before_;
+}
+bool MatmulTuning::active() {
+  return tuning;
 }
 
 bool matmul_supports(MatmulPrecision precision, Device device) {

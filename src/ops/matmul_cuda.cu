@@ -17,6 +17,8 @@ namespace furious::cuda {
 namespace {
 
 constexpr size_t kWorkspaceBytes = size_t{32} << 20;
+constexpr double kTunedFlops = 1e10;  // of a product that is worth a choice: more than 10 µs
+constexpr int kCandidates = 12;
 
 void check(cublasStatus_t status, std::string_view what) {
   require(status == CUBLAS_STATUS_SUCCESS, "matmul: {}: {}", what, cublasLtGetStatusString(status));
@@ -41,12 +43,53 @@ uint32_t alignment_of(const Tensor& matrix) {
   return uint32_t{1} << std::min(8, std::countr_zero(address | distance));
 }
 
+// A kernel. The library's type has no name that std::vector could use.
+struct Algorithm {
+  cublasLtMatmulAlgo_t algo;
+};
+
 // The library's description of a product and the kernel it chose.
 struct Plan {
   cublasLtMatmulDesc_t product = nullptr;
   cublasLtMatrixLayout_t a = nullptr, b = nullptr, out = nullptr;
-  cublasLtMatmulAlgo_t algorithm;
+  Algorithm algorithm = {};
+  std::array<uint32_t, 4> alignments = {};  // of the library's A, B, C and D
+  double flops = 0;
+  int attempts = 3;  // to find a faster kernel, that are left
 };
+
+// Memory beside the arena, whose peak it would change. Undefined where there is none.
+class Scratch {
+ public:
+  explicit Scratch(size_t bytes) {
+    if (cudaMalloc(&data_, bytes) != cudaSuccess) data_ = nullptr;
+    (void)cudaGetLastError();
+  }
+  ~Scratch() { (void)cudaFree(data_); }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  std::byte* data() const { return static_cast<std::byte*>(data_); }
+
+ private:
+  void* data_ = nullptr;
+};
+
+// Adds the number of threads that find a difference to found[0], and of those that find a number other than 0 in x to
+// found[1].
+__global__ void compare_kernel(const uint16_t* x, const uint16_t* y, int64_t count, int* found) {
+  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  int differs = 0, some = 0;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += step) {
+    differs |= x[i] != y[i];
+    some |= (x[i] & 0x7FFF) != 0;
+  }
+  differs = __syncthreads_count(differs);
+  some = __syncthreads_count(some);
+  if (threadIdx.x > 0) return;
+  if (differs > 0) atomicAdd(found, differs);
+  if (some > 0) atomicAdd(found + 1, some);
+}
+constexpr int kCompareBlocks = 1024, kCompareThreads = 256;
 
 // Everything that the choice of a kernel depends on.
 using Key = std::array<int64_t, 24>;
@@ -139,18 +182,20 @@ class Library {
   // With the types that the library multiplies.
   void multiply(const Tensor& out, const Tensor& a, const Tensor& b, const MatmulOptions& options,
                 cudaStream_t stream) {
-    const Plan& plan = plan_of(key_of(out, a, b, options), [&] { return new_plan(out, a, b, options); });
+    Plan& plan = plan_of(key_of(out, a, b, options), [&] { return new_plan(out, a, b, options); });
     const std::lock_guard lock(launch_mutex(out.device()));
+    tune(plan, out, a.raw(), b.raw(), options.addend, options.accumulate, stream);
     launch(plan, out, a.raw(), b.raw(), options.addend, options.accumulate, stream);
   }
 
   void multiply(const Tensor& out, const Fp8Factor& a, const Fp8Factor& b, const Fp8Options& options,
                 cudaStream_t stream) {
-    const Plan& plan = plan_of(key_of(out, a, b, options), [&] { return new_plan(out, a, b, options); });
+    Plan& plan = plan_of(key_of(out, a, b, options), [&] { return new_plan(out, a, b, options); });
     const std::lock_guard lock(launch_mutex(out.device()));
     // The scales are read by the kernel; where they lie is part of its arguments, and of the description here.
     set(plan.product, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, static_cast<const void*>(b.scale.raw()));
     set(plan.product, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, static_cast<const void*>(a.scale.raw()));
+    tune(plan, out, a.values.raw(), b.values.raw(), options.addend, options.accumulate, stream);
     launch(plan, out, a.values.raw(), b.values.raw(), options.addend, options.accumulate, stream);
   }
 
@@ -159,16 +204,80 @@ class Library {
   // workspace.
   void launch(const Plan& plan, const Tensor& out, const void* a, const void* b, const Tensor& addend, bool accumulate,
               cudaStream_t stream) const {
-    const float alpha = 1;
-    const float beta = accumulate || addend ? 1 : 0;
-    check(cublasLtMatmul(handle_, plan.product, &alpha, b, plan.b, a, plan.a, &beta, addend ? addend.raw() : out.raw(),
-                         plan.out, out.raw(), plan.out, &plan.algorithm, workspace_.raw(), kWorkspaceBytes, stream),
+    check(run(plan, plan.algorithm, addend ? addend.raw() : out.raw(), out.raw(), a, b, accumulate || addend, stream),
           "product");
+  }
+  cublasStatus_t run(const Plan& plan, const Algorithm& algorithm, const void* addend, void* out, const void* a,
+                     const void* b, bool add, cudaStream_t stream) const {
+    const float alpha = 1, beta = add ? 1 : 0;
+    return cublasLtMatmul(handle_, plan.product, &alpha, b, plan.b, a, plan.a, &beta, addend, plan.out, out, plan.out,
+                          &algorithm.algo, workspace_.raw(), kWorkspaceBytes, stream);
+  }
+
+  // With the launch mutex locked. Times cannot be taken, nor results looked at, while a graph is captured.
+  void tune(Plan& plan, const Tensor& out, const void* a, const void* b, const Tensor& addend, bool accumulate,
+            cudaStream_t stream) const {
+    if (plan.attempts == 0 || !MatmulTuning::active() || plan.flops < kTunedFlops || out.rank() != 2) return;
+    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    cuda::check(cudaStreamIsCapturing(stream, &capture), "matmul");
+    if (capture != cudaStreamCaptureStatusNone) return;
+    --plan.attempts;
+    const int64_t span = (out.size(0) - 1) * row_stride(out) + out.size(1);
+    const size_t bytes = (static_cast<size_t>(span) * size_of(out.dtype()) + 255) / 256 * 256;
+    const Scratch scratch(2 * bytes + 256);
+    if (scratch.data() == nullptr) return;
+    std::byte* const expected = scratch.data();
+    std::byte* const result = expected + bytes;
+    auto* const found = reinterpret_cast<int*>(result + bytes);
+    cuda::check(cudaMemsetAsync(expected, 0, 2 * bytes + 256, stream), "matmul");
+    const void* const from = addend ? addend.raw() : out.raw();
+    const bool add = accumulate || addend;
+    cudaEvent_t events[2] = {};
+    for (cudaEvent_t& event : events) cuda::check(cudaEventCreate(&event), "event");
+    // Milliseconds of the best of a few runs; infinity if the kernel does not run.
+    const auto time = [&](const Algorithm& algorithm, std::byte* to) {
+      constexpr int kRuns = 4;
+      float best = std::numeric_limits<float>::infinity();
+      for (int i = 0; i < kRuns; ++i) {
+        cuda::check(cudaEventRecord(events[0], stream), "event");
+        if (run(plan, algorithm, from, to, a, b, add, stream) != CUBLAS_STATUS_SUCCESS) return best;
+        cuda::check(cudaEventRecord(events[1], stream), "event");
+        cuda::check(cudaEventSynchronize(events[1]), "matmul");
+        float milliseconds = 0;
+        cuda::check(cudaEventElapsedTime(&milliseconds, events[0], events[1]), "event");
+        if (i > 0) best = std::min(best, milliseconds);  // the first loads code
+      }
+      return best;
+    };
+    // Whether all numbers are the same. Results that are mostly zeros, as gradients of a first step may be, say nothing.
+    bool comparable = true;
+    const auto same = [&] {
+      const auto count = static_cast<int64_t>(bytes / sizeof(uint16_t));
+      int counts[2] = {};
+      compare_kernel<<<kCompareBlocks, kCompareThreads, 0, stream>>>(
+          reinterpret_cast<uint16_t*>(expected), reinterpret_cast<uint16_t*>(result), count, found);
+      cuda::check(cudaMemcpyAsync(counts, found, sizeof(counts), cudaMemcpyDeviceToHost, stream), "matmul");
+      cuda::check(cudaMemsetAsync(found, 0, sizeof(counts), stream), "matmul");
+      cuda::check(cudaStreamSynchronize(stream), "matmul");
+      comparable = 2 * counts[1] >= std::min<int64_t>(count, kCompareBlocks * kCompareThreads);
+      return comparable && counts[0] == 0;
+    };
+    float best = time(plan.algorithm, expected);
+    for (const Algorithm& candidate : algorithms(plan, kCandidates)) {
+      if (!comparable) break;
+      const float milliseconds = time(candidate, result);
+      if (milliseconds < best && same()) {
+        best = milliseconds;
+        plan.algorithm = candidate;
+      }
+    }
+    if (comparable) plan.attempts = 0;
+    for (const cudaEvent_t event : events) cuda::check(cudaEventDestroy(event), "event");
   }
 
   // References stay valid: plans are never removed.
   template <class NewPlan>
-  const Plan& plan_of(const Key& key, const NewPlan& make) {
+  Plan& plan_of(const Key& key, const NewPlan& make) {
     const std::lock_guard lock(mutex_);
     const auto [entry, is_new] = plans_.try_emplace(key);
     if (!is_new) return entry->second;
@@ -192,9 +301,10 @@ class Library {
     plan.a = layout_of(a);
     plan.b = layout_of(b);
     plan.out = layout_of(out);
-    choose(plan,
-           {alignment_of(b), alignment_of(a), alignment_of(options.addend ? options.addend : out), alignment_of(out)},
-           fmt::format("{} by {}", to_string(a.shape()), to_string(b.shape())));
+    plan.alignments = {alignment_of(b), alignment_of(a), alignment_of(options.addend ? options.addend : out),
+                       alignment_of(out)};
+    plan.flops = 2.0 * static_cast<double>(out.size(-2) * out.size(-1) * a.size(options.transpose_a ? -2 : -1));
+    choose(plan, fmt::format("{} by {}", to_string(a.shape()), to_string(b.shape())));
     return plan;
   }
 
@@ -210,32 +320,41 @@ class Library {
     plan.a = layout_of(a);
     plan.b = layout_of(b);
     plan.out = layout_of(out);
-    choose(plan,
-           {alignment_of(b.values), alignment_of(a.values), alignment_of(options.addend ? options.addend : out),
-            alignment_of(out)},
-           fmt::format("[{}, {}] by [{}, {}] in fp8", a.rows(), a.inner(), b.rows(), b.inner()));
+    plan.alignments = {alignment_of(b.values), alignment_of(a.values),
+                       alignment_of(options.addend ? options.addend : out), alignment_of(out)};
+    plan.flops = 2.0 * static_cast<double>(a.rows() * b.rows() * a.inner());
+    choose(plan, fmt::format("[{}, {}] by [{}, {}] in fp8", a.rows(), a.inner(), b.rows(), b.inner()));
     return plan;
   }
 
-  // The library's first choice of a kernel. `alignments`: of its A, B, C and D.
-  void choose(Plan& plan, const std::array<uint32_t, 4>& alignments, const std::string& sizes) const {
+  // The library's first choice of a kernel.
+  void choose(Plan& plan, const std::string& sizes) const {
+    const std::vector<Algorithm> found = algorithms(plan, 1);
+    require(!found.empty(), "matmul: cuBLASLt has no kernel for {}", sizes);
+    plan.algorithm = found[0];
+  }
+
+  // What the library would choose, the best first.
+  std::vector<Algorithm> algorithms(const Plan& plan, int most) const {
     cublasLtMatmulPreference_t preference = nullptr;
     check(cublasLtMatmulPreferenceCreate(&preference), "preference");
     set(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, kWorkspaceBytes);
     // A sum that is cut into parts is put together in f32 by a step of its own, in one order.
     set(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, uint32_t{CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE});
-    set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignments[0]);
-    set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignments[1]);
-    set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignments[2]);
-    set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignments[3]);
-    cublasLtMatmulHeuristicResult_t best{};
+    set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, plan.alignments[0]);
+    set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, plan.alignments[1]);
+    set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, plan.alignments[2]);
+    set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, plan.alignments[3]);
+    std::array<cublasLtMatmulHeuristicResult_t, kCandidates> results{};
     int found = 0;
     const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(handle_, plan.product, plan.b, plan.a, plan.out,
-                                                                 plan.out, preference, 1, &best, &found);
+                                                                 plan.out, preference, most, results.data(), &found);
     cublasLtMatmulPreferenceDestroy(preference);
-    check(status, "no kernel for " + sizes);
-    require(found > 0, "matmul: cuBLASLt has no kernel for {}", sizes);
-    plan.algorithm = best.algo;
+    std::vector<Algorithm> algorithms;
+    for (int i = 0; status == CUBLAS_STATUS_SUCCESS && i < found; ++i)
+      if (const auto& result = results[static_cast<size_t>(i)]; result.state == CUBLAS_STATUS_SUCCESS)
+        algorithms.push_back({result.algo});
+    return algorithms;
   }
 
   cublasLtHandle_t handle_ = nullptr;

@@ -14,6 +14,7 @@
 #include "model/checkpoint.h"
 #include "model/cost.h"
 #include "ops/elementwise.h"
+#include "ops/matmul.h"
 #include "tensor/arena.h"
 #include "train/options.h"
 #include "train/training_checkpoint.h"
@@ -240,6 +241,7 @@ void Training::run_step(Profiler* profiler) {
     Arena& arena = Arena::of(device_);
     arena.reset_peak();
     const size_t before = arena.usage().live;
+    const MatmulTuning tuning;
     compute(profiler);
     memory_ = arena.usage().peak;
     step_bytes_ = memory_ - before;

@@ -1,5 +1,7 @@
 #include "cuda.h"
+#include "ops/elementwise.h"
 #include "ops/matmul.h"
+#include "ops/random.h"
 #include "support.h"
 
 namespace furious {
@@ -42,6 +44,41 @@ void check_product(Random& random, int64_t rows, int64_t columns, int64_t inner,
   EXPECT_LT(relative_error(to_cpu(out), expected), tolerance(out_type))
       << rows << " x " << columns << " x " << inner << " " << name_of(a_type) << " " << name_of(b_type) << " "
       << name_of(out_type);
+}
+
+// Of sizes that are tuned, into other memory than was there while they were.
+TEST(MatmulCuda, TuningKeepsTheBits) {
+  SKIP_WITHOUT_GPU();
+  Random random(2);
+  for (const DType out_type : {DType::bf16, DType::f32})
+    for (const auto& [rows, columns, inner] :
+         std::vector<std::array<int64_t, 3>>{{4096, 2048, 1024}, {1024, 1024, 8192}, {2000, 3000, 1040}})
+      for (const bool transpose_a : {false, true})
+        for (const bool accumulate : {false, true}) {
+          SCOPED_TRACE(fmt::format("{} x {} x {} {}", rows, columns, inner, name_of(out_type)));
+          const MatmulOptions options{transpose_a, !transpose_a, accumulate, MatmulPrecision::bf16};
+          const auto normal = [&](const Shape& shape, DType dtype) {
+            const Tensor x = Tensor::empty(shape, DType::f32, kGpu);
+            fill_normal(x, 0, 1, 7, static_cast<uint64_t>(random.integer(0, 1000)));
+            return to_dtype(x, dtype);
+          };
+          const Tensor a = normal(transpose_a ? Shape{inner, rows} : Shape{rows, inner}, DType::bf16);
+          const Tensor b = normal(transpose_a ? Shape{inner, columns} : Shape{columns, inner}, DType::bf16);
+          const Tensor before = normal({rows, columns}, out_type);
+          const auto product = [&] {
+            const Tensor out = Tensor::empty_like(before);
+            copy(out, before);
+            matmul(out, a, b, options);
+            return to_cpu(out);
+          };
+          const Tensor expected = product();
+          {
+            const MatmulTuning tuning;
+            EXPECT_TRUE(same_bits(product(), expected));
+          }
+          EXPECT_TRUE(same_bits(product(), expected));
+          EXPECT_FALSE(MatmulTuning::active());
+        }
 }
 
 TEST(MatmulCuda, AgreesWithTheCpu) {
