@@ -67,6 +67,50 @@ __device__ inline void wgmma(float (&d)[16][4], const uint32_t (&a)[4], uint64_t
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(kTransB));
 }
 
+template <int kTransB>
+__device__ inline void wgmma(float (&d)[24][4], const uint32_t (&a)[4], uint64_t b, int add) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %101, 0;"
+      "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 "
+      "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+      "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
+      "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
+      "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,"
+      "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,"
+      "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95}, "
+      "{%96,%97,%98,%99}, %100, p, 1, 1, %102;}\n"
+      : FURIOUS_FOUR(d[0]), FURIOUS_FOUR(d[1]), FURIOUS_FOUR(d[2]), FURIOUS_FOUR(d[3]), FURIOUS_FOUR(d[4]),
+        FURIOUS_FOUR(d[5]), FURIOUS_FOUR(d[6]), FURIOUS_FOUR(d[7]), FURIOUS_FOUR(d[8]), FURIOUS_FOUR(d[9]),
+        FURIOUS_FOUR(d[10]), FURIOUS_FOUR(d[11]), FURIOUS_FOUR(d[12]), FURIOUS_FOUR(d[13]), FURIOUS_FOUR(d[14]),
+        FURIOUS_FOUR(d[15]), FURIOUS_FOUR(d[16]), FURIOUS_FOUR(d[17]), FURIOUS_FOUR(d[18]), FURIOUS_FOUR(d[19]),
+        FURIOUS_FOUR(d[20]), FURIOUS_FOUR(d[21]), FURIOUS_FOUR(d[22]), FURIOUS_FOUR(d[23])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(kTransB));
+}
+
+template <int kTransB>
+__device__ inline void wgmma(float (&d)[32][4], const uint32_t (&a)[4], uint64_t b, int add) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %133, 0;"
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
+      "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+      "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
+      "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
+      "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,"
+      "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,"
+      "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,"
+      "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,"
+      "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127}, "
+      "{%128,%129,%130,%131}, %132, p, 1, 1, %134;}\n"
+      : FURIOUS_FOUR(d[0]), FURIOUS_FOUR(d[1]), FURIOUS_FOUR(d[2]), FURIOUS_FOUR(d[3]), FURIOUS_FOUR(d[4]),
+        FURIOUS_FOUR(d[5]), FURIOUS_FOUR(d[6]), FURIOUS_FOUR(d[7]), FURIOUS_FOUR(d[8]), FURIOUS_FOUR(d[9]),
+        FURIOUS_FOUR(d[10]), FURIOUS_FOUR(d[11]), FURIOUS_FOUR(d[12]), FURIOUS_FOUR(d[13]), FURIOUS_FOUR(d[14]),
+        FURIOUS_FOUR(d[15]), FURIOUS_FOUR(d[16]), FURIOUS_FOUR(d[17]), FURIOUS_FOUR(d[18]), FURIOUS_FOUR(d[19]),
+        FURIOUS_FOUR(d[20]), FURIOUS_FOUR(d[21]), FURIOUS_FOUR(d[22]), FURIOUS_FOUR(d[23]), FURIOUS_FOUR(d[24]),
+        FURIOUS_FOUR(d[25]), FURIOUS_FOUR(d[26]), FURIOUS_FOUR(d[27]), FURIOUS_FOUR(d[28]), FURIOUS_FOUR(d[29]),
+        FURIOUS_FOUR(d[30]), FURIOUS_FOUR(d[31])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(kTransB));
+}
+
 template <int kTransA, int kTransB>
 __device__ inline void wgmma(float (&d)[8][4], uint64_t a, uint64_t b, int add) {
   asm volatile(
@@ -241,12 +285,12 @@ __device__ inline void arrive_at(int number) {
   asm volatile("bar.arrive %0, 256;\n" ::"r"(number + 1) : "memory");
 }
 
-// Whether a block of `groups` warpgroups that increase their registers to `more` and one that decreases them to `fewer`
-// was launched with as many as they then have: otherwise the increase waits forever. A thread starts with a multiple of
-// 8.
-constexpr bool registers_suffice(int groups, int more, int fewer) {
-  const int at_start = 65536 / (128 * (groups + 1)) / 8 * 8;
-  return groups * more + fewer <= (groups + 1) * at_start;
+// Whether a block of `groups` warpgroups that increase their registers to `more` and `others` that decrease them to
+// `fewer` was launched with as many as they then have: otherwise the increase waits forever. A thread starts with a
+// multiple of 8.
+constexpr bool registers_suffice(int groups, int more, int fewer, int others = 1) {
+  const int at_start = 65536 / (128 * (groups + others)) / 8 * 8;
+  return groups * more + others * fewer <= (groups + others) * at_start;
 }
 
 // Registers of a thread move from warpgroups that need few to those that need many.

@@ -134,6 +134,40 @@ TEST(DecoderCuda, PromptsInChunksAndTogether) {
   }
 }
 
+// Another slot writes between the layers of a pass: both have the bits that they have alone.
+TEST(DecoderCuda, StepsBetweenTheLayersOfAPass) {
+  SKIP_WITHOUT_GPU();
+  for (const char* arch : {"softmax", "2mamba", "mamba2"}) {
+    SCOPED_TRACE(arch);
+    Random random(12);
+    const LanguageModel model = rounded_on_gpu(model_config(arch, "mini", 512));
+    const auto text = [&](int64_t length) {
+      const Tensor tokens = random_tokens(random, {1, length}, model.config().vocabulary);
+      return std::vector<int32_t>(tokens.data<int32_t>(), tokens.data<int32_t>() + length);
+    };
+    const std::vector<int32_t> prompt = text(2300), other = text(40);
+    const std::span<const int32_t> all(prompt);
+    const auto parts = {all.first(2100), all.subspan(2100, 1), all.subspan(2101)};
+    const Sampling sampling{.temperature = 2, .seed = 5};
+    Decoder decoder(model, 2), whole(model, 1), alone(model, 1);
+    const int32_t writer = decoder.start(), slot = decoder.start(), same = whole.start(), single = alone.start();
+    decoder.read(writer, other);
+    alone.read(single, other);
+    decoder.set_sampling(writer, sampling);
+    alone.set_sampling(single, sampling);
+    int64_t steps = 0;
+    for (const std::span<const int32_t> part : parts) {
+      const std::shared_ptr<Decoder::Pass> pass = decoder.begin_pass({slot, part});
+      for (; !decoder.advance(*pass); ++steps)
+        ASSERT_EQ(decoder.step({&writer, 1}).wait(), alone.step({&single, 1}).wait()) << "step " << steps;
+      whole.read(same, part);
+    }
+    EXPECT_GT(steps, 0);
+    EXPECT_TRUE(same_bits(to_cpu(decoder.logits(writer)), to_cpu(alone.logits(single))));
+    EXPECT_TRUE(same_bits(to_cpu(decoder.logits(slot)), to_cpu(whole.logits(same))));
+  }
+}
+
 // One kernel for each linear layer and its neighbours.
 TEST(DecoderCuda, RoundedWeightsAndActivations) {
   SKIP_WITHOUT_GPU();

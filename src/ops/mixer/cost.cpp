@@ -68,13 +68,14 @@ double chunked_flops(const MixerShape& shape, const std::vector<Segment>& segmen
 int64_t default_chunk(const MixerSpec& spec, int64_t qk_dim, int64_t v_dim, Device device, DType dtype) {
   if (!device.is_cpu()) {
     // Tensor cores work on these states (gpu/chunk_states.h); the larger they are, the fewer go through memory. Others
-    // have φ in memory.
-    const auto fits = [](int64_t dim) { return dim % 8 == 0 && dim <= 128; };
+    // have φ in memory, and many kernels for each chunk.
+    const auto fits = [](int64_t dim) { return dim % 8 == 0 && dim <= 256; };
     const bool squared = spec.score == Score::squared;
-    if (dtype != DType::bf16 || !fits(qk_dim) || !fits(v_dim) || (!squared && spec.score != Score::linear)) return 128;
+    if (dtype != DType::bf16 || !fits(qk_dim) || !fits(v_dim) || (!squared && spec.score != Score::linear))
+      return state_rows(spec, qk_dim) < 1024 ? 256 : 512;
     if (!squared || qk_dim <= 16) return 256;
     if (qk_dim == 64 && v_dim == 64) return 768;
-    return qk_dim <= 48 ? 512 : 1024;
+    return qk_dim <= 48 ? 512 : qk_dim <= 128 ? 1024 : 2048;
   }
   if (spec.score == Score::linear) return 192;
   // The state is read and written once per chunk; a state too large for the cache wants fewer, longer chunks.
@@ -85,13 +86,20 @@ int64_t longest_parallel(Score score) {
   return score == Score::squared ? 3072 : 1024;  // measured on an H200 (docs/performance.md)
 }
 
-int64_t kept_state_bytes(const MixerSpec& spec, int64_t dim, int64_t length, Device device, DType dtype) {
-  if (device.is_cpu() || dtype != DType::bf16 || dim != 64 || spec.score != Score::squared || spec.signed_decay ||
-      length <= longest_parallel(spec.score))
-    return 0;
-  constexpr int64_t kTiles = 41;  // of 64 x 64
-  const int64_t chunk = default_chunk(spec, dim, dim, device, dtype);
-  return (length + chunk - 1) / chunk * kTiles * 64 * 64 * 2;
+int64_t kept_state_bytes(const MixerSpec& spec, int64_t qk_dim, int64_t v_dim, int64_t length, Device device,
+                         DType dtype) {
+  if (device.is_cpu() || dtype != DType::bf16 || spec.signed_decay || length <= longest_parallel(spec.score)) return 0;
+  const auto panels = [](int64_t dim) { return (dim + 63) / 64; };
+  int64_t tiles = 0;  // of 64 x 64
+  if (qk_dim % 8 == 0 && v_dim % 8 == 0) {
+    const int64_t blocks = (qk_dim + 15) / 16;
+    if (spec.score == Score::squared && std::max(qk_dim, v_dim) <= 64) tiles = 1 + 2 * blocks * (blocks + 1);
+    // With values of up to 64 a walk keeps little.
+    if (spec.score == Score::linear && spec.norm == Norm::none && qk_dim <= 128 && v_dim > 64 && v_dim <= 128)
+      tiles = panels(qk_dim) * panels(v_dim);
+  }
+  const int64_t chunk = default_chunk(spec, qk_dim, v_dim, device, dtype);
+  return (length + chunk - 1) / chunk * tiles * 64 * 64 * 2;
 }
 
 Form choose_form(const MixerSpec& spec, const MixerShape& shape, const MixerInputs& inputs,

@@ -15,11 +15,12 @@ double chunked_flops(const MixerShape& shape, const std::vector<Segment>& segmen
 int64_t default_chunk(const MixerSpec& spec, int64_t qk_dim, int64_t v_dim, Device device = {},
                       DType dtype = DType::f32);
 
-// Where tensor cores work on states (bf16, heads of 64, Hopper): the longest text for which the parallel form is
-// faster.
+// Where Hopper has kernels for states (bf16, heads of up to 64, or of 128 for a linear score): the longest text for which
+// the parallel form is faster.
 int64_t longest_parallel(Score score);
 // Bytes of them that a forward pass then keeps for the backward pass of one head of one sequence.
-int64_t kept_state_bytes(const MixerSpec& spec, int64_t dim, int64_t length, Device device, DType dtype);
+int64_t kept_state_bytes(const MixerSpec& spec, int64_t qk_dim, int64_t v_dim, int64_t length, Device device,
+                         DType dtype);
 
 // Parallel or chunked, whichever is estimated to take less time on the CPU. Looks at the decays: tiles that decay has
 // erased cost the parallel form nothing.

@@ -126,6 +126,26 @@ TEST(ChunkStatesCuda, EveryDimension) {
     }
 }
 
+// Values in slices, and states with more rows than a block has.
+TEST(ChunkStatesCuda, WideHeads) {
+  SKIP_WITHOUT_GPU();
+  Random random(8);
+  const std::vector<std::pair<int64_t, int64_t>> dims{{160, 160}, {192, 136}, {256, 256}, {40, 256}, {256, 40}};
+  const std::vector<MixerSpec> specs = state_specs();
+  for (size_t i = 0; i < specs.size(); ++i)
+    for (size_t j = i % 2; j < dims.size(); j += 2) {
+      Sizes sizes{.qk_dim = dims[j].first, .v_dim = dims[j].second, .length = 130, .chunk = 48};
+      sizes.boundaries = random.coin();
+      sizes.initial = random.coin();
+      sizes.final_gradient = random.coin();
+      (random.coin() ? sizes.q_heads : sizes.v_heads) = 2;
+      compare(make_case(random, specs[i], sizes), sizes.chunk);
+    }
+  // The kernels of the parallel form on Hopper add to what states give.
+  for (const auto& [name, dim] : std::vector<std::pair<const char*, int64_t>>{{"2mamba", 160}, {"mamba2", 256}})
+    compare(make_case(random, mixer_spec(name), {.qk_dim = dim, .v_dim = dim, .length = 600, .chunk = 256}), 256);
+}
+
 TEST(ChunkStatesCuda, LengthsAroundAChunk) {
   SKIP_WITHOUT_GPU();
   Random random(2);
@@ -229,7 +249,7 @@ TEST(ChunkStatesCuda, WhatIsNotSupportedRunsThroughMemory) {
   EXPECT_EQ(kernel_of(mixer_spec("2mamba"), 32, 32), "chunk states");
   EXPECT_EQ(kernel_of(mixer_spec("2mamba-3"), 16, 32), "tensor cores");
   EXPECT_EQ(kernel_of(mixer_spec("2mamba"), 20, 32), "tensor cores");
-  EXPECT_EQ(kernel_of(mixer_spec("mamba2"), 136, 32), "tensor cores");
+  EXPECT_EQ(kernel_of(mixer_spec("mamba2"), 132, 32), "tensor cores");
   {
     const cuda::KernelScope scope("tiles");
     EXPECT_EQ(kernel_of(mixer_spec("2mamba"), 32, 32), "tiles");

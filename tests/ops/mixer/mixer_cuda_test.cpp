@@ -333,7 +333,8 @@ TEST(MixerCuda, HeadsOf64And128WithStates) {
   }
 }
 
-// Chunks of a multiple of 256 tokens, heads of 64: these have dedicated kernels on Hopper.
+// Chunks of a multiple of 256 tokens: with heads of up to 64, and of 128 for linear scores, these have dedicated kernels
+// on Hopper.
 TEST(MixerCuda, LongChunks) {
   SKIP_WITHOUT_GPU();
   Random random(9);
@@ -341,7 +342,7 @@ TEST(MixerCuda, LongChunks) {
     if (!has_state(spec)) continue;
     for (const double strongest : {0.001, 0.02, 1.0, 50.0}) {
       CaseLimits limits;
-      limits.dim = 64;
+      limits.dim = random.pick<int64_t>({64, 64, 24, 40, 104});
       limits.shortest = 1000;
       limits.longest = 2200;
       limits.states = limits.final_gradient = limits.boundaries = false;
@@ -370,7 +371,7 @@ TEST(MixerCuda, LongChunksWithStates) {
     if (!has_state(spec)) continue;
     for (const bool final_gradient : {false, true}) {
       CaseLimits limits;
-      limits.dim = 64;
+      limits.dim = random.pick<int64_t>({64, 24, 40, 104});
       limits.shortest = 100;
       limits.longest = 700;
       limits.states = limits.boundaries = false;

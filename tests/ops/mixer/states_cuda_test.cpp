@@ -2,8 +2,10 @@
 #ifdef FURIOUS_CUDA  // tests the kernels directly, which needs a build with CUDA
 #include "ops/mixer/gpu/states.h"
 
-#include "cuda.h"
-#include "support.h"
+#include <numeric>
+#include <span>
+
+#include "ops/mixer/gpu_case.h"
 
 namespace furious {
 namespace {
@@ -14,41 +16,43 @@ struct StatesCase {
   MixerSpec spec;
   int64_t batch, length, heads, q_heads, k_heads, v_heads, chunk;
   bool factors;
+  int64_t qk_dim = 64, v_dim = 64;
 };
 
-// A tensor in bf16 and its values in f32, [batch, length, heads, 64].
+// A tensor in bf16 and its values in double, [batch, length, heads, dim].
 struct Rounded {
   Tensor there;
   std::vector<double> values;
-  int64_t length, own, group;
+  int64_t length, own, group, dim;
 
-  Rounded(Random& random, const StatesCase& c, int64_t own_heads)
-      : length(c.length), own(own_heads), group(c.heads / own_heads) {
+  Rounded(Random& random, const StatesCase& c, int64_t own_heads, int64_t own_dim)
+      : length(c.length), own(own_heads), group(c.heads / own_heads), dim(own_dim) {
     // A slice of a wider tensor, like the outputs of a fused projection.
-    const Tensor wide = to_dtype(random.normal_tensor({c.batch, c.length, own * 64 + 64}), DType::bf16);
-    values = to_doubles(wide.slice(2, 64, own * 64));
-    there = to_gpu(wide).slice(2, 64, own * 64).split_dim(2, own, 64);
+    const Tensor wide = to_dtype(random.normal_tensor({c.batch, c.length, own * dim + 64}), DType::bf16);
+    values = to_doubles(wide.slice(2, 64, own * dim));
+    there = to_gpu(wide).slice(2, 64, own * dim).split_dim(2, own, dim);
   }
-  const double* row(int64_t b, int64_t t, int64_t h) const {
-    return values.data() + ((b * length + t) * own + h / group) * 64;
+  std::span<const double> row(int64_t b, int64_t t, int64_t h) const {
+    return std::span(values).subspan(static_cast<size_t>(((b * length + t) * own + h / group) * dim),
+                                     static_cast<size_t>(dim));
   }
 };
 
-double dot(const double* x, const double* y) {
-  double sum = 0;
-  for (int i = 0; i < 64; ++i) sum += x[i] * y[i];
-  return sum;
+double dot(std::span<const double> x, std::span<const double> y) {
+  return std::inner_product(x.begin(), x.end(), y.begin(), 0.0);
 }
-void add(std::vector<double>& to, int64_t at, double factor, const double* x) {
-  for (int i = 0; i < 64; ++i) to[at * 64 + i] += factor * x[i];
+void add(std::vector<double>& to, int64_t at, double factor, std::span<const double> x) {
+  for (size_t i = 0; i < x.size(); ++i) to[static_cast<size_t>(at) * x.size() + i] += factor * x[i];
 }
 
 void check(Random& random, const StatesCase& c) {
-  SCOPED_TRACE(fmt::format("{}; batch {} length {} heads {} ({}, {}, {}) chunk {}{}", to_string(c.spec), c.batch,
-                           c.length, c.heads, c.q_heads, c.k_heads, c.v_heads, c.chunk, c.factors ? ", factors" : ""));
+  SCOPED_TRACE(fmt::format("{} {}, {}; batch {} length {} heads {} ({}, {}, {}) chunk {}{}", to_string(c.spec),
+                           c.qk_dim, c.v_dim, c.batch, c.length, c.heads, c.q_heads, c.k_heads, c.v_heads, c.chunk,
+                           c.factors ? ", factors" : ""));
   const bool squared = c.spec.score == Score::squared, sum = c.spec.norm == Norm::sum;
   const int64_t chunks = (c.length + c.chunk - 1) / c.chunk, tokens = c.batch * c.heads * c.length;
-  const Rounded q(random, c, c.q_heads), k(random, c, c.k_heads), v(random, c, c.v_heads), g(random, c, c.heads);
+  const Rounded q(random, c, c.q_heads, c.qk_dim), k(random, c, c.k_heads, c.qk_dim);
+  const Rounded v(random, c, c.v_heads, c.v_dim), g(random, c, c.heads, c.v_dim);
   const Tensor in = random.uniform_tensor({c.batch, c.heads, c.length}, 0, 1);
   const Tensor out = random.uniform_tensor({c.batch, c.heads, c.length}, 0, 1);
   const Tensor through = random.uniform_tensor({c.batch, c.heads, chunks}, 0, 1);
@@ -71,20 +75,21 @@ void check(Random& random, const StatesCase& c) {
   }
   factors.chunk = c.chunk;
   factors.chunks = chunks;
-  const auto poisoned = [&](int64_t heads) {
-    const Tensor x = Tensor::empty({c.batch, c.length, heads, 64}, DType::bf16, kGpu);
+  const auto poisoned = [&](int64_t dim) {
+    const Tensor x = Tensor::empty({c.batch, c.length, c.heads, dim}, DType::bf16, kGpu);
     fill(x, NAN);
     return x;
   };
-  const Tensor past = poisoned(c.heads);
+  const Tensor past = poisoned(c.v_dim);
   const Tensor past_n = sum ? Tensor::empty({c.batch, c.heads, c.length}, DType::f32, kGpu) : Tensor();
-  const cuda::HeadGradients gradients{poisoned(c.heads), poisoned(c.heads), poisoned(c.heads), {}, {}};
+  const cuda::HeadGradients gradients{poisoned(c.qk_dim), poisoned(c.qk_dim), poisoned(c.v_dim), {}, {}};
   const Tensor states = cuda::chunk_states(call, factors);
   cuda::read_states(call, factors, states, past, past_n);
   cuda::state_gradients(call, factors, states, {g.there, to_gpu(delta), {}, {}}, gradients, {});
 
   const double scale = squared ? static_cast<double>(shape.scale) * shape.scale : shape.scale;
-  std::vector<double> y(tokens * 64), n(tokens), dq(tokens * 64), dk(tokens * 64), dv(tokens * 64);
+  std::vector<double> y(tokens * c.v_dim), n(tokens), dq(tokens * c.qk_dim), dk(tokens * c.qk_dim);
+  std::vector<double> dv(tokens * c.v_dim);
   for (int64_t b = 0; b < c.batch; ++b)
     for (int64_t h = 0; h < c.heads; ++h) {
       const int64_t head = b * c.heads + h;
@@ -107,7 +112,7 @@ void check(Random& random, const StatesCase& c) {
           if (c.factors) reach *= through.data<float>()[head * chunks + block];
         }
         if (sum && n[head * c.length + i] > 0)
-          for (int e = 0; e < 64; ++e) y[at(i) * 64 + e] /= n[head * c.length + i];
+          for (int64_t e = 0; e < c.v_dim; ++e) y[at(i) * c.v_dim + e] /= n[head * c.length + i];
       }
     }
   EXPECT_LE(relative_error(to_cpu(past), y), 1e-2) << "past";
@@ -127,6 +132,32 @@ TEST(StatesCuda, MatchesSumsOverPairsOfTokens) {
     check(random, {spec, 1, 512, 1, 1, 1, 1, 256, false});
     check(random, {spec, 2, 512 + random.integer(1, 255), 4, 2, 1, 4, 256, true});
     check(random, {spec, 1, 1024 + random.integer(1, 63), 2, 2, 2, 1, 512, true});
+  }
+}
+
+// Narrower heads are padded, and wider ones of linear scores have several tiles.
+TEST(StatesCuda, EveryDimension) {
+  SKIP_WITHOUT_GPU();
+  Random random(2);
+  const auto check_dims = [&](const MixerSpec& spec, int64_t qk_dim, int64_t v_dim) {
+    check(random, {spec, 1, 512 + random.integer(1, 255), 2, 1, 2, 1, 256, true, qk_dim, v_dim});
+  };
+  for (const Norm norm : {Norm::sum, Norm::none})
+    for (const auto& [qk_dim, v_dim] : std::vector<std::pair<int64_t, int64_t>>{{8, 8}, {24, 64}, {40, 16}, {56, 40}})
+      check_dims({Score::squared, true, norm}, qk_dim, v_dim);
+  for (const auto& [qk_dim, v_dim] : std::vector<std::pair<int64_t, int64_t>>{{16, 8}, {72, 128}, {40, 96}, {128, 72}})
+    check_dims({Score::linear, true, Norm::none}, qk_dim, v_dim);
+}
+
+TEST(StatesCuda, ResultsOfAnyAlignment) {
+  SKIP_WITHOUT_GPU();
+  Random random(3);
+  const MixerOptions options{.form = Form::chunked, .chunk = 256};
+  for (const auto& [name, kernel] : std::vector<std::pair<const char*, const char*>>{
+           {"2mamba", cuda::on_hopper(kGpu) ? "states" : "chunk states"}, {"mamba2s", "walk"}}) {
+    const MixerCase c =
+        make_case(random, mixer_spec(name), {.qk_dim = 40, .v_dim = 40, .length = 300, .q_heads = 2}, DType::bf16);
+    expect_same_bits_in_unaligned_results(on_gpu(c), options, kernel);
   }
 }
 

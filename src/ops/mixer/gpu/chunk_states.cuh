@@ -8,6 +8,9 @@
 // high, high, low, 0, …. The products that make a state have u = [v, 1, 0, …] or [g, −δ high, −δ low, 0, …]; those that
 // read it have [v, 1, 0, 1, 0, …] and [g, −δ high, −δ low, −δ high, 0, …]: δ and Z count to f32's precision nearly,
 // since what they belong to are differences. kWidth/8 is odd, so that rows in shared memory fall into different banks.
+//
+// Values that are wider than accumulators and shared memory allow are computed in slices, each with states of its own.
+// What the normalizer gives to dq and dk comes with the first slice.
 #pragma once
 
 #include "gpu/mma.cuh"
@@ -22,19 +25,23 @@ __host__ __device__ constexpr int steps_before(bool squared, int block) {
   return squared ? 8 * block * (block + 1) : block;
 }
 
-// Heads of the batch that are computed at a time, so that their states fit in memory: `first` among all of them.
+// What is computed at a time: heads of the batch, so that their states fit in memory, `first` among all of them, and
+// columns of the values.
 struct HeadRange {
   int64_t first, count;
+  int64_t column, columns;
+  bool normalizer;  // with that of the sum norm
 };
 
 // The sizes of a call.
 struct Sizes {
   HeadRange range;
   int length, chunk, chunks, heads, batch;
-  int qk_dim, v_dim, columns;  // columns: of a state outside, those of features.h
-  int blocks;                  // of 16 dimensions of queries and keys
-  int rows, features;          // of a state here, and outside
-  bool sum_norm;
+  int qk_dim, v_dim;    // v_dim: of the slice
+  int column, columns;  // the slice's first one, and those of a state outside (features.h)
+  int blocks;           // of 16 dimensions of queries and keys
+  int rows, features;   // of a state here, and outside
+  bool sum_norm;        // with the normalizer
 
   // `head` counts from the first of the range for states, from that of the batch for tokens.
   __device__ int64_t state(int64_t own, int c) const { return own * chunks + c; }
@@ -42,16 +49,18 @@ struct Sizes {
   __device__ int end_of(int c) const { return min((c + 1) * chunk, length); }
 };
 
-// Calls f with the score and the width of the call's states as constants.
+// Calls f with the score and the width of the states of `columns` columns, up to kMostColumns, as constants.
+constexpr int64_t kMostColumns = 128;
 template <class F>
-void with_constants(const MixerCall& call, F&& f) {
+void with_constants(const MixerCall& call, int64_t columns, F&& f) {
   const auto with_width = [&](auto squared) {
-    const int64_t dim = call.shape.v_dim;
-    if (dim <= 32)
+    if (columns <= 32)
       f(squared, std::integral_constant<int, 40>());
-    else if (dim <= 64)
+    else if (columns <= 64)
       f(squared, std::integral_constant<int, 72>());
-    else if (dim <= 96)
+    else if (columns <= 80)
+      f(squared, std::integral_constant<int, 88>());
+    else if (columns <= 96)
       f(squared, std::integral_constant<int, 104>());
     else
       f(squared, std::integral_constant<int, 136>());
@@ -67,10 +76,10 @@ inline int blocks_of(const MixerCall& call) {
   return static_cast<int>((call.shape.qk_dim + 15) / 16);
 }
 
-// Bytes of shared memory that a block of each kernel needs for the call.
-size_t walk_memory(const MixerCall& call);
-size_t read_memory(const MixerCall& call);
-size_t contract_memory(const MixerCall& call);
+// Bytes of shared memory that a block of each kernel needs for so many columns of the call's values.
+size_t walk_memory(const MixerCall& call, int64_t columns);
+size_t read_memory(const MixerCall& call, int64_t columns);
+size_t contract_memory(const MixerCall& call, int64_t columns);
 
 // One walk of a state through the chunks: S ← through · S + Σ_j w_j φ(x_j) u_jᵀ, where u ends with 1, or −δ.
 struct Walk {

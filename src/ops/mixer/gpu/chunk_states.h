@@ -1,12 +1,12 @@
 // The states of the chunked form on tensor cores of compute capability 8.0 and later: bf16, linear and squared scores,
-// dimensions of queries, keys and values that are multiples of 8 up to 128, chunks of any length.
+// dimensions of queries, keys and values that are multiples of 8 up to 256, chunks of any length.
 #pragma once
 
 #include "ops/mixer/gpu/mixer_cuda.h"
 
 namespace furious::cuda {
 
-inline constexpr int64_t kLargestStateDim = 128;
+inline constexpr int64_t kLargestStateDim = 256;
 
 bool chunk_states_support(const MixerCall& call);
 

@@ -263,9 +263,10 @@ __global__ void __launch_bounds__(kThreads, kWidth <= 104 ? 2 : 1) contract_kern
 
 }  // namespace
 
-size_t contract_memory(const MixerCall& call) {
+size_t contract_memory(const MixerCall& call, int64_t columns) {
   size_t bytes = 0;
-  with_constants(call, [&](auto, auto width) { bytes = Place<decltype(width)::value>::bytes(blocks_of(call)); });
+  with_constants(call, columns,
+                 [&](auto, auto width) { bytes = Place<decltype(width)::value>::bytes(blocks_of(call)); });
   return bytes;
 }
 
@@ -286,9 +287,9 @@ void contract(const MixerCall& call, const ChunkTables& tables, const HeadRange&
   m.wide = rows_are_wide(contraction.dx);
   m.decay = doubles(contraction.decay);
   m.decay_factor = contraction.sign / (call.spec.score == Score::squared ? 2.0f : 1.0f);
-  with_constants(call, [&](auto squared, auto width) {
+  with_constants(call, range.columns, [&](auto squared, auto width) {
     const auto kernel = contract_kernel<decltype(squared)::value, decltype(width)::value>;
-    const size_t bytes = contract_memory(call);
+    const size_t bytes = contract_memory(call, range.columns);
     allow_shared_memory(kernel, bytes);
     const int per_chunk = (m.sizes.chunk + kRows - 1) / kRows;
     const dim3 grid(static_cast<unsigned>(m.sizes.chunks * per_chunk), static_cast<unsigned>(range.count));

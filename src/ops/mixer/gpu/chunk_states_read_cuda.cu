@@ -24,6 +24,7 @@ struct ReadArguments {
   int empty;
   bool reverse;
   float* past;
+  int past_pitch;
   Heads<bf16> values;
   float* normalizer;
   bool add, wide;  // to values; their rows
@@ -40,7 +41,8 @@ __device__ void write_row(const ReadArguments& m, int64_t b, int64_t h, int64_t 
   const int64_t place = s.token(head, token);
   float factor = m.factor(place);
   if (m.past) {
-    float* const to = m.past + place * s.columns;
+    float* const row = m.past + place * m.past_pitch;
+    float* const to = row + s.column;
 #pragma unroll
     for (int j = 0; j < kBlocks - 1; ++j) {
       const int column = 8 * j + 2 * t;
@@ -49,7 +51,7 @@ __device__ void write_row(const ReadArguments& m, int64_t b, int64_t h, int64_t 
       to[column] = y.x * factor;
       to[column + 1] = y.y * factor;
     }
-    if (s.sum_norm && t == 0) to[s.v_dim] = n * factor;
+    if (s.sum_norm && t == 0) row[s.columns - 1] = n * factor;
     return;
   }
   if (m.normalizer) {
@@ -184,9 +186,9 @@ __global__ void __launch_bounds__(kThreads, kWidth <= 72 ? 2 : 1) read_kernel(co
 
 }  // namespace
 
-size_t read_memory(const MixerCall& call) {
+size_t read_memory(const MixerCall& call, int64_t columns) {
   size_t bytes = 0;
-  with_constants(call, [&](auto, auto width) {
+  with_constants(call, columns, [&](auto, auto width) {
     constexpr size_t kWidth = decltype(width)::value;
     bytes = sizeof(bf16) * (kStages * kStageRows * kWidth + kRows * static_cast<size_t>(16 * blocks_of(call) + 8));
   });
@@ -204,6 +206,7 @@ void read(const MixerCall& call, const ChunkTables& tables, const HeadRange& ran
   m.empty = reading.empty;
   m.reverse = reading.reverse;
   m.past = floats(reading.past);
+  m.past_pitch = past_columns(shape.v_dim, call.spec.norm == Norm::sum);
   m.normalizer = floats(reading.normalizer);
   m.add = reading.add_to.defined();
   if (!reading.past) {
@@ -211,9 +214,9 @@ void read(const MixerCall& call, const ChunkTables& tables, const HeadRange& ran
     m.values = heads_of<bfloat16>(values, shape.heads);
     m.wide = rows_are_wide(values);
   }
-  with_constants(call, [&](auto squared, auto width) {
+  with_constants(call, range.columns, [&](auto squared, auto width) {
     const auto kernel = read_kernel<decltype(squared)::value, decltype(width)::value>;
-    const size_t bytes = read_memory(call);
+    const size_t bytes = read_memory(call, range.columns);
     allow_shared_memory(kernel, bytes);
     const int per_chunk = (m.sizes.chunk + kRows - 1) / kRows;
     const dim3 grid(static_cast<unsigned>(m.sizes.chunks * per_chunk), static_cast<unsigned>(range.count));

@@ -58,7 +58,8 @@ struct Walker {
   const WalkArguments& m;
   Shared& shared;
   int64_t own, head, b, h;  // own: the head, among those of the range
-  int block, first_a;
+  int block, first_a;       // of a squared score
+  int first_row;            // of a linear one
   float acc[kM][kBlocks][4];
 
   __device__ int lane() const { return static_cast<int>(threadIdx.x) % 32; }
@@ -73,7 +74,8 @@ struct Walker {
         b(head / m.sizes.heads),
         h(head % m.sizes.heads),
         block(0),
-        first_a(0) {
+        first_a(0),
+        first_row(walk % m.slices * Shared::kColumns) {
     if constexpr (kSquared) {
       constexpr int kPerBlock = 16 / Shared::kFirst;
       int slice = walk % m.slices;
@@ -85,7 +87,7 @@ struct Walker {
   // Of each 16 rows of the warp, the first row of the state; at and after the last where there are none.
   __device__ int row(int i) const {
     if constexpr (kSquared) return (steps_before(true, block) + first_a + warp() * kM + i) * 16;
-    return (i * kWarps + warp()) * 16;
+    return first_row + (i * kWarps + warp()) * 16;
   }
   __device__ float factor(int i) const { return kSquared && (first_a + warp() * kM + i) / 16 < block ? 2.0f : 1.0f; }
 
@@ -93,8 +95,9 @@ struct Walker {
     const Sizes& s = m.sizes;
     const int valid = end - token;
     copy_rows<kThreads>(shared.u[stage][0], kWidth, m.u, b, h, token, kTokens, valid, 0, kBlocks - 1, s.v_dim);
-    copy_rows<kThreads>(shared.x[stage][0], Shared::kPitch, m.x, b, h, token, kTokens, valid, kSquared ? 16 * block : 0,
-                        kSquared ? 2 : 2 * s.blocks, s.qk_dim);
+    copy_rows<kThreads>(shared.x[stage][0], Shared::kPitch, m.x, b, h, token, kTokens, valid,
+                        kSquared ? 16 * block : first_row,
+                        kSquared ? 2 : min(Shared::kColumns, 16 * s.blocks - first_row) / 8, s.qk_dim);
     if constexpr (kSquared)
       copy_rows<kThreads>(shared.a[stage][0], Shared::kFirst + 8, m.x, b, h, token, kTokens, valid, first_a,
                           Shared::kFirst / 8, s.qk_dim);
@@ -152,8 +155,8 @@ struct Walker {
     } else {
 #pragma unroll
       for (int i = 0; i < kM; ++i) {
-        load_matrices_transposed(f[i],
-                                 &shared.x[stage][token][min(row(i), 16 * m.sizes.blocks - 16) + lane() / 8 % 2 * 8]);
+        const int own = min(row(i), 16 * m.sizes.blocks - 16) - first_row;
+        load_matrices_transposed(f[i], &shared.x[stage][token][own + lane() / 8 % 2 * 8]);
         if (!m.factors) continue;
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
@@ -248,9 +251,11 @@ struct Walker {
         const float factor = a == own ? 1.0f : kPairFactor;
 #pragma unroll
         for (int j = 0; j < kBlocks; ++j) {
-          const int column = j + 1 < kBlocks ? 8 * j + lane() % 4 * 2 + e % 2 : s.v_dim;
-          const bool there = j + 1 < kBlocks ? column < s.v_dim : s.sum_norm && lane() % 4 == 0 && e % 2 == 0;
-          if (there) f(acc[i][j][e], outside * s.columns + column, factor, a <= own);
+          const bool value = j + 1 < kBlocks;
+          const int column = 8 * j + lane() % 4 * 2 + e % 2;
+          const bool there = value ? column < s.v_dim : s.sum_norm && lane() % 4 == 0 && e % 2 == 0;
+          if (there)
+            f(acc[i][j][e], outside * s.columns + (value ? s.column + column : s.columns - 1), factor, a <= own);
         }
       }
   }
@@ -401,8 +406,8 @@ __global__ void carry_kernel(const WalkArguments m) {
   }
   const int own = kSquared ? 16 * block + row % 16 : row, low = min(a, own), high = max(a, own);
   const float twice = kSquared && a / 16 < block ? 2.0f : 1.0f, factor = a == own ? 1.0f : kPairFactor;
-  const int64_t outside =
-      (head * s.features + (kSquared ? pair_index(s.qk_dim, low, high) : own)) * s.columns + (ones ? s.v_dim : column);
+  const int64_t outside = (head * s.features + (kSquared ? pair_index(s.qk_dim, low, high) : own)) * s.columns +
+                          (ones ? s.columns - 1 : s.column + column);
   const int count = high >= s.qk_dim ? 0 : ones ? 1 : max(0, min(4, s.v_dim - column));
   float x[4] = {};
   if (m.first)
@@ -473,31 +478,55 @@ Tensor wide(const Tensor& x) {
   return copy;
 }
 
-// Devices differ: 163 KB and more on those for data centers, 99 KB on others.
-bool fit_in_shared_memory(const MixerCall& call) {
-  return std::max({walk_memory(call), read_memory(call), contract_memory(call)}) <=
-         static_cast<size_t>(most_shared_memory());
+// Columns of a slice of the values: all of them, or else slices are as wide as each other and fit in shared memory. 0
+// if none do. Devices differ: 163 KB and more on those for data centers, 99 KB on others.
+int64_t slice_columns(const MixerCall& call) {
+  const int64_t vectors = call.shape.v_dim / 8, most = most_shared_memory();
+  for (int64_t slices = 1; slices <= vectors; ++slices) {
+    const int64_t columns = 8 * ((vectors + slices - 1) / slices);
+    if (columns > kMostColumns) continue;
+    const size_t bytes =
+        std::max({walk_memory(call, columns), read_memory(call, columns), contract_memory(call, columns)});
+    if (static_cast<int64_t>(bytes) <= most) return columns;
+  }
+  return 0;
 }
 
 float score_constant(const MixerCall& call) {
   return call.spec.score == Score::squared ? call.shape.scale * call.shape.scale : call.shape.scale;
 }
 
+Tensor columns_of(const Tensor& x, const HeadRange& range) {
+  return x.slice(3, range.column, range.columns);
+}
+
 // The states before the chunks.
 Tensor states_of(const MixerCall& call, const ChunkTables& tables, const HeadRange& range, const Tensor& last) {
   return walk(call, tables, range,
-              {call.inputs.k, call.inputs.v, tables.out, {}, tables.out, call.inputs.initial_state, last, false});
+              {call.inputs.k,
+               columns_of(call.inputs.v, range),
+               tables.out,
+               {},
+               tables.out,
+               call.inputs.initial_state,
+               last,
+               false});
 }
 
-// As many heads at a time as keep states small.
+// As many heads at a time as keep states small. `once`: the normalizer belongs to the first slice, else to each.
 template <class Body>
-void for_each_range(const MixerCall& call, const ChunkTables& tables, Body&& body) {
+void for_each_range(const MixerCall& call, const ChunkTables& tables, bool once, Body&& body) {
+  const bool sum = call.spec.norm == Norm::sum;
+  const int64_t columns = slice_columns(call);
   int64_t bytes = 0;
-  with_constants(call, [&](auto, auto width) {
+  with_constants(call, columns, [&](auto, auto width) {
     bytes = tables.chunks * sizes_of(call, tables, {}).rows * decltype(width)::value * int64_t{2};
   });
   const int64_t all = call.shape.batch * call.shape.heads, step = std::clamp<int64_t>(kStateBytes / bytes, 1, 65535);
-  for (int64_t first = 0; first < all; first += step) body(HeadRange{first, std::min(step, all - first)});
+  for (int64_t first = 0; first < all; first += step)
+    for (int64_t column = 0; column < call.shape.v_dim; column += columns)
+      body({first, std::min(step, all - first), column, std::min(columns, call.shape.v_dim - column),
+            sum && (column == 0 || !once)});
 }
 
 }  // namespace
@@ -512,18 +541,19 @@ Sizes sizes_of(const MixerCall& call, const ChunkTables& tables, const HeadRange
   s.heads = static_cast<int>(shape.heads);
   s.batch = static_cast<int>(shape.batch);
   s.qk_dim = static_cast<int>(shape.qk_dim);
-  s.v_dim = static_cast<int>(shape.v_dim);
+  s.v_dim = static_cast<int>(range.columns);
+  s.column = static_cast<int>(range.column);
   s.columns = static_cast<int>(shape.state_columns);
   s.features = static_cast<int>(shape.state_rows);
   s.blocks = blocks_of(call);
   s.rows = 16 * steps_before(call.spec.score == Score::squared, s.blocks);
-  s.sum_norm = call.spec.norm == Norm::sum;
+  s.sum_norm = range.normalizer;
   return s;
 }
 
-size_t walk_memory(const MixerCall& call) {
+size_t walk_memory(const MixerCall& call, int64_t columns) {
   size_t bytes = 0;
-  with_constants(call, [&](auto squared, auto width) {
+  with_constants(call, columns, [&](auto squared, auto width) {
     bytes = sizeof(WalkShared<decltype(squared)::value, decltype(width)::value>);
   });
   return bytes;
@@ -533,7 +563,7 @@ Tensor walk(const MixerCall& call, const ChunkTables& tables, const HeadRange& r
   const MixerShape& shape = call.shape;
   const Device device = call.inputs.q.device();
   Tensor states;
-  with_constants(call, [&](auto squared, auto width) {
+  with_constants(call, range.columns, [&](auto squared, auto width) {
     constexpr bool kSquared = decltype(squared)::value;
     constexpr int kWidth = decltype(width)::value;
     using Shared = WalkShared<kSquared, kWidth>;
@@ -551,7 +581,7 @@ Tensor walk(const MixerCall& call, const ChunkTables& tables, const HeadRange& r
     m.last = floats(walk.last);
     m.states = pointer<bfloat16>(states);
     m.reverse = walk.reverse;
-    m.slices = kSquared ? s.rows / (16 * Shared::kFirst) : 1;
+    m.slices = kSquared ? s.rows / (16 * Shared::kFirst) : (s.rows + Shared::kColumns - 1) / Shared::kColumns;
     // Two blocks fit on a multiprocessor. Where walks would leave it idle, chunks have blocks of their own.
     const int64_t walks = range.count * m.slices, places = 2 * multiprocessors();
     const bool alone = walks < 3 * places / 4;
@@ -590,7 +620,7 @@ bool chunk_states_support(const MixerCall& call) {
          product_precision(call) == MixerPrecision::bf16 &&
          (call.spec.score == Score::squared || call.spec.score == Score::linear) && !call.spec.signed_decay &&
          fits(shape.qk_dim) && fits(shape.v_dim) && rows_are_wide(call.inputs.q) && rows_are_wide(call.inputs.k) &&
-         rows_are_wide(call.inputs.v) && shape.length <= (int64_t{1} << 30) && mma_states::fit_in_shared_memory(call);
+         rows_are_wide(call.inputs.v) && shape.length <= (int64_t{1} << 30) && mma_states::slice_columns(call) > 0;
 }
 
 Past chunk_states_past(const MixerCall& call, const ChunkTables& tables, bool hopper) {
@@ -602,14 +632,15 @@ Past chunk_states_past(const MixerCall& call, const ChunkTables& tables, bool ho
   mma_states::Reading reading{
       call.inputs.q, tables.in, {}, mma_states::score_constant(call), call.inputs.initial_state ? -1 : 0, false};
   if (comes_in && hopper) {
-    past.values = reading.values = Tensor::empty_like(call.result.out);
+    past.values = Tensor::empty_like(call.result.out);
     if (call.result.normalizer) past.normalizer = reading.normalizer = Tensor::empty_like(call.result.normalizer);
   } else if (comes_in) {
-    past.columns = reading.past =
-        Tensor::empty({shape.batch, shape.heads, shape.length, shape.state_columns}, DType::f32, device);
+    const int64_t columns = past_columns(shape.v_dim, call.spec.norm == Norm::sum);
+    past.columns = reading.past = Tensor::empty({shape.batch, shape.heads, shape.length, columns}, DType::f32, device);
   }
-  mma_states::for_each_range(call, tables, [&](const mma_states::HeadRange& range) {
+  mma_states::for_each_range(call, tables, false, [&](const mma_states::HeadRange& range) {
     reading.states = mma_states::states_of(call, tables, range, call.result.final_state);
+    if (past.values) reading.values = mma_states::columns_of(past.values, range);
     if (comes_in) mma_states::read(call, tables, range, reading);
   });
   return past;
@@ -634,19 +665,20 @@ void chunk_states_backward(const MixerCall& call, const ChunkTables& tables, con
   check_launch("mixer: factors of a gradient");
   const bool comes_in = initial || tables.chunks > 1, goes_out = comes_in || final_state_gradient;
   const int first = initial ? -1 : 0, last = final_state_gradient ? -1 : static_cast<int>(tables.chunks) - 1;
-  mma_states::for_each_range(call, tables, [&](const mma_states::HeadRange& range) {
+  mma_states::for_each_range(call, tables, true, [&](const mma_states::HeadRange& range) {
+    const Tensor own_g = mma_states::columns_of(g, range), own_v = mma_states::columns_of(v, range);
     if (comes_in)
       mma_states::contract(call, tables, range,
-                           {q, g, factors, delta, tables.in, mma_states::states_of(call, tables, range, {}), first,
+                           {q, own_g, factors, delta, tables.in, mma_states::states_of(call, tables, range, {}), first,
                             false, gradients.q, gradients.row_decay, 1.0f});
     if (!goes_out) return;
     const Tensor states = mma_states::walk(
-        call, tables, range, {q, g, factors, delta, tables.in, final_state_gradient, initial_state_gradient, true});
+        call, tables, range, {q, own_g, factors, delta, tables.in, final_state_gradient, initial_state_gradient, true});
     mma_states::contract(
         call, tables, range,
-        {k, v, tables.out, {}, tables.out, states, last, true, gradients.k, gradients.key_decay, -1.0f});
+        {k, own_v, tables.out, {}, tables.out, states, last, true, gradients.k, gradients.key_decay, -1.0f});
     mma_states::Reading reading{k, tables.out, states, 1.0f, last, true};
-    reading.add_to = gradients.v;
+    reading.add_to = mma_states::columns_of(gradients.v, range);
     mma_states::read(call, tables, range, reading);
   });
 }

@@ -162,9 +162,10 @@ __global__ void chain_kernel(Heads<T> dx, double* decay, float sign, const float
   if (lane == 0) decay[m.range.token(r, i)] += sign * product / kDegree;
 }
 
-// u: [heads, tokens, columns], the values and, for a column more, 1; or with `out` the gradients g, and −g·o.
+// u: [heads, tokens, columns], the values and, for `normalizer`, 1; or with `out` the gradients g, and −g·o; zeros.
 template <class T>
-__global__ void column_kernel(float* u, Heads<T> x, Heads<T> out, TokenRange range, int dim, int columns) {
+__global__ void column_kernel(float* u, Heads<T> x, Heads<T> out, TokenRange range, int dim, int columns,
+                              bool normalizer) {
   int64_t r, i;
   if (!place(r, i, range)) return;
   const T* const from = range.row(x, r, i);
@@ -173,11 +174,11 @@ __global__ void column_kernel(float* u, Heads<T> x, Heads<T> out, TokenRange ran
   for (int c = threadIdx.x % 32; c < dim; c += 32) {
     const float value = to_float(from[c]);
     to[c] = value;
-    if (out.data && columns > dim) delta += value * to_float(range.row(out, r, i)[c]);
+    if (out.data && normalizer) delta += value * to_float(range.row(out, r, i)[c]);
   }
-  if (columns == dim) return;
   delta = warp_sum(delta);
-  if (threadIdx.x % 32 == 0) to[dim] = out.data ? -delta : 1.0f;
+  for (int c = dim + threadIdx.x % 32; c < columns; c += 32)
+    to[c] = c > dim || !normalizer ? 0.0f : out.data ? -delta : 1.0f;
 }
 
 // dv += the values' columns of du.
@@ -222,7 +223,12 @@ struct Factored {
 class ChunkWalk {
  public:
   ChunkWalk(const MixerCall& call, const ChunkTables& tables, int64_t first, int64_t heads)
-      : call_(call), shape_(call.shape), tables_(tables), first_(first), heads_(heads) {}
+      : call_(call),
+        shape_(call.shape),
+        tables_(tables),
+        first_(first),
+        heads_(heads),
+        columns_(past_columns(shape_.v_dim, sum_norm())) {}
 
   int64_t begin(int64_t chunk) const { return chunk * tables_.chunk; }
   int64_t tokens(int64_t chunk) const { return std::min(tables_.chunk, shape_.length - begin(chunk)); }
@@ -260,14 +266,14 @@ class ChunkWalk {
 
   // [heads, tokens, columns]: u of values, or e of gradients with `out`.
   Tensor columns(int64_t chunk, const Tensor& x, const Tensor& out = {}) const {
-    const Tensor u = empty(chunk, shape_.state_columns);
+    const Tensor u = empty(chunk, columns_);
     with_activation_type(x.dtype(), [&](auto zero) {
       using T = decltype(zero);
       Heads<typename OnDevice<T>::Type> o = {};
       if (out) o = heads_of<T>(out, shape_.heads);
       column_kernel<<<warps(chunk), 32 * kWarps, 0, here()>>>(u.data<float>(), heads_of<T>(x, shape_.heads), o,
-                                                              range(chunk), static_cast<int>(shape_.v_dim),
-                                                              static_cast<int>(shape_.state_columns));
+                                                              range(chunk), static_cast<int>(shape_.v_dim), columns_,
+                                                              sum_norm());
     });
     check_launch("mixer: values of a chunk");
     return u;
@@ -301,18 +307,19 @@ class ChunkWalk {
   }
 
   void value_gradient(int64_t chunk, const Tensor& phi, const Tensor& state, const Tensor& dv) const {
-    const Tensor du = empty(chunk, shape_.state_columns);
+    const Tensor du = empty(chunk, columns_);
     multiply(du, phi, state);
     with_activation_type(dv.dtype(), [&](auto zero) {
-      value_gradient_kernel<<<warps(chunk), 32 * kWarps, 0, here()>>>(
-          heads_of<decltype(zero)>(dv, shape_.heads), du.data<float>(), range(chunk), static_cast<int>(shape_.v_dim),
-          static_cast<int>(shape_.state_columns));
+      value_gradient_kernel<<<warps(chunk), 32 * kWarps, 0, here()>>>(heads_of<decltype(zero)>(dv, shape_.heads),
+                                                                      du.data<float>(), range(chunk),
+                                                                      static_cast<int>(shape_.v_dim), columns_);
     });
     check_launch("mixer: gradient of a chunk's values");
   }
 
  private:
   cudaStream_t here() const { return stream(call_.inputs.q.device()); }
+  bool sum_norm() const { return call_.spec.norm == Norm::sum; }
   Tensor empty(int64_t chunk, int64_t width) const {
     return Tensor::empty({heads_, tokens(chunk), width}, DType::f32, call_.inputs.q.device());
   }
@@ -334,6 +341,7 @@ class ChunkWalk {
   const MixerShape& shape_;
   const ChunkTables& tables_;
   const int64_t first_, heads_;
+  const int columns_;
 };
 
 // As many heads at a time as keep φ small.
@@ -345,10 +353,20 @@ void for_each_walk(const MixerCall& call, const ChunkTables& tables, Body&& body
   for (int64_t first = 0; first < all; first += step) body(ChunkWalk(call, tables, first, std::min(step, all - first)));
 }
 
-Tensor empty_state(const MixerCall& call) {
+// A state with past_columns(): `from`, or else not written.
+Tensor wide_state(const MixerCall& call, const Tensor& from) {
   const MixerShape& shape = call.shape;
-  return Tensor::empty({shape.batch, shape.heads, shape.state_rows, shape.state_columns}, DType::f32,
-                       call.inputs.q.device());
+  const int64_t columns = past_columns(shape.v_dim, call.spec.norm == Norm::sum);
+  const Tensor state =
+      Tensor::empty({shape.batch, shape.heads, shape.state_rows, columns}, DType::f32, call.inputs.q.device());
+  if (!from) return state;
+  if (columns > shape.state_columns) furious::fill(state, 0);
+  furious::copy(state.slice(3, 0, shape.state_columns), from);
+  return state;
+}
+// Columns of such a state, or of a past, that have a meaning.
+Tensor narrow(const MixerCall& call, const Tensor& wide) {
+  return wide.slice(3, 0, call.shape.state_columns);
 }
 
 // chunked_backward() by way of features in memory, but for the decay of the final state.
@@ -357,8 +375,7 @@ void features_backward(const MixerCall& call, const ChunkTables& tables, const T
                        const Tensor& initial_state_gradient) {
   const Tensor& initial = call.inputs.initial_state;
   if (initial || tables.chunks > 1) {
-    const Tensor state = empty_state(call);
-    if (initial) furious::copy(state, initial);
+    const Tensor state = wide_state(call, initial);
     for_each_walk(call, tables, [&](const ChunkWalk& walk) {
       const Tensor own = walk.part(state);
       for (int64_t c = 0; c < tables.chunks; ++c) {
@@ -371,8 +388,7 @@ void features_backward(const MixerCall& call, const ChunkTables& tables, const T
       }
     });
   }
-  const Tensor gradient = initial ? initial_state_gradient : empty_state(call);
-  if (final_state_gradient) furious::copy(gradient, final_state_gradient);
+  const Tensor gradient = wide_state(call, final_state_gradient);
   for_each_walk(call, tables, [&](const ChunkWalk& walk) {
     const Tensor own = walk.part(gradient);
     bool fresh = !final_state_gradient;
@@ -387,6 +403,7 @@ void features_backward(const MixerCall& call, const ChunkTables& tables, const T
       fresh = false;
     }
   });
+  if (initial) furious::copy(initial_state_gradient, narrow(call, gradient));
 }
 
 }  // namespace
@@ -419,12 +436,10 @@ Tensor chunked_past(const MixerCall& call, const ChunkTables& tables) {
   const MixerShape& shape = call.shape;
   const Tensor& initial = call.inputs.initial_state;
   const Tensor& final_state = call.result.final_state;
-  const Tensor state = final_state ? final_state : empty_state(call);
-  if (initial) furious::copy(state, initial);
+  const Tensor state = wide_state(call, initial);
   Tensor past;
   if (initial || tables.chunks > 1)
-    past = Tensor::empty({shape.batch, shape.heads, shape.length, shape.state_columns}, DType::f32,
-                         call.inputs.q.device());
+    past = Tensor::empty({shape.batch, shape.heads, shape.length, state.size(3)}, DType::f32, call.inputs.q.device());
   if (past && !initial) furious::fill(past.slice(2, 0, tables.chunk), 0);
   for_each_walk(call, tables, [&](const ChunkWalk& walk) {
     const Tensor own = walk.part(state);
@@ -436,6 +451,7 @@ Tensor chunked_past(const MixerCall& call, const ChunkTables& tables) {
         walk.carry(own, fresh, c, walk.features(c, walk.keys()), walk.columns(c, call.inputs.v));
     }
   });
+  if (final_state) furious::copy(final_state, narrow(call, state));
   return past;
 }
 

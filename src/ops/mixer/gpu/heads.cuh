@@ -43,6 +43,12 @@ Heads<typename OnDevice<T>::Type> heads_of(const Tensor& x, int64_t heads) {
   return {pointer<T>(x), x.stride(0), x.stride(1), x.stride(2), static_cast<int>(heads / x.size(2))};
 }
 
+// Columns of a `past` (mixer_cuda.h), and of a state where it is a factor of products: the values, the normalizer under
+// the sum norm, and zeros, so that rows are aligned as the fast kernels for products want it.
+__host__ __device__ constexpr int past_columns(int64_t v_dim, bool sum_norm) {
+  return static_cast<int>((v_dim + (sum_norm ? 1 : 0) + 7) / 8 * 8);
+}
+
 inline float* floats(const Tensor& x) {
   return x ? x.data<float>() : nullptr;
 }

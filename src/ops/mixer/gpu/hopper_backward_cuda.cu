@@ -11,55 +11,10 @@
 // Constant factors of the coefficients c_ij are left to the end.
 #include <climits>
 
-#include "ops/mixer/gpu/hopper_parallel.cuh"
+#include "ops/mixer/gpu/hopper_backward.cuh"
 
 namespace furious::cuda {
 namespace {
-
-// What is left of c_ij's factors, besides decay: f' of the squared score gives 2, an exponential's scale comes last.
-template <Score kScore>
-__host__ __device__ float last_factor(float scale) {
-  return kScore == Score::squared ? 2.0f : kScore == Score::exponential ? scale : 1.0f;
-}
-
-// The lane's columns 8d and up of a row of a tile that the copy engine wrote.
-template <int kPanels>
-__device__ float2 pair_at(const unsigned char (&panels)[kPanels][kPanelBytes], int row, int d) {
-  const int place = row * 128 + (d % 8 ^ row % 8) * 16 + static_cast<int>(threadIdx.x) % 4 * 4;
-  return unpack(*reinterpret_cast<const uint32_t*>(panels[d / 8] + place));
-}
-
-// One row of a result, added to what the row holds (in bf16) under m.add: the lane's columns. Returns the lane's part
-// of row · other, of what is new; `other` is row `other_row` of a tile. `dim`: columns of the row, a multiple of 8.
-template <int kDim>
-__device__ float finish_row(const float (&acc)[kDim / 8][4], int u, float factor, bf16* to,
-                            const unsigned char (*other)[kDim / 64][kPanelBytes], int other_row, int dim, bool add) {
-  uint32_t* const words = reinterpret_cast<uint32_t*>(to) + threadIdx.x % 4;
-  // All are issued before the first store, behind which they would wait one by one.
-  uint32_t before[kDim / 8] = {};
-  if (add) {
-#pragma unroll
-    for (int d = 0; d < kDim / 8; ++d)
-      if (d * 8 < dim) before[d] = words[d * 4];
-  }
-  float product = 0;
-#pragma unroll
-  for (int d = 0; d < kDim / 8; ++d) {
-    const float2 x = {acc[d][u * 2] * factor, acc[d][u * 2 + 1] * factor};
-    if (other) {
-      const float2 y = pair_at(*other, other_row, d);
-      product += x.x * y.x + x.y * y.y;
-    }
-    const float2 z = unpack(before[d]);
-    if (d * 8 < dim) words[d * 4] = pack(x.x + z.x, x.y + z.y);
-  }
-  return product;
-}
-
-// A token's part of dA; under m.add, key_decay holds the part of the states.
-[[maybe_unused]] __device__ void write_decay(double* to, float value, bool add) {
-  *to = static_cast<double>(value) + (add ? *to : 0.0);
-}
 
 constexpr int kSumCount = kTile * 64;  // numbers of dq of a tile, in 64 columns
 [[maybe_unused]] constexpr int kSumBytes = kSumCount * 4;
@@ -113,20 +68,6 @@ struct Layout {
   static __device__ bool has_sums(int group, int tile) { return kPanels > 1 || tile % 2 == group; }
 };
 
-// The last tile of queries that sees a block of keys up to last_key. It falls nowhere from a block to the next, so
-// that the keys which reach a tile of queries follow each other. By a warp.
-[[maybe_unused]] __device__ int last_tile_of(const Parallel& m, const Work& work, int last_key) {
-  const double* const a = m.decay_of(work.batch, work.head);
-  int end = m.ends ? m.ends[work.batch * m.length + last_key] : static_cast<int>(m.length);
-  if (m.chunk) end = min(end, (last_key / m.chunk + 1) * m.chunk);
-  const int last_tile = (end - 1) / kTile;
-  if (!a) return last_tile;
-  const double reference = a[last_key];
-  return last_tile - count_erased_by_warp(last_tile - last_key / kTile, [&](int i) {
-           return static_cast<float>(a[(last_tile - i) * kTile] - reference) < static_cast<float>(kErased);
-         });
-}
-
 // By one thread: adds what a warpgroup has multiplied to the sums of each tile when it is the block's turn.
 template <int kDim>
 __device__ void add_sums(Layout<kDim>& shared, const Arguments& arguments, const Parallel& m, int group) {
@@ -168,72 +109,6 @@ __device__ void add_sums(Layout<kDim>& shared, const Arguments& arguments, const
       store_release(next, own_tile + L::kRows / kTile);
       held.next();
     }
-  }
-}
-
-// By one warp: has tiles of queries and gradients copied, with what belongs to their columns, for the keys of `work`.
-template <Score kScore, class Shared, class First>
-__device__ void copy_queries(Shared& shared, Pipe<Shared::kStages>& pipe, const CUtensorMap& q, const CUtensorMap& g,
-                             const Parallel& m, const Work& work, int slot, First&& first_is) {
-  constexpr bool kExponential = kScore == Score::exponential;
-  const int lane = static_cast<int>(threadIdx.x) % 32, length = static_cast<int>(m.length), last_key = work.end - 1;
-  const double* const a = m.decay_of(work.batch, work.head);
-  const int64_t head_row = (static_cast<int64_t>(work.batch) * m.heads + work.head) * m.length;
-  const float scale = score_scale<kScore>(m.scale);
-  const double reference = a ? a[last_key] : 0.0;
-  const int last_tile = last_tile_of(m, work, last_key);
-  const bool is_first = work.row0 == (m.chunk ? work.row0 / m.chunk * m.chunk : 0);
-  const int before = is_first ? -1 : last_tile_of(m, work, work.row0 - 1);
-  if (lane == 0) shared.before[slot] = before;
-  first_is(last_tile);
-  // Read one tile ahead.
-  double decay[2] = {};
-  float delta[2] = {}, row_factor[2] = {1, 1};  // 1/n, or log2 of n for exponentials
-  int begin[2] = {};
-  const auto load = [&](int tile) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = min(max(tile, 0) * kTile + i * 32 + lane, length - 1);
-      if (a) decay[i] = a[row];
-      delta[i] = m.delta[head_row + row];
-      if (kExponential)
-        row_factor[i] = m.log_sum[head_row + row];
-      else if (m.inverse)
-        row_factor[i] = m.inverse[head_row + row];
-      if (m.starts) begin[i] = m.starts[work.batch * m.length + row];
-    }
-  };
-  load(last_tile);
-  for (int tile = last_tile; tile >= work.row0 / kTile; --tile, pipe.next()) {
-    const int stage = pipe.stage, row0 = tile * kTile;
-    Barrier& full = shared.sync.full[stage];
-    if (pipe.phase > 0) shared.sync.empty[stage].wait(pipe.phase - 1);
-    if (lane == 0) {
-      full.arrive_and_expect(2 * Shared::kPanels * kPanelBytes);
-      for (int panel = 0; panel < Shared::kPanels; ++panel) {
-        copy_tile(shared.queries[stage][panel], q, full, panel * 64, row0, work.head / m.q.group, work.batch);
-        copy_tile(shared.gradients[stage][panel], g, full, panel * 64, row0, work.head, work.batch);
-      }
-    }
-    __syncwarp();
-    const double first = __shfl_sync(0xFFFFFFFFu, decay[0], 0);
-    const double base = row0 <= last_key ? first : reference;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = i * 32 + lane;
-      const bool valid = row0 + row < length;
-      const float local = static_cast<float>(decay[i] - reference) * kLog2e;
-      const float factor = kExponential ? 1.0f : scale * row_factor[i];
-      const float column =
-          kExponential ? local - row_factor[i] : factor * fast_exp2(static_cast<float>(decay[i] - base) * kLog2e);
-      shared.columns[stage][row] = valid ? column : kExponential ? -INFINITY : 0.0f;
-      shared.locals[stage][row] = local;
-      shared.scales[stage][row] = valid ? factor : 0.0f;
-      shared.deltas[stage][row] = valid ? delta[i] : 0.0f;
-      shared.begins[stage][row] = valid ? begin[i] : 0;
-    }
-    load(tile - 1);
-    full.arrive();
   }
 }
 
@@ -563,19 +438,22 @@ __global__ void round_kernel(const float* sums, const Parallel m, float factor, 
     *to = y.all;
   }
   if (!m.row_decay) return;
-  // q·dq, in the order in which a quad sums k·dk: for a token that only sees itself the two are equal.
-  float product[4];
+  // q·dq, in the order in which a quad sums k·dk: for a token that only sees itself the two are equal. Four threads of a
+  // query add up what all of them have.
+  __shared__ float parts[kRoundThreads / 32][32 / kLanes][4][kLanes + 1];
+  float(&own)[4][kLanes + 1] = parts[threadIdx.x / 32][threadIdx.x % 32 / kLanes];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float2 own = unpack(q.pairs[i]);
-    const float part = x[i].x * own.x + x[i].y * own.y;
-    product[i] = 0;
-#pragma unroll
-    for (int d = 0; d < kLanes; ++d) product[i] += __shfl_sync(0xFFFFFFFFu, part, d, kLanes);
+    const float2 y = unpack(q.pairs[i]);
+    own[i][lane] = x[i].x * y.x + x[i].y * y.y;
   }
+  __syncwarp();
+  float product = 0;
+#pragma unroll
+  for (int d = 0; d < kLanes; ++d) product += own[lane % 4][d];
+  product = quad_sum(product);
   if (row < m.length && lane == 0)
-    write_decay(m.row_decay + (work.batch * m.heads + work.head) * m.length + row,
-                (product[0] + product[1] + (product[2] + product[3])) / degree, m.add);
+    write_decay(m.row_decay + (work.batch * m.heads + work.head) * m.length + row, product / degree, m.add);
 }
 
 // Lines that are computed together: enough that blocks which start one after the other seldom wait for each other, as
@@ -610,8 +488,12 @@ void launch(const MixerCall& call, const Parallel& m, const Tensor& gradient) {
 }  // namespace
 
 void hopper_backward(const MixerCall& call, const Parallel& m, const Tensor& gradient) {
-  with_score_and_dim(
-      call, [&](auto score, auto dim) { launch<decltype(score)::value, decltype(dim)::value>(call, m, gradient); });
+  with_score_and_dim(call, [&](auto score, auto dim) {
+    if constexpr (dim() <= 128)
+      launch<decltype(score)::value, dim()>(call, m, gradient);
+    else
+      hopper_wide_backward(call, m, gradient);
+  });
 }
 
 }  // namespace furious::cuda

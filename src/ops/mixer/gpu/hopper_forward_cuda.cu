@@ -12,7 +12,8 @@ struct Layout {
   static_assert(registers_suffice(kGroups, kRegisters, kCopyRegisters));
   static constexpr int kRows = 64 * kGroups;
   static constexpr int kPanels = kDim / 64;
-  static constexpr int kStages = kDim == 64 ? 4 : 3, kSlots = 2;
+  // As many as shared memory holds.
+  static constexpr int kStages = kDim == 64 ? 4 : kDim <= 192 ? 3 : 2, kSlots = kDim <= 128 ? 2 : 1;
 
   unsigned char queries[kSlots][kGroups][kPanels][kPanelBytes];
   unsigned char keys[kStages][kPanels][kPanelBytes];
@@ -197,29 +198,38 @@ __global__ void __launch_bounds__(Layout<kDim>::kThreads, 1)
       release(shared.sync.empty[pipe.stage]);
     }
 
+    // What comes from earlier chunks. All is read before the first store, behind which it would wait one by one.
+    uint32_t before[2][kDim / 8] = {};
+    float past[2] = {1, 1};  // what it is to be multiplied by
+    const bool has_past = m.past.data != nullptr;
+    if (has_past)
+#pragma unroll
+      for (int u = 0; u < 2; ++u) {
+        const int row = w0 + lane_row + u * 8;
+        if (row >= end) continue;
+        if (m.sum_norm) past[u] = m.past_n[m.place_of(b, h, row)];
+        const uint32_t* const from = reinterpret_cast<const uint32_t*>(m.past.row(b, row, h)) + lane % 4;
+#pragma unroll
+        for (int d = 0; d < kDim / 8; ++d)
+          if (d * 8 < m.v_dim) before[u][d] = from[d * 4];
+      }
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
       const int row = w0 + lane_row + u * 8;
       float sum = quad_sum(n[u]);
       if (row >= end || row < m.first) continue;
       const int64_t place = m.place_of(b, h, row);
-      float past = 1;  // what the past is to be multiplied by
-      if (m.past.data && m.sum_norm) {
-        past = m.past_n[place];
-        sum += past;
-      }
+      if (has_past && m.sum_norm) sum += past[u];
       const float inverse = !m.sum_norm ? 1.0f : fabsf(sum) < kSmallestNormalizer ? 0.0f : 1 / sum;
       uint32_t* const to = reinterpret_cast<uint32_t*>(m.out.row(b, row - m.first, h)) + lane % 4;
-      const uint32_t* const from =
-          m.past.data ? reinterpret_cast<uint32_t*>(m.past.row(b, row, h)) + lane % 4 : nullptr;
 #pragma unroll
       for (int d = 0; d < kDim / 8; ++d) {
         if (d * 8 >= m.v_dim) break;
         float2 y = {acc[d][u * 2], acc[d][u * 2 + 1]};
-        if (from) {
-          const float2 before = unpack(from[d * 4]);
-          y.x += past * before.x;
-          y.y += past * before.y;
+        if (has_past) {
+          const float2 x = unpack(before[u][d]);
+          y.x += past[u] * x.x;
+          y.y += past[u] * x.y;
         }
         to[d * 4] = pack(y.x * inverse, y.y * inverse);
       }

@@ -289,6 +289,11 @@ void inside_forward(const MixerCall& call, Kernels kernels, const TokenTables& w
   }
 }
 
+// Whether the kernels write results 16 bytes at a time.
+bool writes_wide_rows(const MixerCall& call, bool walks) {
+  return walks || hopper_supports(call);
+}
+
 }  // namespace
 
 Form choose_form(const MixerCall& call) {
@@ -299,7 +304,16 @@ Form choose_form(const MixerCall& call) {
 
 Tensor mixer_forward(const MixerCall& call) {
   const bool chunked = call.chunk < call.shape.length || call.inputs.initial_state || call.result.final_state;
-  if (chunked && walk_supports(call)) {
+  const bool walks = chunked && walk_supports(call);
+  if (!rows_are_wide(call.result.out) && writes_wide_rows(call, walks)) {
+    MixerResult result = call.result;
+    result.out = Tensor::empty(call.result.out.shape(), DType::bf16, call.inputs.q.device());
+    const Tensor states = mixer_forward({call.spec, call.shape, call.inputs, call.segments, call.chunk, result,
+                                         call.precision, call.kernel});
+    furious::copy(call.result.out, result.out);
+    return states;
+  }
+  if (walks) {
     ran(call, "walk");
     return walk_forward(call, token_tables(call));
   }
@@ -345,8 +359,9 @@ void mixer_backward(const MixerCall& call, const Tensor& out_gradient, const Ten
   const bool walks = chunked && !final_state_gradient && walk_supports(call);
   const Kernels kernels = walks ? Kernels::tensor_cores : choose_kernels("mixer_backward", call);
   const TokenTables tables = token_tables(call);
+  const bool wide = writes_wide_rows(call, walks);
   const auto per_head = [&](const Tensor& gradient) {
-    if (gradient.size(2) == shape.heads) return gradient;
+    if (gradient.size(2) == shape.heads && (!wide || rows_are_wide(gradient))) return gradient;
     return Tensor::empty({shape.batch, shape.length, shape.heads, gradient.size(3)}, gradient.dtype(), device);
   };
   HeadGradients heads{per_head(gradients.q), per_head(gradients.k), per_head(gradients.v), {}, {}};
@@ -377,9 +392,13 @@ void mixer_backward(const MixerCall& call, const Tensor& out_gradient, const Ten
       simple_backward(call, within, out_gradient, heads);
     if (chunked) chunked_backward(call, chunks, out_gradient, final_state_gradient, heads, gradients.initial_state);
   }
-  if (gradients.q.size(2) < shape.heads) sum_groups(gradients.q, heads.q);
-  if (gradients.k.size(2) < shape.heads) sum_groups(gradients.k, heads.k);
-  if (gradients.v.size(2) < shape.heads) sum_groups(gradients.v, heads.v);
+  for (const auto& [to, from] :
+       {std::pair{gradients.q, heads.q}, {gradients.k, heads.k}, {gradients.v, heads.v}}) {
+    if (to.size(2) < shape.heads)
+      sum_groups(to, from);
+    else if (to.raw() != from.raw())
+      furious::copy(to, from);
+  }
   if (!call.spec.decay) return;
   const Decays da(gradients.log_decay);
   const Tensor sums = tables.ends ? Tensor::empty_like(tables.decay) : Tensor();

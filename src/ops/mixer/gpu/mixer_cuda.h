@@ -39,8 +39,8 @@ struct HeadGradients {
   Tensor row_decay, key_decay;
 };
 
-// Any dtype, dimension and spec; f32 arithmetic, a warp per token. `past` is f32 [batch, heads, length, columns]: what
-// a state adds to each token.
+// Any dtype, dimension and spec; f32 arithmetic, a warp per token. `past` is f32 [batch, heads, length,
+// past_columns()]: what a state adds to each token.
 void simple_forward(const MixerCall& call, const TokenTables& tables, const Tensor& past);
 void simple_backward(const MixerCall& call, const TokenTables& tables, const Tensor& out_gradient,
                      const HeadGradients& gradients);

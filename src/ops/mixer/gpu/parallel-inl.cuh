@@ -34,7 +34,7 @@ struct Parallel {
   float scale;
   bool sum_norm, may_grow;  // may_grow: the decay is signed
   ScoreFunction f;
-  // What a state adds to each query: f32 [batch, heads, length, v_dim, and one more for the normalizer].
+  // What a state adds to each query: f32 [batch, heads, length, past_columns()].
   const float* state_part;
   // The chunked form on Hopper: a query sees no keys before its chunk, of `chunk` tokens (0: all), but has what they
   // give: `past` (y, divided by its part of the normalizer under the sum norm) and `past_n`. Backward, dq, dk and dv
@@ -114,14 +114,19 @@ __device__ void scale_rows(float (&acc)[kN][4], float upper, float lower) {
   }
 }
 
-// Calls f with the score and the dimension, 64 or 128, as constants.
+// Calls f with the score and the dimension, 64, 128, 192 or 256, as constants.
 template <class F>
 void with_score_and_dim(const MixerCall& call, F&& f) {
   const auto with_dim = [&](auto score) {
-    if (std::max(call.shape.qk_dim, call.shape.v_dim) <= 64)
+    const int64_t dim = std::max(call.shape.qk_dim, call.shape.v_dim);
+    if (dim <= 64)
       f(score, std::integral_constant<int, 64>());
-    else
+    else if (dim <= 128)
       f(score, std::integral_constant<int, 128>());
+    else if (dim <= 192)
+      f(score, std::integral_constant<int, 192>());
+    else
+      f(score, std::integral_constant<int, 256>());
   };
   switch (call.spec.score) {
     case Score::linear:
@@ -138,6 +143,9 @@ void with_score_and_dim(const MixerCall& call, F&& f) {
 
 // The same on Hopper, with what only it has.
 void hopper_forward(const MixerCall& call, const Parallel& m);
+inline constexpr int64_t kLargestHopperDim = 256;
+// hopper_wide_backward() for heads of more than 128.
 void hopper_backward(const MixerCall& call, const Parallel& m, const Tensor& gradient);
+void hopper_wide_backward(const MixerCall& call, const Parallel& m, const Tensor& gradient);
 
 }  // namespace furious::cuda

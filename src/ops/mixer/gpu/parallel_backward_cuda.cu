@@ -1,4 +1,5 @@
 // The parallel form on tensor cores, backward: the gradient of the output as the passes use it, and the passes.
+#include "ops/elementwise.h"
 #include "ops/mixer/gpu/parallel-inl.cuh"
 
 namespace furious::cuda {
@@ -81,13 +82,19 @@ ScaledGradient scale_gradient(const MixerCall& call, const Tensor& out_gradient,
   const Device device = call.inputs.q.device();
   const bool exponential = call.spec.score == Score::exponential;
   const bool wide = rows_are_wide(out_gradient) && rows_are_wide(call.result.out);
-  const bool as_it_is = in_kernels && rows_are_wide(out_gradient);
+  // Without a normalizer there is nothing to divide by, and no δ.
+  const bool plain = call.spec.norm == Norm::none;
+  const bool as_it_is = (in_kernels || plain) && rows_are_wide(out_gradient);
   ScaledGradient scaled;
   scaled.delta = Tensor::empty({shape.batch, shape.heads, shape.length}, DType::f32, device);
   if (call.result.maximum) scaled.log_sum = Tensor::empty_like(scaled.delta);
   if (as_it_is) {
     scaled.g = out_gradient;
-    if (!exponential && call.spec.norm == Norm::sum) scaled.inverse = Tensor::empty_like(scaled.delta);
+    if (plain) {
+      furious::fill(scaled.delta, 0);
+      return scaled;
+    }
+    if (!exponential) scaled.inverse = Tensor::empty_like(scaled.delta);
   } else {
     scaled.g = Tensor::empty({shape.batch, shape.length, shape.heads, (shape.v_dim + 7) / 8 * 8}, DType::bf16, device);
   }

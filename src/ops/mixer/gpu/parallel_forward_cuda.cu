@@ -40,8 +40,9 @@ bool on_hopper(Device device) {
 
 bool hopper_supports(const MixerCall& call) {
   const MixerShape& shape = call.shape;
-  return on_hopper(call.inputs.q.device()) && parallel_supports(call) && std::max(shape.qk_dim, shape.v_dim) <= 128 &&
-         rows_are_wide(call.inputs.q) && rows_are_wide(call.inputs.k) && rows_are_wide(call.inputs.v) &&
+  return on_hopper(call.inputs.q.device()) && parallel_supports(call) &&
+         std::max(shape.qk_dim, shape.v_dim) <= kLargestHopperDim && rows_are_wide(call.inputs.q) &&
+         rows_are_wide(call.inputs.k) && rows_are_wide(call.inputs.v) &&
          (call.spec.score != Score::exponential || call.spec.norm == Norm::sum) && call.spec.degree == 0 &&
          !call.spec.signed_decay;
 }

@@ -501,8 +501,7 @@ struct Walk {
 
   // Returns the part of the normalizer.
   __device__ float add_state_part(int mt, int u, int token) {
-    const int count = m.v_dim + (m.sum_norm ? 1 : 0);
-    const float* const part = m.state_part + (head_row + token) * count;
+    const float* const part = m.state_part + (head_row + token) * past_columns(m.v_dim, m.sum_norm);
 #pragma unroll
     for (int d = 0; d < kWidth / 8; ++d)
 #pragma unroll

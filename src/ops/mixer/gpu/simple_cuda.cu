@@ -78,9 +78,8 @@ __global__ void forward_kernel(Simple<T> m) {
   float q[kPerLane], k[kPerLane], v[kPerLane], y[kPerLane] = {};
   load(q, m.q.row(p.b, query, p.h), m.qk_dim);
   float n = 0, largest = -INFINITY;
-  const int columns = m.v_dim + (m.sum_norm ? 1 : 0);
   if (m.past) {
-    const float* past = m.past + (head_row + p.t) * columns;
+    const float* past = m.past + (head_row + p.t) * past_columns(m.v_dim, m.sum_norm);
     load(y, past, m.v_dim);
     if (m.sum_norm) n = past[m.v_dim];
   }

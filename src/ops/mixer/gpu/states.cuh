@@ -1,10 +1,14 @@
 // What the kernels of the chunked form on Hopper share.
 //
-// The state of a squared score, S[a, b, :] = Σ_j w_j k_a k_b v_j, is symmetric in a and b. With a and b in blocks of 16
-// only the blocks A ≤ B are kept, in tiles of 4 a × 16 b × 64 values (a tile: 64 rows of 64 columns in the layout of
-// hopper.cuh). Tiles of A < B count twice, and hold twice the sum. Of one a after another, those with the same four a
-// follow each other: A, then the four a in A, then B. Before them lies the tile of the normalizer, Z[a, b] = Σ_j w_j
-// k_a k_b, all of it. The state of a linear score is a single tile, S[a, :].
+// States are kept in tiles of 64 rows of 64 columns, in the layout of hopper.cuh; what lies outside of narrower heads
+// is zero.
+//
+// That of a squared score, S[a, b, :] = Σ_j w_j k_a k_b v_j, is symmetric in a and b. With a and b in blocks of 16 only
+// the blocks A ≤ B are kept, in tiles of 4 a × 16 b × 64 values. Tiles of A < B count twice, and hold twice the sum. Of
+// one a after another, those with the same four a follow each other: A, then the four a in A, then B. Before them lies
+// the tile of the normalizer, Z[a, b] = Σ_j w_j k_a k_b, all of it.
+//
+// That of a linear score, S[a, :], has a tile for each 64 of a, and of the values: a, then values.
 #pragma once
 
 #include "gpu/hopper.cuh"
@@ -15,14 +19,37 @@
 namespace furious::cuda {
 
 constexpr int kTileElements = kPanelRows * 64;
-// Blocks of 16 a and b, in the order of features.h: four tiles for each, after that of the normalizer.
-constexpr int kStateBlocks = 4;
-constexpr int kSquaredTiles = 1 + 4 * first_pair(kStateBlocks, kStateBlocks);
-constexpr int kPairs = first_pair(64, 64);  // rows of the state as features.h orders them
 
-// Of the tiles of a squared score, the first with block A.
-__host__ __device__ constexpr int first_tile_of(int block) {
-  return 1 + 4 * first_pair(kStateBlocks, block);
+// Of a squared score with `blocks` blocks of 16 a: the first tile with block A; their number is that for A = blocks.
+__host__ __device__ constexpr int first_tile_of(int blocks, int block) {
+  return 1 + 4 * first_pair(blocks, block);
+}
+
+// Dimensions of a head: of what φ is made of, and of the values.
+struct StateDims {
+  int qk, v;
+
+  __host__ __device__ int blocks() const { return (qk + 15) / 16; }
+  __host__ __device__ int qk_panels() const { return (qk + 63) / 64; }
+  __host__ __device__ int v_panels() const { return (v + 63) / 64; }
+};
+inline StateDims dims_of(const MixerShape& shape) {
+  return {static_cast<int>(shape.qk_dim), static_cast<int>(shape.v_dim)};
+}
+
+// Calls f with the blocks of a squared score's heads as a constant.
+template <class F>
+void with_blocks(const StateDims& dims, F&& f) {
+  switch (dims.blocks()) {
+    case 1:
+      return f(std::integral_constant<int, 1>());
+    case 2:
+      return f(std::integral_constant<int, 2>());
+    case 3:
+      return f(std::integral_constant<int, 3>());
+    default:
+      return f(std::integral_constant<int, 4>());
+  }
 }
 
 // The chunks of one head, one after another, in the order that the state goes through them.
@@ -33,11 +60,6 @@ struct Chunks {
   __device__ int at(int i) const { return reverse ? chunks - 1 - i : i; }
   __device__ int tiles(int c) const { return (min(chunk, length - c * chunk) + kPanelRows - 1) / kPanelRows; }
 };
-
-// The row of a state, as features.h orders them, that holds the pair (a, b).
-__device__ inline int pair_row(int a, int b) {
-  return pair_index(64, min(a, b), max(a, b));
-}
 
 // One walk of a state through the chunks: S ← through · S + Σ_j w_j φ(x_j) [u_j, e_j]ᵀ with w = constant · factors, and
 // e = 1 or, where it is defined, −shift.

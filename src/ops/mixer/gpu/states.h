@@ -1,4 +1,5 @@
-// The states of the chunked form on Hopper: bf16, heads of 64, every chunk of every head at once.
+// The states of the chunked form on Hopper: bf16, squared scores with heads of up to 64, and linear ones without a
+// normalizer with heads of up to 128; every chunk of every head at once.
 #pragma once
 
 #include "ops/mixer/gpu/mixer_cuda.h"
@@ -12,7 +13,7 @@ bool states_support(const MixerCall& call);
 // is written if the call requests one. That before the first chunk of a call without an initial state is not written.
 Tensor chunk_states(const MixerCall& call, const ChunkTables& tables);
 
-// past: [batch, length, heads, 64], what the states give to each token; under the sum norm divided by past_n, f32
+// past: [batch, length, heads, v_dim], what the states give to each token; under the sum norm divided by past_n, f32
 // [batch, heads, length], their part of the normalizer.
 void read_states(const MixerCall& call, const ChunkTables& tables, const Tensor& states, const Tensor& past,
                  const Tensor& past_n);

@@ -7,6 +7,7 @@
 // tiles of their state stream through shared memory. For y the operand A, tokens × 16 rows (a, b) of the state, is x_b
 // times x_a of its row, made in registers. For dx, t_ab = Σ_v u_v S_ab,v is a product, and dx_b += x_a t_ab (and dx_a
 // += x_b t_ab where only one of the two is kept) follow on the other units.
+#include "gpu/device.h"
 #include "ops/mixer/gpu/heads.cuh"
 #include "ops/mixer/gpu/states.cuh"
 
@@ -19,6 +20,7 @@ struct Reading {
   const float* shift;    // [batch, heads, length]: −e, where e is not 1
   Heads<bf16> out;
   float* normalizer;  // [batch, heads, length]
+  int out_dim;
   int length, chunk, chunks, heads, batch, x_group, u_group, tiles;
   int empty;   // the chunk that no state enters, or −1
   bool falls;  // factors within a chunk, which else rise
@@ -133,8 +135,9 @@ __device__ void copy_all(Shared& shared, const CUtensorMap& x, const CUtensorMap
 
 // A warp's 16 rows of results, rounded, times a factor for each of a thread's two rows, through its rows in
 // `through`.
-__device__ void write_rows(const Reading& m, int head, int row, const float (&acc)[8][4], const float (&factor)[2],
-                           const Tile<64>& through) {
+template <int kPanels>
+__device__ void write_rows(const Reading& m, int head, int row, const float (&acc)[kPanels][8][4],
+                           const float (&factor)[2], const Tile<64>& through) {
   const int warp = static_cast<int>(threadIdx.x) / 32 % 4, lane = static_cast<int>(threadIdx.x) % 32;
   if (m.decay)
 #pragma unroll
@@ -144,39 +147,50 @@ __device__ void write_rows(const Reading& m, int head, int row, const float (&ac
       if (own < m.length) {
         const uint32_t* const other =
             reinterpret_cast<const uint32_t*>(m.other.row(head / m.heads, own, head % m.heads)) + lane % 4;
+        uint32_t words[8 * kPanels] = {};
 #pragma unroll
-        for (int j = 0; j < 8; ++j)
-          product += low_of(other[j * 4]) * acc[j][2 * i] + high_of(other[j * 4]) * acc[j][2 * i + 1];
+        for (int j = 0; j < 8 * kPanels; ++j)
+          if (8 * j < m.out_dim) words[j] = other[j * 4];
+#pragma unroll
+        for (int j = 0; j < 8 * kPanels; ++j)
+          product += low_of(words[j]) * acc[j / 8][j % 8][2 * i] + high_of(words[j]) * acc[j / 8][j % 8][2 * i + 1];
       }
       product = quad_sum(product) * factor[i] * m.decay_factor;
       if (own < m.length && lane % 4 == 0) m.decay[place_of(m, head, own)] = static_cast<double>(product);
     }
 #pragma unroll
-  for (int i = 0; i < 2; ++i)
+  for (int panel = 0; panel < kPanels; ++panel) {
+    if (panel > 0) __syncwarp();
 #pragma unroll
-    for (int j = 0; j < 8; ++j)
-      *reinterpret_cast<uint32_t*>(through.at(warp * 16 + lane / 4 + 8 * i, j) + lane % 4 * 2) =
-          pack(acc[j][2 * i] * factor[i], acc[j][2 * i + 1] * factor[i]);
-  __syncwarp();
+    for (int i = 0; i < 2; ++i)
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int own = 4 * i + lane / 8;
-    if (row + own < m.length)
-      *(reinterpret_cast<uint4*>(m.out.row(head / m.heads, row + own, head % m.heads)) + lane % 8) =
-          *reinterpret_cast<const uint4*>(through.at(warp * 16 + own, lane % 8));
+      for (int j = 0; j < 8; ++j)
+        *reinterpret_cast<uint32_t*>(through.at(warp * 16 + lane / 4 + 8 * i, j) + lane % 4 * 2) =
+            pack(acc[panel][j][2 * i] * factor[i], acc[panel][j][2 * i + 1] * factor[i]);
+    __syncwarp();
+    const int vector = 8 * panel + lane % 8;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int own = 4 * i + lane / 8;
+      if (row + own < m.length && 8 * vector < m.out_dim)
+        *(reinterpret_cast<uint4*>(m.out.row(head / m.heads, row + own, head % m.heads)) + vector) =
+            *reinterpret_cast<const uint4*>(through.at(warp * 16 + own, lane % 8));
+    }
   }
 }
 __device__ void write_zeros(const Reading& m, int head, int row) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   for (int own = lane / 8; own < 16; own += 4)
     if (row + own < m.length) {
-      *(reinterpret_cast<uint4*>(m.out.row(head / m.heads, row + own, head % m.heads)) + lane % 8) = uint4{};
+      for (int vector = lane % 8; 8 * vector < m.out_dim; vector += 8)
+        *(reinterpret_cast<uint4*>(m.out.row(head / m.heads, row + own, head % m.heads)) + vector) = uint4{};
       if (m.decay && lane % 8 == 0) m.decay[place_of(m, head, row + own)] = 0;
     }
 }
 
 #endif
 
+template <int kBlocks>
 __global__ void __launch_bounds__(kThreads, 1) read_kernel(const __grid_constant__ CUtensorMap map, const Reading m) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char memory[];
@@ -209,7 +223,8 @@ __global__ void __launch_bounds__(kThreads, 1) read_kernel(const __grid_constant
     uint32_t own[4][4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) x.a_fragment(own[i], warp * 16, i);
-    float acc[8][4];
+    float results[1][8][4];
+    float(&acc)[8][4] = results[0];
     const auto begin = [&](const uint32_t(&f)[4][4], auto transposed, int add) {
       const int stage = turn % Shared::kStages;
       shared.full[stage].wait(turn / Shared::kStages);
@@ -244,7 +259,7 @@ __global__ void __launch_bounds__(kThreads, 1) read_kernel(const __grid_constant
       n[1] = quad_sum(n[1]);
     }
 #pragma unroll
-    for (int block = 0; block < 4; ++block)
+    for (int block = 0; block < kBlocks; ++block)
 #pragma unroll 1
       for (int four = 0; four < 4; ++four) {
         uint32_t scalars[4][2];  // x_a twice, for each of the thread's rows
@@ -259,14 +274,14 @@ __global__ void __launch_bounds__(kThreads, 1) read_kernel(const __grid_constant
         }
         uint32_t f[2][4][4];
 #pragma unroll
-        for (int other = block; other < 4; ++other) {
+        for (int other = block; other < kBlocks; ++other) {
           uint32_t(&now)[4][4] = f[(other - block) % 2];
 #pragma unroll
           for (int a = 0; a < 4; ++a)
 #pragma unroll
             for (int i = 0; i < 4; ++i) now[a][i] = multiply_pairs(own[other][i], scalars[a][i % 2]);
           begin(now, std::true_type(), block + other > 0 || four > 0);
-          if (other < 3)
+          if (other + 1 < kBlocks)
             wait_for_products<1>();
           else
             wait_for_products<0>();
@@ -286,7 +301,7 @@ __global__ void __launch_bounds__(kThreads, 1) read_kernel(const __grid_constant
       factor[i] = total < kSmallestNormalizer ? 0.0f : 1 / n[i];
       if (there && lane % 4 == 0) m.normalizer[place_of(m, head, row + 8 * i)] = factor[i] > 0 ? total : 0.0f;
     }
-    write_rows(m, head, first, acc, factor, x);
+    write_rows(m, head, first, results, factor, x);
     fence_shared_writes();
     __syncwarp();
     if (lane == 0) shared.x_empty[place].arrive();
@@ -294,6 +309,7 @@ __global__ void __launch_bounds__(kThreads, 1) read_kernel(const __grid_constant
 #endif
 }
 
+template <int kBlocks>
 __global__ void __launch_bounds__(kThreads, 1)
     contract_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap u_map,
                     const Reading m) {
@@ -313,7 +329,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   int turn = 0, pass = 0;
   each_item(m, [&](const Item& item, bool erased) {
     const int head = item.head, first = item.token + group * kPanelRows + warp * 16, row = first + lane / 4;
-    float dx[8][4] = {};
+    float results[1][8][4] = {};
+    float(&dx)[8][4] = results[0];
     if (erased) return write_zeros(m, head, first);
     const int place = pass % 2;
     shared.x_full[place].wait(pass / 2);
@@ -351,7 +368,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
     for (int i = 0; i < 4; ++i) u.a_fragment(own[i], warp * 16, i);
 #pragma unroll
-    for (int block = 0; block < 4; ++block)
+    for (int block = 0; block < kBlocks; ++block)
 #pragma unroll 1
       for (int four = 0; four < 4; ++four) {
         float scalars[4][2], sums[4][2] = {};
@@ -365,7 +382,7 @@ __global__ void __launch_bounds__(kThreads, 1)
           scalars[3][i] = high_of(pairs.y);
         }
 #pragma unroll
-        for (int other = block; other < 4; ++other) {
+        for (int other = block; other < kBlocks; ++other) {
           multiply();
           // Column 8j + … of t is a = j/2 and b = 8(j%2) + ….
           if (other == block) {
@@ -387,7 +404,7 @@ __global__ void __launch_bounds__(kThreads, 1)
               }
           }
         }
-        if (block == 3) continue;
+        if (block + 1 == kBlocks) continue;
           // dx_a: held by one lane of the four.
 #pragma unroll
         for (int a = 0; a < 4; ++a)
@@ -402,7 +419,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     float factor[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) factor[i] = row + 8 * i < m.length ? factor_of(m, head, row + 8 * i) : 0.0f;
-    write_rows(m, head, first, dx, factor, x);
+    write_rows(m, head, first, results, factor, x);
     fence_shared_writes();
     __syncwarp();
     if (lane == 0) shared.x_empty[place].arrive();
@@ -410,61 +427,59 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-// A linear score: out = f_i · x_i · S, or with kTransposed f_i · x_i · Sᵀ. A block has 64 tokens.
-template <bool kTransposed>
+// A linear score: out = f_i · x_i · S, or with kTransposed f_i · x_i · Sᵀ. A block has 64 tokens. Panels: 64 columns of
+// x, and of the results.
+template <int kIn, int kOut>
+struct LinearShared {
+  unsigned char x[kIn][kPanelBytes], state[kIn * kOut][kPanelBytes];
+  Barrier full;
+};
+template <bool kTransposed, int kIn, int kOut>
 __global__ void __launch_bounds__(128) linear_kernel(const __grid_constant__ CUtensorMap map, const Reading m) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  __shared__ __align__(1024) unsigned char shared_x[kPanelBytes];
-  __shared__ __align__(1024) unsigned char state[kPanelBytes];
-  __shared__ Barrier full;
+  extern __shared__ __align__(1024) unsigned char memory[];
+  auto& shared = *reinterpret_cast<LinearShared<kIn, kOut>*>(memory);
   const int token = static_cast<int>(blockIdx.x) * kPanelRows, h = static_cast<int>(blockIdx.y);
   const int b = static_cast<int>(blockIdx.z), c = token / m.chunk;
   const int head = b * m.heads + h;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int first = token + warp * 16, row = first + lane / 4;
-  float acc[8][4] = {}, factor[2] = {};
   if (c == m.empty) return write_zeros(m, head, first);
   if (threadIdx.x == 0) {
-    full.init(1);
+    shared.full.init(1);
     fence_barriers();
-    full.arrive_and_expect(2 * kPanelBytes);
-    copy_tile(shared_x, map, full, 0, token, h / m.x_group, b);
-    copy_bytes(state, m.states + static_cast<int64_t>(head * m.chunks + c) * kTileElements, kPanelBytes, full);
+    shared.full.arrive_and_expect(kIn * (1 + kOut) * kPanelBytes);
+    for (int in = 0; in < kIn; ++in) copy_tile(shared.x[in], map, shared.full, 64 * in, token, h / m.x_group, b);
+    copy_bytes(shared.state, m.states + static_cast<int64_t>(head * m.chunks + c) * (kIn * kOut) * kTileElements,
+               kIn * kOut * kPanelBytes, shared.full);
   }
+  float acc[kOut][8][4] = {}, factor[2] = {};
 #pragma unroll
   for (int i = 0; i < 2; ++i) factor[i] = row + 8 * i < m.length ? factor_of(m, head, row + 8 * i) : 0.0f;
   __syncthreads();
-  full.wait(0);
-  uint32_t own[4][4];
+  shared.full.wait(0);
+  uint32_t own[kIn][4][4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) panel_of(shared_x).a_fragment(own[i], warp * 16, i);
+  for (int in = 0; in < kIn; ++in)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) panel_of(shared.x[in]).a_fragment(own[in][i], warp * 16, i);
   fence_products();
 #pragma unroll
-  for (int i = 0; i < 4; ++i)
-    if constexpr (kTransposed)
-      wgmma<0>(acc, own[i], operand(state, i), 1);
-    else
-      wgmma<1>(acc, own[i], operand_transposed(state, i), 1);
+  for (int out = 0; out < kOut; ++out)
+#pragma unroll
+    for (int in = 0; in < kIn; ++in)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if constexpr (kTransposed)
+          wgmma<0>(acc[out], own[in][i], operand(shared.state[out * kIn + in], i), 1);
+        else
+          wgmma<1>(acc[out], own[in][i], operand_transposed(shared.state[in * kOut + out], i), 1);
   commit_products();
   wait_for_products<0>();
-  settle(acc);
-  write_rows(m, head, first, acc, factor, panel_of(shared_x));
+#pragma unroll
+  for (int out = 0; out < kOut; ++out) settle(acc[out]);
+  write_rows(m, head, first, acc, factor, panel_of(shared.x[0]));
 #endif
-}
-
-int multiprocessors() {
-  static const int count = [] {
-    int device = 0, n = 0;
-    check(cudaGetDevice(&device), "mixer");
-    check(cudaDeviceGetAttribute(&n, cudaDevAttrMultiProcessorCount, device), "mixer");
-    return n;
-  }();
-  return count;
-}
-
-template <class Kernel>
-void allow_memory(Kernel kernel, size_t bytes) {
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)), "mixer");
 }
 
 Reading reading_of(const MixerCall& call, const Tensor& states, const Tensor& x, const Tensor& u, const Tensor& factors,
@@ -474,6 +489,7 @@ Reading reading_of(const MixerCall& call, const Tensor& states, const Tensor& x,
   m.states = pointer<bfloat16>(states);
   m.factors = floats(factors);
   m.out = heads_of<bfloat16>(out, shape.heads);
+  m.out_dim = static_cast<int>(out.size(3));
   m.length = static_cast<int>(shape.length);
   m.chunk = static_cast<int>(call.chunk);
   m.chunks = static_cast<int>(states.size(2));
@@ -494,22 +510,42 @@ dim3 persistent(const Reading& m) {
   return dim3(static_cast<unsigned>(std::min<int64_t>(items, multiprocessors())));
 }
 
-void read(const Reading& m, const CUtensorMap& x, cudaStream_t here) {
-  allow_memory(read_kernel, sizeof(ReadShared));
-  read_kernel<<<persistent(m), kThreads, sizeof(ReadShared), here>>>(x, m);
+void read(const StateDims& dims, const Reading& m, const CUtensorMap& x, cudaStream_t here) {
+  with_blocks(dims, [&](auto blocks) {
+    constexpr auto kernel = read_kernel<decltype(blocks)::value>;
+    allow_shared_memory(kernel, sizeof(ReadShared));
+    kernel<<<persistent(m), kThreads, sizeof(ReadShared), here>>>(x, m);
+  });
   check_launch("mixer: reading states");
 }
 
-void contract(const Reading& m, const CUtensorMap& x, const CUtensorMap& u, cudaStream_t here) {
-  allow_memory(contract_kernel, sizeof(ContractShared));
-  contract_kernel<<<persistent(m), kThreads, sizeof(ContractShared), here>>>(x, u, m);
+void contract(const StateDims& dims, const Reading& m, const CUtensorMap& x, const CUtensorMap& u, cudaStream_t here) {
+  with_blocks(dims, [&](auto blocks) {
+    constexpr auto kernel = contract_kernel<decltype(blocks)::value>;
+    allow_shared_memory(kernel, sizeof(ContractShared));
+    kernel<<<persistent(m), kThreads, sizeof(ContractShared), here>>>(x, u, m);
+  });
   check_launch("mixer: gradients through states");
 }
 
 template <bool kTransposed>
-void linear(const Reading& m, const CUtensorMap& x, cudaStream_t here) {
+void linear(const StateDims& dims, const Reading& m, const CUtensorMap& x, cudaStream_t here) {
   const dim3 grid(blocks_for(m.length, kPanelRows), static_cast<unsigned>(m.heads), static_cast<unsigned>(m.batch));
-  linear_kernel<kTransposed><<<grid, 128, 0, here>>>(x, m);
+  const auto launch = [&]<int kIn, int kOut>() {
+    constexpr auto kernel = linear_kernel<kTransposed, kIn, kOut>;
+    constexpr size_t bytes = sizeof(LinearShared<kIn, kOut>);
+    allow_shared_memory(kernel, bytes);
+    kernel<<<grid, 128, bytes, here>>>(x, m);
+  };
+  const bool wide_in = (kTransposed ? dims.v : dims.qk) > 64, wide_out = (kTransposed ? dims.qk : dims.v) > 64;
+  if (wide_in && wide_out)
+    launch.template operator()<2, 2>();
+  else if (wide_in)
+    launch.template operator()<2, 1>();
+  else if (wide_out)
+    launch.template operator()<1, 2>();
+  else
+    launch.template operator()<1, 1>();
   check_launch("mixer: reading states");
 }
 
@@ -520,9 +556,10 @@ float score_constant(const MixerCall& call) {
 }  // namespace
 
 bool states_support(const MixerCall& call) {
-  const bool linear = call.spec.score == Score::linear && call.spec.norm == Norm::none;
-  return forced_kernel() != "chunk states" && hopper_supports(call) && call.shape.qk_dim == 64 &&
-         call.shape.v_dim == 64 && call.chunk % kRows == 0 && (call.spec.score == Score::squared || linear);
+  const int64_t dim = std::max(call.shape.qk_dim, call.shape.v_dim);
+  const bool linear = call.spec.score == Score::linear && call.spec.norm == Norm::none && dim <= 128;
+  const bool squared = call.spec.score == Score::squared && dim <= 64;
+  return forced_kernel() != "chunk states" && hopper_supports(call) && call.chunk % kRows == 0 && (squared || linear);
 }
 
 void read_states(const MixerCall& call, const ChunkTables& tables, const Tensor& states, const Tensor& past,
@@ -532,8 +569,8 @@ void read_states(const MixerCall& call, const ChunkTables& tables, const Tensor&
       reading_of(call, states, q, q, tables.in, true, score_constant(call), call.inputs.initial_state ? -1 : 0, past);
   m.normalizer = floats(past_n);
   const cudaStream_t here = stream(q.device());
-  if (call.spec.score == Score::linear) return linear<false>(m, tile_map(q), here);
-  read(m, tile_map(q), here);
+  if (call.spec.score == Score::linear) return linear<false>(dims_of(call.shape), m, tile_map(q), here);
+  read(dims_of(call.shape), m, tile_map(q), here);
 }
 
 void state_gradients(const MixerCall& call, const ChunkTables& tables, const Tensor& states,
@@ -543,6 +580,7 @@ void state_gradients(const MixerCall& call, const ChunkTables& tables, const Ten
   const Tensor& g = scaled.g;
   const Tensor delta = call.spec.norm == Norm::sum ? scaled.delta : Tensor();
   const float constant = score_constant(call);
+  const StateDims dims = dims_of(call.shape);
   const cudaStream_t here = stream(q.device());
   const CUtensorMap q_map = tile_map(q), k_map = tile_map(k), v_map = tile_map(v), g_map = tile_map(g);
   const int first = call.inputs.initial_state ? -1 : 0, last = static_cast<int>(tables.chunks) - 1;
@@ -565,14 +603,14 @@ void state_gradients(const MixerCall& call, const ChunkTables& tables, const Ten
     Reading dq_of_g = dq, dk_of_v = dk;
     dq_of_g.x_group = dq.u_group;
     dk_of_v.x_group = dk.u_group;
-    linear<true>(dq_of_g, g_map, here);
-    linear<true>(dk_of_v, v_map, here);
-    linear<false>(dv, k_map, here);
+    linear<true>(dims, dq_of_g, g_map, here);
+    linear<true>(dims, dk_of_v, v_map, here);
+    linear<false>(dims, dv, k_map, here);
     return;
   }
-  contract(dq, q_map, g_map, here);
-  contract(dk, k_map, v_map, here);
-  read(dv, k_map, here);
+  contract(dims, dq, q_map, g_map, here);
+  contract(dims, dk, k_map, v_map, here);
+  read(dims, dv, k_map, here);
 }
 
 }  // namespace furious::cuda

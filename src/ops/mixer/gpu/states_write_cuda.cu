@@ -1,9 +1,11 @@
 // The state before every chunk: S ← through · S + Σ_j w_j φ(x_j) u_jᵀ, with (k, v) from the first chunk to the last, or
 // for its gradient with (q, g/n) from the last to the first.
 //
-// For a squared score a block owns 5 of the 40 tiles of a head and walks over all tokens; the state never leaves the
-// registers of its two warpgroups but for the copies in bf16 that go into memory before each chunk. The operand A, 64
-// rows (a, b) × 16 tokens, is made in registers: x_b, by ldmatrix, times w·x_a, which helping warps have transposed.
+// For a squared score a block owns a few of a head's tiles (40 for a head of 64) and walks over all tokens; the state
+// never leaves the registers of its two warpgroups but for the copies in bf16 that go into memory before each chunk.
+// The operand A, 64 rows (a, b) × 16 tokens, is made in registers: x_b, by ldmatrix, times w·x_a, which helping warps
+// have transposed.
+#include "gpu/device.h"
 #include "ops/mixer/gpu/heads.cuh"
 #include "ops/mixer/gpu/states.cuh"
 
@@ -17,21 +19,43 @@ struct WalkArguments {
   const float* first;    // the state that comes in, f32 as in mixer.h
   float* last;           // that which goes out
   bf16* states;
-  float* sums;  // of each chunk alone, f32 [batch, heads, chunks, 64, 64]
+  float* sums;  // of each chunk alone, f32 [batch, heads, chunks, tiles of the sum, 64, 64]
   Chunks chunks;
-  int heads, x_group, u_group, columns, tiles;
+  StateDims dims;
+  int heads, x_group, u_group;
+  int rows, columns;  // of a state outside
+  int tiles, summed;  // of a state here, and of a sum
   float constant;
+
+  // The place of (a, b, column) in the state of a squared score outside; −1 where it has none.
+  __device__ int64_t place(int64_t head, int a, int b, int column) const {
+    if (a >= dims.qk || b >= dims.qk || column >= columns) return -1;
+    return (head * rows + pair_index(dims.qk, min(a, b), max(a, b))) * columns + column;
+  }
 };
 
-constexpr int kConsumers = 2;
-constexpr int kHelpers = 3;  // warps
-constexpr int kUpdateThreads = 128 * kConsumers + 32 * (kHelpers + 1);
+constexpr int kConsumers = 2;  // warpgroups
+constexpr int kOctets = 3;     // of 8 a each, the most that the tiles of a block have
+// Warps behind the consumers: two for each octet, one for copies and one for factors. Each of them has 64 tokens to do
+// in the time of their products.
+constexpr int kHelpers = 2 * kOctets;
+constexpr int kCopying = 4 * kConsumers + kHelpers, kFactoring = kCopying + 1;
+
+// How many tiles a block owns at most: two for one warpgroup and three for the other; two for each, where heads are
+// narrower than 64; or, where as few heads leave multiprocessors without a block, one or two for each.
+enum class Share : uint8_t { five, four, three };
+constexpr int parts_of(Share share, int blocks) {
+  return share == Share::five ? 8 : share == Share::three ? 16 : blocks * (blocks + 1) / 2;
+}
+constexpr int kUpdateThreads = 32 * (kFactoring + 1);
+constexpr int kUpdateRegisters = 208, kHelperRegisters = 48;
+static_assert(registers_suffice(kConsumers, kUpdateRegisters, kHelperRegisters, 2));
 
 struct UpdateShared {
   static constexpr int kStages = 8;
   unsigned char x[kStages][kPanelBytes], u[kStages][kPanelBytes];
   unsigned char out[5][kPanelBytes];
-  uint4 scaled[kStages][8 * kHelpers][12];  // w·x_a of 64 tokens for 8 a per helper; rows of 128 bytes, 192 apart
+  uint4 scaled[kStages][8 * kOctets][12];  // w·x_a of 64 tokens; rows of 128 bytes, 192 apart
   float factors[kStages][kPanelRows];
   Barrier full[kStages], ready[kStages], empty[kStages];
 };
@@ -66,10 +90,38 @@ struct Kept {
   }
 };
 
-// One warpgroup: kTiles tiles of block B, from `first_a` on; its rows of `scaled` begin with a = first_a / 8 · 8.
-template <int kGroup, int kTiles>
-__device__ void accumulate(UpdateShared& shared, const WalkArguments& m, int block, int first_a, int scaled_row,
-                           unsigned char* out, int64_t head) {
+// Tiles of a warpgroup: of one block B, from this a on.
+struct Owned {
+  int block, first;
+};
+// One tile, or two that follow each other, of all in the order of B, then a.
+__device__ Owned one_tile(int i) {
+  const int block = i < 4 ? 0 : i < 12 ? 1 : i < 24 ? 2 : 3;
+  return {block, 4 * (i - 2 * block * (block + 1))};
+}
+__device__ Owned two_tiles(int i) {
+  const int block = i < 2 ? 0 : i < 6 ? 1 : i < 12 ? 2 : 3;
+  return {block, 8 * (i - block * (block + 1))};
+}
+__device__ Owned owned_by(Share share, int part, int group) {
+  switch (share) {
+    case Share::five:
+      if (group == 0) return two_tiles(part < 6 ? part : part + 6);
+      return part < 4 ? Owned{2, 12 * part} : Owned{3, 16 + 12 * (part - 4)};
+    case Share::four:
+      return two_tiles(2 * part + group);
+    case Share::three:
+      if (part >= 8) return one_tile(2 * part - 8 + group);
+      return group == 0 ? one_tile(part) : two_tiles(12 + part);
+  }
+  return {};
+}
+
+// One warpgroup; its rows of `scaled` begin with a = owned.first / 8 · 8.
+template <int kBlocks, int kGroup, int kTiles>
+__device__ void accumulate(UpdateShared& shared, const WalkArguments& m, const Owned& owned, unsigned char* out,
+                           int64_t head) {
+  const int block = owned.block, first_a = owned.first, scaled_row = 8 * kGroup + first_a % 8;
   const int warp = static_cast<int>(threadIdx.x) / 32 % 4, lane = static_cast<int>(threadIdx.x) % 32;
   const Chunks& chunks = m.chunks;
   float acc[kTiles][8][4] = {};
@@ -85,14 +137,37 @@ __device__ void accumulate(UpdateShared& shared, const WalkArguments& m, int blo
   };
   if (m.first)
     each([&](float& x, int a, int b, int column) {
-      x = m.first[(head * kPairs + pair_row(a, b)) * m.columns + column] * (a == b ? 1.0f : 1 / kPairFactor);
+      const int64_t place = column < m.dims.v ? m.place(head, a, b, column) : -1;
+      if (place >= 0) x = m.first[place] * (a == b ? 1.0f : 1 / kPairFactor);
     });
+  // What makes the operand A of a tile of tokens, loaded while products of the tile before it run.
+  uint32_t x_b[4][4];
+  uint4 scaled[2][kTiles];
+  const auto load = [&](int turn) {
+    const int stage = turn % UpdateShared::kStages, phase = turn / UpdateShared::kStages;
+    const Tile<64> x = panel_of(shared.x[stage]);
+    shared.full[stage].wait(phase);
+#pragma unroll
+    for (int step = 0; step < 4; ++step)
+      load_matrices_transposed(x_b[step], x.at(16 * step + lane % 8 + lane / 16 * 8, 2 * block + lane / 8 % 2));
+    shared.ready[stage].wait(phase);
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t)
+        scaled[half][t] = shared.scaled[stage][scaled_row + 4 * t + warp][half * 4 + lane % 4];
+  };
   int turn = 0;
-  float next = Kept::look_up(m, head, 0);
+  const auto through_at = [&](int i) {
+    return m.through ? m.through[head * chunks.chunks + chunks.at(min(i, chunks.chunks - 1))] : 1.0f;
+  };
+  float next = Kept::look_up(m, head, 0), next_through = through_at(0);
   for (int i = 0; i < chunks.chunks; ++i) {
     const int c = chunks.at(i);
     const Kept kept(m, c, next);
+    const float through = next_through;
     next = Kept::look_up(m, head, i + 1);
+    next_through = through_at(i + 1);
     if (i > 0 || m.first) {
       if (threadIdx.x % 128 == 0) wait_for_reads_of_stores();
       warpgroup_barrier<kGroup>();
@@ -114,38 +189,28 @@ __device__ void accumulate(UpdateShared& shared, const WalkArguments& m, int blo
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
           const int a = first_a + 4 * tile, own = a / 16;
-          const int index = first_tile_of(own) + a % 16 / 4 * (4 - own) + block - own;
+          const int index = first_tile_of(kBlocks, own) + a % 16 / 4 * (kBlocks - own) + block - own;
           store_bytes(state + static_cast<int64_t>(index) * kTileElements, out + tile * kPanelBytes, kPanelBytes);
         }
         commit_stores();
       }
-      const float through = m.through ? m.through[head * chunks.chunks + c] : 1.0f;
       each([&](float& x, int, int, int) { x *= through; });
     }
     if (i == chunks.chunks - 1 && !m.last) break;
+    if (kept.begin < kept.end) load(turn);
     for (int tile = kept.begin; tile < kept.end; ++tile, ++turn) {
-      const int stage = turn % UpdateShared::kStages, phase = turn / UpdateShared::kStages;
-      const Tile<64> x = panel_of(shared.x[stage]);
-      shared.full[stage].wait(phase);
-      shared.ready[stage].wait(phase);
+      const int stage = turn % UpdateShared::kStages;
       uint32_t f[4][kTiles][4];
-      uint4 scaled[kTiles];
 #pragma unroll
       for (int step = 0; step < 4; ++step) {
-        if (step % 2 == 0)
-#pragma unroll
-          for (int t = 0; t < kTiles; ++t)
-            scaled[t] = shared.scaled[stage][scaled_row + 4 * t + warp][step / 2 * 4 + lane % 4];
-        uint32_t own[4];
-        load_matrices_transposed(own, x.at(16 * step + lane % 8 + lane / 16 * 8, 2 * block + lane / 8 % 2));
 #pragma unroll
         for (int t = 0; t < kTiles; ++t) {
-          const uint32_t low = step % 2 == 0 ? scaled[t].x : scaled[t].z;
-          const uint32_t high = step % 2 == 0 ? scaled[t].y : scaled[t].w;
-          f[step][t][0] = multiply_pairs(own[0], low);
-          f[step][t][1] = multiply_pairs(own[1], low);
-          f[step][t][2] = multiply_pairs(own[2], high);
-          f[step][t][3] = multiply_pairs(own[3], high);
+          const uint4& w = scaled[step / 2][t];
+          const uint32_t low = step % 2 == 0 ? w.x : w.z, high = step % 2 == 0 ? w.y : w.w;
+          f[step][t][0] = multiply_pairs(x_b[step][0], low);
+          f[step][t][1] = multiply_pairs(x_b[step][1], low);
+          f[step][t][2] = multiply_pairs(x_b[step][2], high);
+          f[step][t][3] = multiply_pairs(x_b[step][3], high);
         }
         fence_products();
         const uint64_t values = operand_transposed(shared.u[stage], step);
@@ -153,6 +218,7 @@ __device__ void accumulate(UpdateShared& shared, const WalkArguments& m, int blo
         for (int t = 0; t < kTiles; ++t) wgmma<1>(acc[t], f[step][t], values, 1);
         commit_products();
       }
+      if (tile + 1 < kept.end) load(turn + 1);
       wait_for_products<0>();
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) settle(acc[t]);
@@ -161,34 +227,35 @@ __device__ void accumulate(UpdateShared& shared, const WalkArguments& m, int blo
   }
   if (m.last)
     each([&](float& x, int a, int b, int column) {
-      if (a <= b) m.last[(head * kPairs + pair_row(a, b)) * m.columns + column] = x * (a == b ? 1.0f : kPairFactor);
+      const int64_t place = a <= b && column < m.dims.v ? m.place(head, a, b, column) : -1;
+      if (place >= 0) m.last[place] = x * (a == b ? 1.0f : kPairFactor);
     });
   if (threadIdx.x % 128 == 0) wait_for_stores();
 }
 
 #endif
 
+template <int kBlocks, Share kShare>
 __global__ void __launch_bounds__(kUpdateThreads, 1)
     update_kernel(const __grid_constant__ CUtensorMap x, const __grid_constant__ CUtensorMap u, const WalkArguments m) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char memory[];
   UpdateShared& shared = *reinterpret_cast<UpdateShared*>(memory);
   constexpr int kStages = UpdateShared::kStages;
+  constexpr int kHelping = 2 * (kShare == Share::five ? kOctets : 2);
   const int part = static_cast<int>(blockIdx.x), h = static_cast<int>(blockIdx.y), b = static_cast<int>(blockIdx.z);
   const int64_t head = static_cast<int64_t>(b) * m.heads + h;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       shared.full[i].init(m.factors ? 33 : 1);
-      shared.ready[i].init(kHelpers);
+      shared.ready[i].init(kHelping);
       shared.empty[i].init(4 * kConsumers);
     }
     fence_barriers();
   }
   __syncthreads();
-  // Of the 40 tiles of a head, two for one warpgroup and three for the other: their block B, and the first a.
-  const int two_block = part < 2 ? 0 : part < 6 ? 1 : 3, two = 8 * (part - (part < 2 ? 0 : part < 6 ? 2 : 6));
-  const int three_block = part < 4 ? 2 : 3, three = part < 4 ? 12 * part : 16 + 12 * (part - 4);
+  const Owned first = owned_by(kShare, part, 0), second = owned_by(kShare, part, 1);
   // Tiles of tokens in the order of the walk.
   const auto each_tile = [&](auto&& f) {
     const int walked = m.chunks.chunks - (m.last ? 0 : 1);
@@ -202,46 +269,51 @@ __global__ void __launch_bounds__(kUpdateThreads, 1)
     }
   };
   if (warp < 4) {
-    increase_registers<216>();
-    accumulate<0, 2>(shared, m, two_block, two, two % 8, shared.out[0], head);
+    increase_registers<kUpdateRegisters>();
+    accumulate<kBlocks, 0, kShare == Share::three ? 1 : 2>(shared, m, first, shared.out[0], head);
   } else if (warp < 8) {
-    increase_registers<216>();
-    accumulate<1, 3>(shared, m, three_block, three, 8 + three % 8, shared.out[2], head);
+    increase_registers<kUpdateRegisters>();
+    if constexpr (kShare == Share::five)
+      accumulate<kBlocks, 1, 3>(shared, m, second, shared.out[2], head);
+    else if (kShare == Share::four || part < 8)
+      accumulate<kBlocks, 1, 2>(shared, m, second, shared.out[2], head);
+    else
+      accumulate<kBlocks, 1, 1>(shared, m, second, shared.out[2], head);
   } else {
-    decrease_registers<72>();
-    if (warp < 8 + kHelpers) {
-      const int helper = warp - 8;
-      const int octet = helper == 0 ? two / 8 : three / 8 + helper - 1;
+    decrease_registers<kHelperRegisters>();
+    if (warp < 4 * kConsumers + kHelping) {
+      const int helper = warp - 4 * kConsumers, own = helper / 2, half = helper % 2;
+      const int octet = own == 0 ? first.first / 8 : second.first / 8 + own - 1;
       each_tile([&](int turn, int) {
         const int stage = turn % kStages;
         shared.full[stage].wait(turn / kStages);
+        uint32_t r[4];
+        load_matrices_transposed(r, panel_of(shared.x[stage]).at(32 * half + lane, octet));
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          uint32_t r[4];
-          load_matrices_transposed(r, panel_of(shared.x[stage]).at(32 * half + lane, octet));
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            float2 w = make_float2(1, 1);
-            if (m.factors)
-              w = *reinterpret_cast<const float2*>(shared.factors[stage] + 32 * half + 8 * i + lane % 4 * 2);
-            r[i] = pack(low_of(r[i]) * w.x * m.constant, high_of(r[i]) * w.y * m.constant);
-          }
-          shared.scaled[stage][helper * 8 + lane / 4][4 * half + lane % 4] = {r[0], r[1], r[2], r[3]};
+        for (int i = 0; i < 4; ++i) {
+          float2 w = make_float2(1, 1);
+          if (m.factors)
+            w = *reinterpret_cast<const float2*>(shared.factors[stage] + 32 * half + 8 * i + lane % 4 * 2);
+          r[i] = pack(low_of(r[i]) * w.x * m.constant, high_of(r[i]) * w.y * m.constant);
         }
+        shared.scaled[stage][own * 8 + lane / 4][4 * half + lane % 4] = {r[0], r[1], r[2], r[3]};
         __syncwarp();
         if (lane == 0) shared.ready[stage].arrive();
       });
-    } else {
-      const float* const factors = m.factors ? m.factors + head * m.chunks.length : nullptr;
+    } else if (warp == kCopying) {
       each_tile([&](int turn, int token) {
         const int stage = turn % kStages;
         if (turn >= kStages) shared.empty[stage].wait(turn / kStages - 1);
-        if (lane == 0) {
-          shared.full[stage].arrive_and_expect(2 * kPanelBytes);
-          copy_tile(shared.x[stage], x, shared.full[stage], 0, token, h / m.x_group, b);
-          copy_tile(shared.u[stage], u, shared.full[stage], 0, token, h / m.u_group, b);
-        }
-        if (!factors) return;
+        if (lane > 0) return;
+        shared.full[stage].arrive_and_expect(2 * kPanelBytes);
+        copy_tile(shared.x[stage], x, shared.full[stage], 0, token, h / m.x_group, b);
+        copy_tile(shared.u[stage], u, shared.full[stage], 0, token, h / m.u_group, b);
+      });
+    } else if (warp == kFactoring && m.factors) {
+      const float* const factors = m.factors + head * m.chunks.length;
+      each_tile([&](int turn, int token) {
+        const int stage = turn % kStages;
+        if (turn >= kStages) shared.empty[stage].wait(turn / kStages - 1);
         for (int i = lane; i < kPanelRows; i += 32)
           copy_float(&shared.factors[stage][i], factors, token + i, m.chunks.length);
         arrive_after_copies(shared.full[stage]);
@@ -251,7 +323,7 @@ __global__ void __launch_bounds__(kUpdateThreads, 1)
 #endif
 }
 
-// Σ_j w_j x_j u_jᵀ of a single chunk, 64 × 64. With `same`, u is x.
+// Σ_j w_j x_j u_jᵀ of a single chunk; a block has a tile of it. With `same`, u is x, of at most 64 columns.
 constexpr int kOuterStages = 4;
 struct OuterShared {
   unsigned char x[kOuterStages][kPanelBytes], u[kOuterStages][kPanelBytes];
@@ -264,7 +336,9 @@ __global__ void __launch_bounds__(128)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char memory[];
   OuterShared& shared = *reinterpret_cast<OuterShared*>(memory);
-  const int c = static_cast<int>(blockIdx.x), h = static_cast<int>(blockIdx.y), b = static_cast<int>(blockIdx.z);
+  const int c = static_cast<int>(blockIdx.x) / m.summed, h = static_cast<int>(blockIdx.y);
+  const int b = static_cast<int>(blockIdx.z), of_sum = static_cast<int>(blockIdx.x) % m.summed;
+  const int x_column = of_sum / m.dims.v_panels() * kPanelRows, u_column = of_sum % m.dims.v_panels() * kPanelRows;
   const int64_t head = static_cast<int64_t>(b) * m.heads + h;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int begin = c * m.chunks.chunk, tiles = m.chunks.tiles(c);
@@ -279,8 +353,8 @@ __global__ void __launch_bounds__(128)
       shared.weights[stage][threadIdx.x] = weight_of(m, head * m.chunks.length, token + static_cast<int>(threadIdx.x));
     if (threadIdx.x != 0) return;
     shared.full[stage].arrive_and_expect((same ? 1 : 2) * kPanelBytes);
-    copy_tile(shared.x[stage], x, shared.full[stage], 0, token, h / m.x_group, b);
-    if (!same) copy_tile(shared.u[stage], u, shared.full[stage], 0, token, h / m.u_group, b);
+    copy_tile(shared.x[stage], x, shared.full[stage], x_column, token, h / m.x_group, b);
+    if (!same) copy_tile(shared.u[stage], u, shared.full[stage], u_column, token, h / m.u_group, b);
   };
   for (int tile = 0; tile < min(tiles, kOuterStages - 1); ++tile) load(tile);
   float acc[8][4] = {};
@@ -308,7 +382,7 @@ __global__ void __launch_bounds__(128)
     wait_for_products<0>();
     settle(acc);
   }
-  float* const to = m.sums + (head * m.chunks.chunks + c) * kTileElements;
+  float* const to = m.sums + ((head * m.chunks.chunks + c) * m.summed + of_sum) * kTileElements;
 #pragma unroll
   for (int j = 0; j < 8; ++j)
 #pragma unroll
@@ -318,24 +392,26 @@ __global__ void __launch_bounds__(128)
 #endif
 }
 
-// Carries sums of 64 × 64 through the chunks into the first tile of each state. `normalizer`: they are the last column
-// of a squared score's state; else they are the state of a linear score.
+// Carries the sums through the chunks into the first tiles of each state. `normalizer`: they are the last column of a
+// squared score's state; else they are the state of a linear score.
 __global__ void carry_kernel(const WalkArguments m, const bool normalizer) {
   const int64_t head = blockIdx.y;
-  const int element = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x) * 2, row = element / 64,
-            column = element % 64;
+  const int element = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x) * 2, tile = element / kTileElements;
+  const int in_tile = element % kTileElements, tile_row = in_tile / 64, tile_column = in_tile % 64;
+  const int row = tile / m.dims.v_panels() * 64 + tile_row, column = tile % m.dims.v_panels() * 64 + tile_column;
   const Chunks& chunks = m.chunks;
-  const auto place = [&](int i) {
-    return normalizer ? (head * kPairs + pair_row(row, column + i)) * m.columns + 64
-                      : (head * 64 + row) * m.columns + column + i;
+  const auto place = [&](int i) -> int64_t {
+    if (normalizer) return m.place(head, row, column + i, m.dims.v);
+    return row < m.dims.qk && column + i < m.dims.v ? (head * m.rows + row) * m.columns + column + i : -1;
   };
   const auto factor = [&](int i) { return normalizer && row != column + i ? kPairFactor : 1.0f; };
   float x[2] = {0, 0};
-  if (m.first)
-    for (int i = 0; i < 2; ++i) x[i] = m.first[place(i)] / factor(i);
-  const float* const sums = m.sums + head * chunks.chunks * kTileElements + element;
-  bf16* const states = m.states + head * chunks.chunks * m.tiles * kTileElements + row * 64 +
-                       ((column / 8) ^ (row % 8)) * 8 + column % 8;
+  for (int i = 0; m.first && i < 2; ++i)
+    if (place(i) >= 0) x[i] = m.first[place(i)] / factor(i);
+  const int64_t stride = static_cast<int64_t>(m.summed) * kTileElements;
+  const float* const sums = m.sums + head * chunks.chunks * stride + element;
+  bf16* const states = m.states + (head * chunks.chunks * m.tiles + tile) * kTileElements + tile_row * 64 +
+                       ((tile_column / 8) ^ (tile_row % 8)) * 8 + tile_column % 8;
   constexpr int kAhead = 8;
   for (int base = 0; base < chunks.chunks; base += kAhead) {
     float2 own[kAhead];
@@ -343,7 +419,7 @@ __global__ void carry_kernel(const WalkArguments m, const bool normalizer) {
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       const int c = chunks.at(min(base + i, chunks.chunks - 1));
-      own[i] = *reinterpret_cast<const float2*>(sums + static_cast<int64_t>(c) * kTileElements);
+      own[i] = *reinterpret_cast<const float2*>(sums + c * stride);
       through[i] = m.through ? m.through[head * chunks.chunks + c] : 1.0f;
     }
 #pragma unroll
@@ -355,14 +431,25 @@ __global__ void carry_kernel(const WalkArguments m, const bool normalizer) {
       x[1] = through[i] * x[1] + own[i].y;
     }
   }
-  if (!m.last) return;
-  for (int i = 0; i < 2; ++i)
-    if (!normalizer || row <= column + i) m.last[place(i)] = x[i] * factor(i);
+  for (int i = 0; m.last && i < 2; ++i)
+    if (place(i) >= 0 && (!normalizer || row <= column + i)) m.last[place(i)] = x[i] * factor(i);
 }
 
-template <class Kernel>
-void allow_memory(Kernel kernel, size_t bytes) {
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)), "mixer");
+template <int kBlocks>
+void update(const MixerCall& call, const CUtensorMap& x, const CUtensorMap& u, const WalkArguments& m) {
+  const auto launch = [&]<Share kShare>() {
+    constexpr auto kernel = update_kernel<kBlocks, kShare>;
+    allow_shared_memory(kernel, sizeof(UpdateShared));
+    const dim3 grid(parts_of(kShare, kBlocks), static_cast<unsigned>(m.heads), static_cast<unsigned>(call.shape.batch));
+    kernel<<<grid, kUpdateThreads, sizeof(UpdateShared), stream(call.inputs.q.device())>>>(x, u, m);
+  };
+  if constexpr (kBlocks < 4)
+    launch.template operator()<Share::four>();
+  else if (parts_of(Share::three, kBlocks) * call.shape.heads * call.shape.batch <= multiprocessors())
+    launch.template operator()<Share::three>();
+  else
+    launch.template operator()<Share::five>();
+  check_launch("mixer: states of chunks");
 }
 
 }  // namespace
@@ -371,7 +458,9 @@ Tensor walk_states(const MixerCall& call, const ChunkTables& tables, const State
   const MixerShape& shape = call.shape;
   const Device device = call.inputs.q.device();
   const bool squared = call.spec.score == Score::squared, sum = call.spec.norm == Norm::sum;
-  const int64_t tiles = squared ? kSquaredTiles : 1;
+  const StateDims dims = dims_of(shape);
+  const int panels = dims.qk_panels() * dims.v_panels();
+  const int64_t tiles = squared ? first_tile_of(dims.blocks(), dims.blocks()) : panels;
   const Tensor states = Tensor::empty({shape.batch, shape.heads, tables.chunks, tiles, 64, 64}, DType::bf16, device);
   WalkArguments m = {};
   m.factors = floats(walk.factors);
@@ -381,30 +470,31 @@ Tensor walk_states(const MixerCall& call, const ChunkTables& tables, const State
   m.states = pointer<bfloat16>(states);
   m.chunks = {static_cast<int>(shape.length), static_cast<int>(call.chunk), static_cast<int>(tables.chunks),
               walk.reverse};
+  m.dims = dims;
   m.heads = static_cast<int>(shape.heads);
   m.x_group = static_cast<int>(shape.heads / walk.x.size(2));
   m.u_group = static_cast<int>(shape.heads / walk.u.size(2));
+  m.rows = static_cast<int>(shape.state_rows);
   m.columns = static_cast<int>(shape.state_columns);
   m.tiles = static_cast<int>(tiles);
+  m.summed = panels;
   m.constant = walk.constant;
   const CUtensorMap x = tile_map(walk.x), u = tile_map(walk.u);
-  const auto heads = static_cast<unsigned>(shape.heads), batch = static_cast<unsigned>(shape.batch);
-  const cudaStream_t here = stream(device);
   if (squared) {
-    allow_memory(update_kernel, sizeof(UpdateShared));
-    update_kernel<<<dim3(8, heads, batch), kUpdateThreads, sizeof(UpdateShared), here>>>(x, u, m);
-    check_launch("mixer: states of chunks");
+    with_blocks(dims, [&](auto blocks) { update<decltype(blocks)::value>(call, x, u, m); });
     if (!sum) return states;
     m.extra = floats(walk.shift);
     if (walk.shift) m.constant = -m.constant;
   }
-  const Tensor sums = Tensor::empty({shape.batch, shape.heads, tables.chunks, 64, 64}, DType::f32, device);
+  const auto heads = static_cast<unsigned>(shape.heads), batch = static_cast<unsigned>(shape.batch);
+  const Tensor sums = Tensor::empty({shape.batch, shape.heads, tables.chunks, panels, 64, 64}, DType::f32, device);
   m.sums = floats(sums);
-  allow_memory(outer_kernel, sizeof(OuterShared));
-  outer_kernel<<<dim3(static_cast<unsigned>(tables.chunks), heads, batch), 128, sizeof(OuterShared), here>>>(x, u, m,
-                                                                                                             squared);
+  allow_shared_memory(outer_kernel, sizeof(OuterShared));
+  outer_kernel<<<dim3(static_cast<unsigned>(tables.chunks * panels), heads, batch), 128, sizeof(OuterShared),
+                 stream(device)>>>(x, u, m, squared);
   check_launch("mixer: sums of chunks");
-  carry_kernel<<<dim3(kTileElements / 2 / 256, heads * batch), 256, 0, here>>>(m, squared);
+  const dim3 grid(static_cast<unsigned>(panels * kTileElements / 2 / 256), heads * batch);
+  carry_kernel<<<grid, 256, 0, stream(device)>>>(m, squared);
   check_launch("mixer: states of chunks");
   return states;
 }

@@ -122,7 +122,7 @@ struct Call {
   TokenRows q, k, v, out, g, dq, dk, dv;
   const double* decay;  // A, [batch, heads, length]
   const int *starts, *ends;
-  const float* past;  // [batch, heads, length, v_dim, and one more for the normalizer]: what a state adds to each token
+  const float* past;  // [batch, heads, length, past_columns()]: what a state adds to each token
   float *normalizer, *maximum;
   float* delta;  // [batch, heads, length]: δ_i = g_i·o_i under the sum norm
   double *row_decay, *key_decay;

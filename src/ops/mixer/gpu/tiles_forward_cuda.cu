@@ -91,7 +91,7 @@ __device__ void finish(const Call& m, float (&acc)[kBlocks][4], const Row& own, 
   float n = quad_sum(own.sum);
   if (row >= m.length) return;
   if (m.past) {
-    const float* const past = m.past + ((b * m.heads + h) * m.length + row) * (m.v_dim + (m.sum_norm ? 1 : 0));
+    const float* const past = m.past + ((b * m.heads + h) * m.length + row) * past_columns(m.v_dim, m.sum_norm);
     if (m.sum_norm) n += past[m.v_dim];
 #pragma unroll
     for (int run = 0; run < 2 * kBlocks / P::kRun; ++run)

@@ -653,17 +653,16 @@ Tensor walk_forward(const MixerCall& call, const TokenTables& tokens) {
 void walk_backward(const MixerCall& call, const TokenTables& tokens, const Tensor& out_gradient,
                    const HeadGradients& gradients, const Tensor& initial_state_gradient) {
   const int64_t heads = call.shape.heads;
-  const auto writable = [](const Tensor& x) {
-    return rows_are_wide(x) ? x : Tensor::empty(x.shape(), x.dtype(), x.device());
-  };
-  const Tensor g = writable(out_gradient);
-  if (g.raw() != out_gradient.raw()) furious::copy(g, out_gradient);
-  const Tensor dq = writable(gradients.q), dk = writable(gradients.k), dv = writable(gradients.v);
+  Tensor g = out_gradient;
+  if (!rows_are_wide(g)) {
+    g = Tensor::empty(g.shape(), g.dtype(), g.device());
+    furious::copy(g, out_gradient);
+  }
   Call walk(call, tokens);
   walk.walk.g = heads_of<bfloat16>(g, heads);
-  walk.walk.dq = heads_of<bfloat16>(dq, heads);
-  walk.walk.dk = heads_of<bfloat16>(dk, heads);
-  walk.walk.dv = heads_of<bfloat16>(dv, heads);
+  walk.walk.dq = heads_of<bfloat16>(gradients.q, heads);
+  walk.walk.dk = heads_of<bfloat16>(gradients.k, heads);
+  walk.walk.dv = heads_of<bfloat16>(gradients.v, heads);
   walk.walk.row_decay = doubles(gradients.row_decay);
   walk.walk.key_decay = doubles(gradients.key_decay);
   walk.enter(call.inputs.initial_state, false, call.result.states);
@@ -672,8 +671,6 @@ void walk_backward(const MixerCall& call, const TokenTables& tokens, const Tenso
   if (initial_state_gradient) walk.keep_last();
   walk.run<Pass::key>(true);
   if (initial_state_gradient) walk.copy_last(initial_state_gradient, true);
-  for (const auto& [from, to] : {std::pair{dq, gradients.q}, {dk, gradients.k}, {dv, gradients.v}})
-    if (from.raw() != to.raw()) furious::copy(to, from);
 }
 
 }  // namespace furious::cuda
