@@ -10,6 +10,7 @@
 
 #include "base/error.h"
 #include "base/memory.h"
+#include "base/warning.h"
 #include "cli/commands.h"
 #include "cli/flags.h"
 #include "cli/load_flags.h"
@@ -113,6 +114,7 @@ void ServeCommand::run() {
   server.store.warn = [log = server.log, json = server.json_log](const std::string& line) {
     log(json ? nlohmann::json{{"warning", line}}.dump() : "warning: " + line);
   };
+  set_warning_output(server.store.warn);
   serve::Server running(loaded, server);
   fmt::print("furious: serving {} ({}, {:.1f} M parameters) with {} slots of at most {}; page: http://{}:{}/\n",
              server.model_name, loaded.arch(), static_cast<double>(loaded.parameters()) / 1e6, server.scheduler.slots,

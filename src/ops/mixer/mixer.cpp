@@ -320,6 +320,9 @@ MixerResult mixer_forward(const MixerSpec& spec, const MixerInputs& inputs, cons
     if (into.out)
       ArgumentCheck(kOperation)
           .dense("into.out", into.out, DType::f16, {shape.batch, shape.queries(), shape.heads, shape.v_dim}, device);
+#ifdef FURIOUS_CUDA
+    cuda::warn_where_slow({spec, shape, inputs, segments, chunk, into, options.precision});
+#endif
     MixerResult computed_into = into;
     computed_into.out = {};
     MixerResult result = mixer_forward(spec, in_dtype(inputs, dtype), computed_options(options, shape), computed_into);

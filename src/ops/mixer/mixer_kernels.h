@@ -38,6 +38,10 @@ namespace furious::cuda {
 // The faster form for a call without states.
 Form choose_form(const MixerCall& call);
 
+// Says once per process and cause why a large call does not run the fast kernels, and what would. mixer_forward() below
+// calls it; f16 inputs, which never get there, are for the caller.
+void warn_where_slow(const MixerCall& call);
+
 // Returns the states of the chunks, where the backward pass can use them again.
 Tensor mixer_forward(const MixerCall& call);
 void mixer_backward(const MixerCall& call, const Tensor& out_gradient, const Tensor& final_state_gradient,

@@ -1,5 +1,10 @@
 // The mixers on a GPU against the double-precision oracle, and the fast kernels against the simple ones.
 #include "ops/mixer/gpu/mixer_cuda.h"
+
+#include <algorithm>
+#include <optional>
+
+#include "base/warning.h"
 #include "cuda.h"
 #include "ops/mixer/mixer_case.h"
 #include "ops/random.h"
@@ -333,8 +338,8 @@ TEST(MixerCuda, HeadsOf64And128WithStates) {
   }
 }
 
-// Chunks of a multiple of 256 tokens: with heads of up to 64, and of 128 for linear scores, these have dedicated kernels
-// on Hopper.
+// Chunks of a multiple of 256 tokens: with heads of up to 64, and of 128 for linear scores, these have dedicated
+// kernels on Hopper.
 TEST(MixerCuda, LongChunks) {
   SKIP_WITHOUT_GPU();
   Random random(9);
@@ -447,6 +452,86 @@ TEST(MixerCuda, SameBitsEveryTime) {
     }
   }
 }
+
+#ifdef FURIOUS_CUDA  // forcing kernels needs a build with CUDA
+struct WarningCall {
+  DType dtype = DType::bf16;
+  int64_t dim = 16, length = 1100;
+  MixerOptions options{.form = Form::parallel};
+  int64_t before = 0;  // numbers before each row, see within_rows()
+};
+
+// What mixer_forward() says when it is called twice.
+std::string warning_of(const WarningCall& call, std::string_view kernel = {}) {
+  Random random(16);
+  const auto input = [&] {
+    const Tensor x = to_gpu(random.uniform_tensor({1, call.length, 1, call.dim}, 0, 1), call.dtype);
+    return call.before > 0 ? within_rows(x, call.before) : x;
+  };
+  const MixerInputs inputs{input(), input(), input(), {}, {}, {}};
+  const MixerSpec spec{Score::squared, false, Norm::sum};
+  std::optional<cuda::KernelScope> forced;
+  if (!kernel.empty()) forced.emplace(kernel);
+  reset_warnings();
+  ::testing::internal::CaptureStderr();
+  for (int i = 0; i < 2; ++i) mixer_forward(spec, inputs, call.options);
+  reset_warnings();
+  return ::testing::internal::GetCapturedStderr();
+}
+
+void expect_one_warning(const WarningCall& call, const std::vector<std::string>& parts) {
+  const std::string text = warning_of(call);
+  EXPECT_EQ(std::ranges::count(text, '\n'), 1) << text;
+  EXPECT_TRUE(text.starts_with("warning: mixer: ")) << text;
+  for (const std::string& part : parts) EXPECT_NE(text.find(part), std::string::npos) << text;
+}
+
+TEST(MixerCuda, WarnsOnceOfF16) {
+  SKIP_WITHOUT_GPU();
+  expect_one_warning({.dtype = DType::f16}, {"f16", "TF32", "use bf16 tensors", "--mixer-precision bf16"});
+  EXPECT_EQ(warning_of({.dtype = DType::f16, .length = 900}), "");
+  EXPECT_EQ(warning_of({.dtype = DType::bf16}), "");
+  EXPECT_EQ(warning_of({.dtype = DType::f32}), "");
+  for (const MixerPrecision precision : {MixerPrecision::bf16, MixerPrecision::tf32})
+    EXPECT_EQ(warning_of({.dtype = DType::f16, .options = {.form = Form::parallel, .precision = precision}}), "");
+  EXPECT_EQ(warning_of({.dtype = DType::f16}, "tiles"), "");
+}
+
+TEST(MixerCuda, WarnsOnceOfKernelsWithoutTensorCores) {
+  SKIP_WITHOUT_GPU();
+  expect_one_warning({.dtype = DType::f32, .dim = 9},
+                     {"heads of 9", "f32", "without tensor cores", "use bf16 tensors", "multiples of 8 up to 128"});
+  EXPECT_EQ(warning_of({.dtype = DType::f32, .dim = 9, .length = 300}), "");
+  EXPECT_EQ(warning_of({.dtype = DType::f32, .dim = 16}, "simple"), "");
+}
+
+TEST(MixerCuda, WarnsOnceOfFeaturesInMemory) {
+  SKIP_WITHOUT_GPU();
+  const MixerOptions chunked{.form = Form::chunked, .chunk = 256};
+  expect_one_warning({.dtype = DType::f32, .options = chunked},
+                     {"chunked form", "precision auto", "use bf16 tensors", "or the parallel form"});
+  expect_one_warning({.dim = 9, .options = chunked},
+                     {"chunked form", "heads of 9", "use dimensions", "multiples of 8"});
+  expect_one_warning({.options = chunked, .before = 3}, {"chunked form", "use rows of q, k and v", "16 bytes"});
+  EXPECT_EQ(warning_of({.options = chunked}), "");
+  EXPECT_EQ(warning_of({.options = chunked, .before = 8}), "");
+  EXPECT_EQ(warning_of({.dtype = DType::f32, .length = 300, .options = chunked}), "");
+  EXPECT_EQ(warning_of({.dtype = DType::bf16, .options = chunked}, "tiles"), "");
+}
+
+TEST(MixerCuda, WarnsOnceOfRowsThatHopperCannotRead) {
+  SKIP_WITHOUT_GPU();
+  const Tensor x = to_gpu(Random(17).uniform_tensor({1, 16, 1, 16}, 0, 1), DType::bf16);
+  if (mixer_forward({Score::squared, false, Norm::sum}, {x, x, x, {}, {}, {}}).kernel != "hopper") {
+    EXPECT_EQ(warning_of({.dim = 9}), "");
+    GTEST_SKIP() << "no Hopper device";
+  }
+  expect_one_warning({.dim = 9}, {"heads of 9", "use dimensions", "multiples of 8"});
+  expect_one_warning({.before = 3}, {"heads of 16", "use rows of q, k and v", "16 bytes"});
+  EXPECT_EQ(warning_of({.dim = 9, .length = 300}), "");
+  EXPECT_EQ(warning_of({.dim = 9}, "tensor cores"), "");
+}
+#endif
 
 }  // namespace
 }  // namespace furious

@@ -135,7 +135,7 @@ TEST(StatesCuda, MatchesSumsOverPairsOfTokens) {
   }
 }
 
-// Narrower heads are padded, and wider ones of linear scores have several tiles.
+// Narrower heads are padded, and wider ones have several tiles.
 TEST(StatesCuda, EveryDimension) {
   SKIP_WITHOUT_GPU();
   Random random(2);
@@ -143,7 +143,8 @@ TEST(StatesCuda, EveryDimension) {
     check(random, {spec, 1, 512 + random.integer(1, 255), 2, 1, 2, 1, 256, true, qk_dim, v_dim});
   };
   for (const Norm norm : {Norm::sum, Norm::none})
-    for (const auto& [qk_dim, v_dim] : std::vector<std::pair<int64_t, int64_t>>{{8, 8}, {24, 64}, {40, 16}, {56, 40}})
+    for (const auto& [qk_dim, v_dim] : std::vector<std::pair<int64_t, int64_t>>{
+             {8, 8}, {24, 64}, {40, 16}, {56, 40}, {72, 128}, {96, 80}, {112, 64}, {128, 120}})
       check_dims({Score::squared, true, norm}, qk_dim, v_dim);
   for (const auto& [qk_dim, v_dim] : std::vector<std::pair<int64_t, int64_t>>{{16, 8}, {72, 128}, {40, 96}, {128, 72}})
     check_dims({Score::linear, true, Norm::none}, qk_dim, v_dim);

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "base/names.h"
+#include "base/warning.h"
 #include "gpu/rows.cuh"
 #include "ops/elementwise.h"
 #include "ops/mixer/cost.h"
@@ -233,12 +234,13 @@ int64_t longest_by_products(const MixerShape& shape, double cost, int64_t least)
   return std::max(least, static_cast<int64_t>(cost * equal));
 }
 
-// The same for calls that the kernels of Hopper's states do not support. From times on an H200.
+// The same but for calls whose states on Hopper are kept. From times on an H200.
 int64_t longest_parallel(const MixerCall& call) {
   constexpr int64_t kSimple = 512;
+  if (states_support(call)) return longest_by_products(call.shape, 1.1, 2048);
   if (chunk_states_support(call)) {
-    const bool small = std::max(call.shape.qk_dim, call.shape.v_dim) <= 64;
-    return longest_by_products(call.shape, !hopper_supports(call) ? 1 : small ? 3 : 1.75, 2048);
+    const int64_t dim = std::max(call.shape.qk_dim, call.shape.v_dim);
+    return longest_by_products(call.shape, !hopper_supports(call) ? 1 : dim <= 64 ? 3 : dim <= 128 ? 1.75 : 1.35, 2048);
   }
   if (parallel_supports(call)) return longest_by_products(call.shape, 4.5, 4096);  // features go through memory
   if (!tiles_support(call)) return kSimple;
@@ -289,6 +291,10 @@ void inside_forward(const MixerCall& call, Kernels kernels, const TokenTables& w
   }
 }
 
+bool is_chunked(const MixerCall& call) {
+  return call.chunk < call.shape.length || call.inputs.initial_state || call.result.final_state;
+}
+
 // Whether the kernels write results 16 bytes at a time.
 bool writes_wide_rows(const MixerCall& call, bool walks) {
   return walks || hopper_supports(call);
@@ -298,18 +304,75 @@ bool writes_wide_rows(const MixerCall& call, bool walks) {
 
 Form choose_form(const MixerCall& call) {
   if (walk_supports(call)) return call.shape.length > 64 ? Form::chunked : Form::parallel;
-  const int64_t longest = states_support(call) ? furious::longest_parallel(call.spec.score) : longest_parallel(call);
+  const int64_t longest = states_support(call) && states_are_kept(call) ? furious::longest_parallel(call.spec.score)
+                                                                        : longest_parallel(call);
   return call.shape.state_rows > 0 && call.shape.length > longest ? Form::chunked : Form::parallel;
 }
 
+void warn_where_slow(const MixerCall& call) {
+  // Pairs of a query and a key, over the sequences of the call: no kernels need long for fewer, and the steps of a
+  // decoder have few.
+  constexpr double kFewPairs = 1 << 20;
+  const MixerShape& shape = call.shape;
+  const double pairs =
+      static_cast<double>(shape.batch) * static_cast<double>(shape.queries()) * static_cast<double>(shape.length);
+  if (pairs <= kFewPairs || !forced_kernel().empty()) return;
+  const MixerInputs& in = call.inputs;
+  if (in.q.dtype() == DType::f16) {
+    const bool tf32 = computed_options({}, shape).precision == MixerPrecision::tf32;
+    if (call.precision == MixerPrecision::automatic)
+      warn_once("mixer: f16",
+                fmt::format("mixer: f16 inputs are copied to f32 and computed in {}, several times as slowly as bf16; "
+                            "use bf16 tensors, or precision bf16 (--mixer-precision bf16), which rounds them",
+                            tf32 ? "TF32" : "f32"));
+    return;
+  }
+  const bool chunked = is_chunked(call);
+  const Kernels kernels = choose_kernels("mixer_forward", call);
+  const bool bf16 = in.q.dtype() == DType::bf16 && product_precision(call) == MixerPrecision::bf16;
+  const bool odd = shape.qk_dim % 8 != 0 || shape.v_dim % 8 != 0;
+  const bool wide = rows_are_wide(in.q) && rows_are_wide(in.k) && rows_are_wide(in.v);
+  const std::string_view dtype = name_of(in.q.dtype());
+  const std::string dims = fmt::format("heads of {} (queries and keys) and {} (values)", shape.qk_dim, shape.v_dim);
+  if (kernels == Kernels::simple)
+    warn_once("mixer: simple",
+              fmt::format("mixer: {} in {} are computed without tensor cores, many times as slowly; use {}dimensions "
+                          "that are multiples of 8 up to {}",
+                          dims, dtype, bf16 ? "" : "bf16 tensors with precision auto, or ", kLargestTileDim));
+  std::vector<std::string> remedies;
+  if (odd) remedies.emplace_back("dimensions that are multiples of 8");
+  if (!odd && bf16 && !wide) remedies.emplace_back("rows of q, k and v that begin at multiples of 16 bytes");
+  if (chunked && !states_support(call) && !chunk_states_support(call)) {
+    if (!bf16) remedies.emplace_back("bf16 tensors with precision auto");
+    if (call.spec.degree > 0 || call.spec.signed_decay)
+      remedies.emplace_back("a linear or squared score without signed decay");
+    std::string use = fmt::format("{}", fmt::join(remedies, " and "));
+    const bool states = in.initial_state || call.result.final_state;
+    if (!states && choose_form(call) == Form::parallel)
+      use += fmt::format("{}the parallel form", use.empty() ? "" : ", or ");
+    if (!use.empty())
+      warn_once(
+          "mixer: chunked, " + use,
+          fmt::format("mixer: the chunked form of this call ({}; {}; {} with precision {}) writes its features to "
+                      "memory, several times as slowly as kernels that do not; use {}",
+                      to_string(call.spec), dims, dtype, name_of(call.precision), use));
+  } else if (kernels == Kernels::tensor_cores && hopper_supports_wide_rows(call)) {
+    const std::string use = fmt::format("{}", fmt::join(remedies, " and "));
+    warn_once("mixer: rows, " + use,
+              fmt::format("mixer: {} whose rows cannot be read 16 bytes at a time run slower kernels than this GPU has "
+                          "for others; use {}",
+                          dims, use));
+  }
+}
+
 Tensor mixer_forward(const MixerCall& call) {
-  const bool chunked = call.chunk < call.shape.length || call.inputs.initial_state || call.result.final_state;
+  const bool chunked = is_chunked(call);
   const bool walks = chunked && walk_supports(call);
   if (!rows_are_wide(call.result.out) && writes_wide_rows(call, walks)) {
     MixerResult result = call.result;
     result.out = Tensor::empty(call.result.out.shape(), DType::bf16, call.inputs.q.device());
-    const Tensor states = mixer_forward({call.spec, call.shape, call.inputs, call.segments, call.chunk, result,
-                                         call.precision, call.kernel});
+    const Tensor states = mixer_forward(
+        {call.spec, call.shape, call.inputs, call.segments, call.chunk, result, call.precision, call.kernel});
     furious::copy(call.result.out, result.out);
     return states;
   }
@@ -317,6 +380,7 @@ Tensor mixer_forward(const MixerCall& call) {
     ran(call, "walk");
     return walk_forward(call, token_tables(call));
   }
+  warn_where_slow(call);
   const Kernels kernels = choose_kernels("mixer_forward", call);
   TokenTables within = token_tables(call);
   Tensor past;
@@ -329,7 +393,7 @@ Tensor mixer_forward(const MixerCall& call) {
       const Tensor past_n = call.result.normalizer ? Tensor::empty_like(call.result.normalizer) : Tensor();
       read_states(call, chunks, states, past, past_n);
       inside_chunks_forward(call, within, call.chunk, past, past_n);
-      return states;
+      return states_are_kept(call) ? states : Tensor();
     }
     if (chunk_states_support(call)) {
       // Past values of a squared score have a positive share of the normalizer, which they can be divided by.
@@ -392,8 +456,7 @@ void mixer_backward(const MixerCall& call, const Tensor& out_gradient, const Ten
       simple_backward(call, within, out_gradient, heads);
     if (chunked) chunked_backward(call, chunks, out_gradient, final_state_gradient, heads, gradients.initial_state);
   }
-  for (const auto& [to, from] :
-       {std::pair{gradients.q, heads.q}, {gradients.k, heads.k}, {gradients.v, heads.v}}) {
+  for (const auto& [to, from] : {std::pair{gradients.q, heads.q}, {gradients.k, heads.k}, {gradients.v, heads.v}}) {
     if (to.size(2) < shape.heads)
       sum_groups(to, from);
     else if (to.raw() != from.raw())

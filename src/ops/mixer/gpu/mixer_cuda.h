@@ -70,6 +70,7 @@ struct ScaledGradient {
 // forward pass with a `past` (as above).
 bool parallel_supports(const MixerCall& call);
 bool hopper_supports(const MixerCall& call);
+bool hopper_supports_wide_rows(const MixerCall& call);  // the same, if rows_are_wide() held for q, k and v
 void parallel_forward(const MixerCall& call, const TokenTables& tables, const Tensor& past);
 // in_kernels: whether the kernels multiply by `inverse`, as those for Hopper do.
 ScaledGradient scale_gradient(const MixerCall& call, const Tensor& out_gradient, bool in_kernels);

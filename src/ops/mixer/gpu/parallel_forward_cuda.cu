@@ -38,13 +38,17 @@ bool on_hopper(Device device) {
   return is_hopper(device) && forced_kernel() != "tensor cores";
 }
 
-bool hopper_supports(const MixerCall& call) {
+bool hopper_supports_wide_rows(const MixerCall& call) {
   const MixerShape& shape = call.shape;
   return on_hopper(call.inputs.q.device()) && parallel_supports(call) &&
-         std::max(shape.qk_dim, shape.v_dim) <= kLargestHopperDim && rows_are_wide(call.inputs.q) &&
-         rows_are_wide(call.inputs.k) && rows_are_wide(call.inputs.v) &&
+         std::max(shape.qk_dim, shape.v_dim) <= kLargestHopperDim &&
          (call.spec.score != Score::exponential || call.spec.norm == Norm::sum) && call.spec.degree == 0 &&
          !call.spec.signed_decay;
+}
+
+bool hopper_supports(const MixerCall& call) {
+  return hopper_supports_wide_rows(call) && rows_are_wide(call.inputs.q) && rows_are_wide(call.inputs.k) &&
+         rows_are_wide(call.inputs.v);
 }
 
 void parallel_forward(const MixerCall& call, const TokenTables& tables, const Tensor& past) {

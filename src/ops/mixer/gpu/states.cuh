@@ -5,8 +5,8 @@
 //
 // That of a squared score, S[a, b, :] = Σ_j w_j k_a k_b v_j, is symmetric in a and b. With a and b in blocks of 16 only
 // the blocks A ≤ B are kept, in tiles of 4 a × 16 b × 64 values. Tiles of A < B count twice, and hold twice the sum. Of
-// one a after another, those with the same four a follow each other: A, then the four a in A, then B. Before them lies
-// the tile of the normalizer, Z[a, b] = Σ_j w_j k_a k_b, all of it.
+// one a after another, those with the same four a follow each other: A, then the four a in A, then B; so for each 64
+// values. Before them lie the tiles of the normalizer, Z[a, b] = Σ_j w_j k_a k_b, all of it.
 //
 // That of a linear score, S[a, :], has a tile for each 64 of a, and of the values: a, then values.
 #pragma once
@@ -20,11 +20,6 @@ namespace furious::cuda {
 
 constexpr int kTileElements = kPanelRows * 64;
 
-// Of a squared score with `blocks` blocks of 16 a: the first tile with block A; their number is that for A = blocks.
-__host__ __device__ constexpr int first_tile_of(int blocks, int block) {
-  return 1 + 4 * first_pair(blocks, block);
-}
-
 // Dimensions of a head: of what φ is made of, and of the values.
 struct StateDims {
   int qk, v;
@@ -32,24 +27,19 @@ struct StateDims {
   __host__ __device__ int blocks() const { return (qk + 15) / 16; }
   __host__ __device__ int qk_panels() const { return (qk + 63) / 64; }
   __host__ __device__ int v_panels() const { return (v + 63) / 64; }
+  // Tiles of a squared score: those of the normalizer, and those for 64 values.
+  __host__ __device__ int normalizer_tiles() const { return qk_panels() * qk_panels(); }
+  __host__ __device__ int pair_tiles() const { return 4 * first_pair(blocks(), blocks()); }
+  __host__ __device__ int squared_tiles() const { return normalizer_tiles() + v_panels() * pair_tiles(); }
+  // The tile of (a, block B) and the p-th 64 values. a is the first of four.
+  __device__ int tile_of(int a, int block, int p) const {
+    const int own = a / 16;
+    return normalizer_tiles() + p * pair_tiles() + 4 * first_pair(blocks(), own) + a % 16 / 4 * (blocks() - own) +
+           block - own;
+  }
 };
 inline StateDims dims_of(const MixerShape& shape) {
   return {static_cast<int>(shape.qk_dim), static_cast<int>(shape.v_dim)};
-}
-
-// Calls f with the blocks of a squared score's heads as a constant.
-template <class F>
-void with_blocks(const StateDims& dims, F&& f) {
-  switch (dims.blocks()) {
-    case 1:
-      return f(std::integral_constant<int, 1>());
-    case 2:
-      return f(std::integral_constant<int, 2>());
-    case 3:
-      return f(std::integral_constant<int, 3>());
-    default:
-      return f(std::integral_constant<int, 4>());
-  }
 }
 
 // The chunks of one head, one after another, in the order that the state goes through them.

@@ -1,5 +1,5 @@
-// The states of the chunked form on Hopper: bf16, squared scores with heads of up to 64, and linear ones without a
-// normalizer with heads of up to 128; every chunk of every head at once.
+// The states of the chunked form on Hopper: bf16, heads of up to 128 (values of up to 64 where queries have as many),
+// squared scores and linear ones without a normalizer; every chunk of every head at once.
 #pragma once
 
 #include "ops/mixer/gpu/mixer_cuda.h"
@@ -8,6 +8,9 @@ namespace furious::cuda {
 
 // Chunks of a multiple of 256 tokens.
 bool states_support(const MixerCall& call);
+// Whether states are small enough beside the inputs to be kept for the backward pass (kept_state_bytes() in cost.h);
+// others are computed again.
+bool states_are_kept(const MixerCall& call);
 
 // The state before each chunk: bf16 [batch, heads, chunks, tiles, 64, 64], in the layout of states.cuh. A final state
 // is written if the call requests one. That before the first chunk of a call without an initial state is not written.

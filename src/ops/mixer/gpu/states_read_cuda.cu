@@ -3,10 +3,13 @@
 //   y_i = f_i φ(x_i)ᵀ S                        with (q, S), and with (k, dS) for dv
 //   dx_i = f_i ∂/∂x_i φ(x_i)ᵀ (S u_i + e_i Z)  with (q, g/n, −δ/n, S) for dq, and with (k, v, 1, dS) for dk
 //
-// Blocks stay on their multiprocessor and take 256 tokens of a chunk after another, 64 per warpgroup; one warp has the
-// tiles of their state stream through shared memory. For y the operand A, tokens × 16 rows (a, b) of the state, is x_b
-// times x_a of its row, made in registers. For dx, t_ab = Σ_v u_v S_ab,v is a product, and dx_b += x_a t_ab (and dx_a
-// += x_b t_ab where only one of the two is kept) follow on the other units.
+// Blocks stay on their multiprocessor and take 256 tokens of a chunk after another, 64 per warpgroup (for dx of wider
+// heads 128); one warp has the tiles of their state stream through shared memory. For y the operand A, tokens × 16 rows
+// (a, b) of the state, is x_b times x_a of its row, made in registers, for 64 values at a time. For dx, t_ab = Σ_v u_v
+// S_ab,v is a product, and dx_b += x_a t_ab (and dx_a += x_b t_ab where only one of the two is kept) follow on the other
+// units.
+#include <type_traits>
+
 #include "gpu/device.h"
 #include "ops/mixer/gpu/heads.cuh"
 #include "ops/mixer/gpu/states.cuh"
@@ -21,7 +24,9 @@ struct Reading {
   Heads<bf16> out;
   float* normalizer;  // [batch, heads, length]
   int out_dim;
-  int length, chunk, chunks, heads, batch, x_group, u_group, tiles;
+  int length, chunk, chunks, heads, batch, x_group, u_group;
+  StateDims dims;
+  int tiles;   // of a state
   int empty;   // the chunk that no state enters, or −1
   bool falls;  // factors within a chunk, which else rise
   float constant;
@@ -33,20 +38,24 @@ struct Reading {
   float decay_factor;
 };
 
-constexpr int kGroups = 4;  // warpgroups that multiply
-constexpr int kRows = kGroups * kPanelRows;
-constexpr int kThreads = 128 * (kGroups + 1);
-
-// What a block has in shared memory: tiles of a state, and its rows of kInputs tensors.
-template <int kInputCount, int kStageCount>
+// What a block has in shared memory: tiles of a state, and its rows of x and u, kX and kU times 64 columns. kGroups:
+// warpgroups that multiply.
+template <int kXPanels, int kUPanels, int kGroupCount, int kStageCount>
 struct Stream {
-  static constexpr int kInputs = kInputCount, kStages = kStageCount;
+  static constexpr int kX = kXPanels, kU = kUPanels, kGroups = kGroupCount, kStages = kStageCount;
+  static constexpr int kRows = kGroups * kPanelRows, kThreads = 128 * (kGroups + 1);
+  static constexpr int kRegisters = kGroups == 4 ? 112 : 232, kCopyRegisters = kGroups == 4 ? 32 : 40;
+  static_assert(registers_suffice(kGroups, kRegisters, kCopyRegisters));
   unsigned char tiles[kStages][kPanelBytes];
-  unsigned char x[2][kInputs][kGroups][kPanelBytes];
+  unsigned char rows[2][kGroups][kX + kU][kPanelBytes];
   Barrier full[kStages], empty[kStages], x_full[2], x_empty[2];
 };
-using ReadShared = Stream<1, 16>;
-using ContractShared = Stream<2, 8>;
+template <int kBlocks>
+using ReadShared = Stream<(kBlocks + 3) / 4, 0, 4, kBlocks <= 4 ? 16 : 8>;
+template <int kBlocks, int kUPanels>
+using ContractShared = std::conditional_t<kBlocks <= 4, Stream<1, kUPanels, 4, 8>, Stream<2, kUPanels, 2, 8>>;
+constexpr int kMostRows = 256;  // of a block: chunks consist of as many
+constexpr int64_t kMostWideBytes = int64_t{8} << 30;  // of states of squared scores with heads of more than 64
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
@@ -57,14 +66,16 @@ __device__ float factor_of(const Reading& m, int head, int t) {
   return m.factors ? m.constant * m.factors[place_of(m, head, t)] : m.constant;
 }
 
-// kRows tokens of a chunk.
+// kRows tokens of a chunk and, of kPanels times 64 values, one.
+template <int kRows>
 struct Item {
-  int head, chunk, token;  // head of all; the first token
+  int head, chunk, token, panel;  // head of all; the first token
 
-  __device__ Item(const Reading& m, int item) {
-    const int per_chunk = m.chunk / kRows;
-    head = item / per_chunk / m.chunks;
-    chunk = item / per_chunk % m.chunks;
+  __device__ Item(const Reading& m, int item, int panels) {
+    const int per_chunk = m.chunk / kRows, chunks = item / per_chunk / panels;
+    head = chunks / m.chunks;
+    chunk = chunks % m.chunks;
+    panel = item / per_chunk % panels;
     token = chunk * m.chunk + item % per_chunk * kRows;
   }
   // Whether nothing reaches its tokens: no state enters, or decay has erased it.
@@ -76,15 +87,15 @@ struct Item {
 };
 
 // A block's work: f(item, whether it is erased). That of the next item is looked up while f computes the current one.
-template <class F>
-__device__ void each_item(const Reading& m, F&& f) {
-  const int items = m.batch * m.heads * m.chunks * (m.chunk / kRows), step = static_cast<int>(gridDim.x);
+template <int kRows, class F>
+__device__ void each_item(const Reading& m, int panels, F&& f) {
+  const int items = m.batch * m.heads * m.chunks * panels * (m.chunk / kRows), step = static_cast<int>(gridDim.x);
   int i = static_cast<int>(blockIdx.x);
-  bool next = Item(m, i).erased(m);
+  bool next = Item<kRows>(m, i, panels).erased(m);
   for (; i < items; i += step) {
     const bool erased = next;
-    next = Item(m, min(i + step, items - 1)).erased(m);
-    const Item item(m, i);
+    next = Item<kRows>(m, min(i + step, items - 1), panels).erased(m);
+    const Item<kRows> item(m, i, panels);
     if (item.token < m.length) f(item, erased);
   }
 }
@@ -94,50 +105,61 @@ __device__ void init_barriers(Shared& shared) {
   if (threadIdx.x == 0) {
     for (int i = 0; i < Shared::kStages; ++i) {
       shared.full[i].init(1);
-      shared.empty[i].init(4 * kGroups);
+      shared.empty[i].init(4 * Shared::kGroups);
     }
     for (int i = 0; i < 2; ++i) {
       shared.x_full[i].init(1);
-      shared.x_empty[i].init(4 * kGroups);
+      shared.x_empty[i].init(4 * Shared::kGroups);
     }
     fence_barriers();
   }
   __syncthreads();
 }
 
-// By one thread: has everything copied, in the order in which it is used.
+// By one thread: has everything copied, in the order in which it is used. An item has the tiles of one of `panels` times
+// 64 values; with a single one, those of all values for each (a, b).
 template <class Shared>
-__device__ void copy_all(Shared& shared, const CUtensorMap& x, const CUtensorMap& u, const Reading& m, int first_tile) {
-  constexpr int kStages = Shared::kStages, kInputs = Shared::kInputs;
+__device__ void copy_all(Shared& shared, const CUtensorMap& x, const CUtensorMap& u, const Reading& m, int panels,
+                         bool normalizer) {
+  constexpr int kStages = Shared::kStages, kX = Shared::kX, kU = Shared::kU, kGroups = Shared::kGroups;
+  const int first = m.dims.normalizer_tiles(), pairs = m.dims.pair_tiles();
   int turn = 0, pass = 0;
-  each_item(m, [&](const Item& item, bool erased) {
+  each_item<Shared::kRows>(m, panels, [&](const auto& item, bool erased) {
     if (erased) return;
     const int head = item.head, c = item.chunk, token = item.token;
     const int b = head / m.heads, h = head % m.heads, place = pass % 2;
     if (pass >= 2) shared.x_empty[place].wait(pass / 2 - 1);
-    shared.x_full[place].arrive_and_expect(kInputs * kGroups * kPanelBytes);
+    shared.x_full[place].arrive_and_expect((kX + kU) * kGroups * kPanelBytes);
     for (int i = 0; i < kGroups; ++i) {
       const int t = token + i * kPanelRows;
-      copy_tile(shared.x[place][0][i], x, shared.x_full[place], 0, t, h / m.x_group, b);
-      if constexpr (kInputs == 2) copy_tile(shared.x[place][1][i], u, shared.x_full[place], 0, t, h / m.u_group, b);
+      for (int panel = 0; panel < kX + kU; ++panel) {
+        const bool is_x = panel < kX;
+        copy_tile(shared.rows[place][i][panel], is_x ? x : u, shared.x_full[place], 64 * (is_x ? panel : panel - kX), t,
+                  h / (is_x ? m.x_group : m.u_group), b);
+      }
     }
     ++pass;
     const bf16* const state = m.states + static_cast<int64_t>(head * m.chunks + c) * m.tiles * kTileElements;
-    for (int tile = first_tile; tile < m.tiles; ++tile, ++turn) {
+    const auto copy = [&](int tile) {
       const int stage = turn % kStages;
       if (turn >= kStages) shared.empty[stage].wait(turn / kStages - 1);
       shared.full[stage].arrive_and_expect(kPanelBytes);
       copy_bytes(shared.tiles[stage], state + static_cast<int64_t>(tile) * kTileElements, kPanelBytes,
                  shared.full[stage]);
-    }
+      ++turn;
+    };
+    for (int tile = normalizer ? 0 : first; tile < first; ++tile) copy(tile);
+    const int own = panels > 1 ? item.panel : 0, end = panels > 1 ? own + 1 : m.dims.v_panels();
+    for (int tile = 0; tile < pairs; ++tile)
+      for (int panel = own; panel < end; ++panel) copy(first + panel * pairs + tile);
   });
 }
 
-// A warp's 16 rows of results, rounded, times a factor for each of a thread's two rows, through its rows in
-// `through`.
+// A warp's 16 rows of results, rounded, times a factor for each of a thread's two rows, through its rows in `through`:
+// columns from 64·panel on.
 template <int kPanels>
 __device__ void write_rows(const Reading& m, int head, int row, const float (&acc)[kPanels][8][4],
-                           const float (&factor)[2], const Tile<64>& through) {
+                           const float (&factor)[2], const Tile<64>& through, int panel0 = 0) {
   const int warp = static_cast<int>(threadIdx.x) / 32 % 4, lane = static_cast<int>(threadIdx.x) % 32;
   if (m.decay)
 #pragma unroll
@@ -168,7 +190,7 @@ __device__ void write_rows(const Reading& m, int head, int row, const float (&ac
         *reinterpret_cast<uint32_t*>(through.at(warp * 16 + lane / 4 + 8 * i, j) + lane % 4 * 2) =
             pack(acc[panel][j][2 * i] * factor[i], acc[panel][j][2 * i + 1] * factor[i]);
     __syncwarp();
-    const int vector = 8 * panel + lane % 8;
+    const int vector = 8 * (panel0 + panel) + lane % 8;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int own = 4 * i + lane / 8;
@@ -191,27 +213,31 @@ __device__ void write_zeros(const Reading& m, int head, int row) {
 #endif
 
 template <int kBlocks>
-__global__ void __launch_bounds__(kThreads, 1) read_kernel(const __grid_constant__ CUtensorMap map, const Reading m) {
+__global__ void __launch_bounds__(ReadShared<kBlocks>::kThreads, 1)
+    read_kernel(const __grid_constant__ CUtensorMap map, const Reading m) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char memory[];
-  using Shared = ReadShared;
+  using Shared = ReadShared<kBlocks>;
+  constexpr int kX = Shared::kX;
+  constexpr bool kKept = kX == 1;  // x in registers
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   init_barriers(shared);
   const int group = static_cast<int>(threadIdx.x) / 128, warp = static_cast<int>(threadIdx.x) / 32 % 4;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int lane = static_cast<int>(threadIdx.x) % 32, panels = m.dims.v_panels();
   const bool sums = m.normalizer != nullptr;
-  if (group == kGroups) {
-    decrease_registers<32>();
-    if (warp == 0 && lane == 0) copy_all(shared, map, map, m, sums ? 0 : 1);
+  if (group == Shared::kGroups) {
+    decrease_registers<Shared::kCopyRegisters>();
+    if (warp == 0 && lane == 0) copy_all(shared, map, map, m, panels, sums);
     return;
   }
-  increase_registers<112>();
+  increase_registers<Shared::kRegisters>();
   int turn = 0, pass = 0;
-  each_item(m, [&](const Item& item, bool erased) {
+  each_item<Shared::kRows>(m, panels, [&](const auto& item, bool erased) {
     const int head = item.head, first = item.token + group * kPanelRows + warp * 16, row = first + lane / 4;
+    const bool writes_sums = sums && item.panel == 0 && lane % 4 == 0;
     if (erased) {
-      write_zeros(m, head, first);
-      if (sums && lane % 4 == 0)
+      if (item.panel == 0) write_zeros(m, head, first);
+      if (writes_sums)
         for (int i = 0; i < 2; ++i)
           if (row + 8 * i < m.length) m.normalizer[place_of(m, head, row + 8 * i)] = 0;
       return;
@@ -219,10 +245,20 @@ __global__ void __launch_bounds__(kThreads, 1) read_kernel(const __grid_constant
     const int place = pass % 2;
     shared.x_full[place].wait(pass / 2);
     ++pass;
-    const Tile<64> x = panel_of(shared.x[place][0][group]);
-    uint32_t own[4][4];
+    const auto x_panel = [&](int i) { return panel_of(shared.rows[place][group][i]); };
+    [[maybe_unused]] uint32_t kept[4][4];
+    if constexpr (kKept)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) x.a_fragment(own[i], warp * 16, i);
+      for (int i = 0; i < 4; ++i) x_panel(0).a_fragment(kept[i], warp * 16, i);
+    // The i-th 16 columns of x as an operand A.
+    const auto x_fragment = [&](uint32_t(&to)[4], int i) {
+      if constexpr (kKept) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) to[e] = kept[i][e];
+      } else {
+        x_panel(i / 4).a_fragment(to, warp * 16, i % 4);
+      }
+    };
     float results[1][8][4];
     float(&acc)[8][4] = results[0];
     const auto begin = [&](const uint32_t(&f)[4][4], auto transposed, int add) {
@@ -244,17 +280,29 @@ __global__ void __launch_bounds__(kThreads, 1) read_kernel(const __grid_constant
     };
     float n[2] = {};
     if (sums) {
-      begin(own, std::false_type(), 0);
-      wait_for_products<0>();
-      settle(acc);
-      release(0);
 #pragma unroll
-      for (int j = 0; j < 8; ++j)
+      for (int to = 0; to < kX; ++to) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const uint32_t pair = own[j / 2][j % 2 * 2 + e / 2];
-          n[e / 2] += acc[j][e] * (e % 2 == 0 ? low_of(pair) : high_of(pair));
+        for (int from = 0; from < kX; ++from) {
+          uint32_t f[4][4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) x_fragment(f[i], 4 * from + i);
+          begin(f, std::false_type(), from > 0);
+          wait_for_products<0>();
+          settle(acc);
+          release(0);
         }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          uint32_t f[4];
+          x_fragment(f, 4 * to + i);
+#pragma unroll
+          for (int e = 0; e < 8; ++e) {
+            const uint32_t pair = f[e / 2];  // of row e / 2 % 2
+            n[e / 2 % 2] += acc[2 * i + e / 4][e % 4] * (e % 2 == 0 ? low_of(pair) : high_of(pair));
+          }
+        }
+      }
       n[0] = quad_sum(n[0]);
       n[1] = quad_sum(n[1]);
     }
@@ -265,8 +313,8 @@ __global__ void __launch_bounds__(kThreads, 1) read_kernel(const __grid_constant
         uint32_t scalars[4][2];  // x_a twice, for each of the thread's rows
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const uint2 pairs =
-              *reinterpret_cast<const uint2*>(x.at(warp * 16 + lane / 4 + 8 * i, 2 * block + four / 2) + four % 2 * 4);
+          const uint2 pairs = *reinterpret_cast<const uint2*>(
+              x_panel(block / 4).at(warp * 16 + lane / 4 + 8 * i, block % 4 * 2 + four / 2) + four % 2 * 4);
           scalars[0][i] = twice_low(pairs.x);
           scalars[1][i] = twice_high(pairs.x);
           scalars[2][i] = twice_low(pairs.y);
@@ -276,10 +324,12 @@ __global__ void __launch_bounds__(kThreads, 1) read_kernel(const __grid_constant
 #pragma unroll
         for (int other = block; other < kBlocks; ++other) {
           uint32_t(&now)[4][4] = f[(other - block) % 2];
+          uint32_t x[4];
+          x_fragment(x, other);
 #pragma unroll
           for (int a = 0; a < 4; ++a)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) now[a][i] = multiply_pairs(own[other][i], scalars[a][i % 2]);
+            for (int i = 0; i < 4; ++i) now[a][i] = multiply_pairs(x[i], scalars[a][i % 2]);
           begin(now, std::true_type(), block + other > 0 || four > 0);
           if (other + 1 < kBlocks)
             wait_for_products<1>();
@@ -299,9 +349,9 @@ __global__ void __launch_bounds__(kThreads, 1) read_kernel(const __grid_constant
       // Rounding may have made a sum of squares negative.
       const float total = fmaxf(n[i], 0.0f) * factor[i];
       factor[i] = total < kSmallestNormalizer ? 0.0f : 1 / n[i];
-      if (there && lane % 4 == 0) m.normalizer[place_of(m, head, row + 8 * i)] = factor[i] > 0 ? total : 0.0f;
+      if (there && writes_sums) m.normalizer[place_of(m, head, row + 8 * i)] = factor[i] > 0 ? total : 0.0f;
     }
-    write_rows(m, head, first, results, factor, x);
+    write_rows(m, head, first, results, factor, x_panel(0), item.panel);
     fence_shared_writes();
     __syncwarp();
     if (lane == 0) shared.x_empty[place].arrive();
@@ -309,64 +359,79 @@ __global__ void __launch_bounds__(kThreads, 1) read_kernel(const __grid_constant
 #endif
 }
 
-template <int kBlocks>
-__global__ void __launch_bounds__(kThreads, 1)
+template <int kBlocks, int kUPanels>
+__global__ void __launch_bounds__(ContractShared<kBlocks, kUPanels>::kThreads, 1)
     contract_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap u_map,
                     const Reading m) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char memory[];
-  using Shared = ContractShared;
+  using Shared = ContractShared<kBlocks, kUPanels>;
+  constexpr int kX = Shared::kX, kU = Shared::kU;
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   init_barriers(shared);
   const int group = static_cast<int>(threadIdx.x) / 128, warp = static_cast<int>(threadIdx.x) / 32 % 4;
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  if (group == kGroups) {
-    decrease_registers<32>();
-    if (warp == 0 && lane == 0) copy_all(shared, x_map, u_map, m, m.sum_norm ? 0 : 1);
+  if (group == Shared::kGroups) {
+    decrease_registers<Shared::kCopyRegisters>();
+    if (warp == 0 && lane == 0) copy_all(shared, x_map, u_map, m, 1, m.sum_norm);
     return;
   }
-  increase_registers<112>();
+  increase_registers<Shared::kRegisters>();
   int turn = 0, pass = 0;
-  each_item(m, [&](const Item& item, bool erased) {
+  each_item<Shared::kRows>(m, 1, [&](const auto& item, bool erased) {
     const int head = item.head, first = item.token + group * kPanelRows + warp * 16, row = first + lane / 4;
-    float results[1][8][4] = {};
-    float(&dx)[8][4] = results[0];
+    float results[kX][8][4] = {};
+    // Columns 8d and up.
+    const auto dx = [&](int d) -> float(&)[4] { return results[d / 8][d % 8]; };
     if (erased) return write_zeros(m, head, first);
     const int place = pass % 2;
     shared.x_full[place].wait(pass / 2);
     ++pass;
-    const Tile<64> x = panel_of(shared.x[place][0][group]);
-    uint32_t own[4][4];
+    const auto panel = [&](int i) { return panel_of(shared.rows[place][group][i]); };  // of x, then of u
+    uint32_t own[kU][4][4];
     float t[8][4];
-    // t = own · the rows of the next tile.
-    const auto multiply = [&] {
+    // t += rows · the rows of the next tile.
+    const auto begin = [&](const uint32_t(&rows)[4][4], int add) {
       const int stage = turn % Shared::kStages;
       shared.full[stage].wait(turn / Shared::kStages);
       fence_products();
 #pragma unroll
-      for (int i = 0; i < 4; ++i) wgmma<0>(t, own[i], operand(shared.tiles[stage], i), i > 0);
+      for (int i = 0; i < 4; ++i) wgmma<0>(t, rows[i], operand(shared.tiles[stage], i), i > 0 || add);
       commit_products();
-      wait_for_products<0>();
-      settle(t);
-      if (lane == 0) shared.empty[stage].arrive();
       ++turn;
     };
-    if (m.sum_norm) {
+    const auto finish = [&](int tiles) {
+      wait_for_products<0>();
+      settle(t);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) x.a_fragment(own[i], warp * 16, i);
-      multiply();
+      for (int i = 1; i <= tiles; ++i)
+        if (lane == 0) shared.empty[(turn - i) % Shared::kStages].arrive();
+    };
+    if (m.sum_norm) {
       float e[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i)
         e[i] = !m.shift ? 2.0f : row + 8 * i < m.length ? -2.0f * m.shift[place_of(m, head, row + 8 * i)] : 0.0f;
 #pragma unroll
-      for (int j = 0; j < 8; ++j)
+      for (int to = 0; to < kX; ++to) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) dx[j][i] = t[j][i] * e[i / 2];
+        for (int from = 0; from < kX; ++from) {
+          uint32_t rows[4][4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) panel(from).a_fragment(rows[i], warp * 16, i);
+          begin(rows, from > 0);
+          finish(1);
+        }
+#pragma unroll
+        for (int j = 0; j < 8; ++j)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) dx(8 * to + j)[i] = t[j][i] * e[i / 2];
+      }
     }
-    const Tile<64> u = panel_of(shared.x[place][1][group]);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) u.a_fragment(own[i], warp * 16, i);
+    for (int p = 0; p < kU; ++p)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) panel(kX + p).a_fragment(own[p][i], warp * 16, i);
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block)
 #pragma unroll 1
@@ -374,8 +439,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         float scalars[4][2], sums[4][2] = {};
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const uint2 pairs =
-              *reinterpret_cast<const uint2*>(x.at(warp * 16 + lane / 4 + 8 * i, 2 * block + four / 2) + four % 2 * 4);
+          const uint2 pairs = *reinterpret_cast<const uint2*>(
+              panel(block / 4).at(warp * 16 + lane / 4 + 8 * i, block % 4 * 2 + four / 2) + four % 2 * 4);
           scalars[0][i] = low_of(pairs.x);
           scalars[1][i] = high_of(pairs.x);
           scalars[2][i] = low_of(pairs.y);
@@ -383,23 +448,28 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
 #pragma unroll
         for (int other = block; other < kBlocks; ++other) {
-          multiply();
+#pragma unroll
+          for (int p = 0; p < kU; ++p) begin(own[p], p > 0);
+          finish(kU);
           // Column 8j + … of t is a = j/2 and b = 8(j%2) + ….
           if (other == block) {
 #pragma unroll
             for (int j = 0; j < 8; ++j)
 #pragma unroll
-              for (int i = 0; i < 4; ++i)
-                dx[2 * other + j % 2][i] = fmaf(2 * scalars[j / 2][i / 2], t[j][i], dx[2 * other + j % 2][i]);
+              for (int i = 0; i < 4; ++i) {
+                float& to = dx(2 * other + j % 2)[i];
+                to = fmaf(2 * scalars[j / 2][i / 2], t[j][i], to);
+              }
           } else {
             uint32_t pairs[4];
-            x.a_fragment(pairs, warp * 16, other);
+            panel(other / 4).a_fragment(pairs, warp * 16, other % 4);
 #pragma unroll
             for (int j = 0; j < 8; ++j)
 #pragma unroll
               for (int i = 0; i < 4; ++i) {
                 const uint32_t pair = pairs[j % 2 * 2 + i / 2];
-                dx[2 * other + j % 2][i] = fmaf(scalars[j / 2][i / 2], t[j][i], dx[2 * other + j % 2][i]);
+                float& to = dx(2 * other + j % 2)[i];
+                to = fmaf(scalars[j / 2][i / 2], t[j][i], to);
                 sums[j / 2][i / 2] = fmaf(i % 2 == 0 ? low_of(pair) : high_of(pair), t[j][i], sums[j / 2][i / 2]);
               }
           }
@@ -412,14 +482,14 @@ __global__ void __launch_bounds__(kThreads, 1)
           for (int i = 0; i < 2; ++i) {
             float sum = quad_sum(sums[a][i]);
             if (lane % 4 != four % 2 * 2 + a / 2) sum = 0;
-            dx[2 * block][2 * i + a % 2] += four < 2 ? sum : 0.0f;
-            dx[2 * block + 1][2 * i + a % 2] += four < 2 ? 0.0f : sum;
+            dx(2 * block)[2 * i + a % 2] += four < 2 ? sum : 0.0f;
+            dx(2 * block + 1)[2 * i + a % 2] += four < 2 ? 0.0f : sum;
           }
       }
     float factor[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) factor[i] = row + 8 * i < m.length ? factor_of(m, head, row + 8 * i) : 0.0f;
-    write_rows(m, head, first, results, factor, x);
+    write_rows(m, head, first, results, factor, panel(0));
     fence_shared_writes();
     __syncwarp();
     if (lane == 0) shared.x_empty[place].arrive();
@@ -490,6 +560,7 @@ Reading reading_of(const MixerCall& call, const Tensor& states, const Tensor& x,
   m.factors = floats(factors);
   m.out = heads_of<bfloat16>(out, shape.heads);
   m.out_dim = static_cast<int>(out.size(3));
+  m.dims = dims_of(shape);
   m.length = static_cast<int>(shape.length);
   m.chunk = static_cast<int>(call.chunk);
   m.chunks = static_cast<int>(states.size(2));
@@ -505,31 +576,48 @@ Reading reading_of(const MixerCall& call, const Tensor& states, const Tensor& x,
   return m;
 }
 
-dim3 persistent(const Reading& m) {
-  const int64_t items = static_cast<int64_t>(m.batch) * m.heads * m.chunks * (m.chunk / kRows);
+template <class Shared>
+dim3 persistent(const Reading& m, int panels) {
+  const int64_t items = static_cast<int64_t>(m.batch) * m.heads * m.chunks * (m.chunk / Shared::kRows) * panels;
   return dim3(static_cast<unsigned>(std::min<int64_t>(items, multiprocessors())));
 }
 
-void read(const StateDims& dims, const Reading& m, const CUtensorMap& x, cudaStream_t here) {
-  with_blocks(dims, [&](auto blocks) {
+// Calls f with the blocks of a squared score's heads as a constant.
+template <int kBlocks = 1, class F>
+void with_blocks(const StateDims& dims, F&& f) {
+  if constexpr (kBlocks < 8)
+    if (dims.blocks() > kBlocks) return with_blocks<kBlocks + 1>(dims, f);
+  f(std::integral_constant<int, kBlocks>());
+}
+
+void read(const Reading& m, const CUtensorMap& x, cudaStream_t here) {
+  with_blocks(m.dims, [&](auto blocks) {
+    using Shared = ReadShared<decltype(blocks)::value>;
     constexpr auto kernel = read_kernel<decltype(blocks)::value>;
-    allow_shared_memory(kernel, sizeof(ReadShared));
-    kernel<<<persistent(m), kThreads, sizeof(ReadShared), here>>>(x, m);
+    allow_shared_memory(kernel, sizeof(Shared));
+    kernel<<<persistent<Shared>(m, m.dims.v_panels()), Shared::kThreads, sizeof(Shared), here>>>(x, m);
   });
   check_launch("mixer: reading states");
 }
 
-void contract(const StateDims& dims, const Reading& m, const CUtensorMap& x, const CUtensorMap& u, cudaStream_t here) {
-  with_blocks(dims, [&](auto blocks) {
-    constexpr auto kernel = contract_kernel<decltype(blocks)::value>;
-    allow_shared_memory(kernel, sizeof(ContractShared));
-    kernel<<<persistent(m), kThreads, sizeof(ContractShared), here>>>(x, u, m);
+void contract(const Reading& m, const CUtensorMap& x, const CUtensorMap& u, cudaStream_t here) {
+  with_blocks(m.dims, [&](auto blocks) {
+    const auto launch = [&]<int kUPanels>() {
+      using Shared = ContractShared<decltype(blocks)::value, kUPanels>;
+      constexpr auto kernel = contract_kernel<decltype(blocks)::value, kUPanels>;
+      allow_shared_memory(kernel, sizeof(Shared));
+      kernel<<<persistent<Shared>(m, 1), Shared::kThreads, sizeof(Shared), here>>>(x, u, m);
+    };
+    if constexpr (blocks() > 4)
+      if (m.dims.v_panels() == 2) return launch.template operator()<2>();
+    launch.template operator()<1>();
   });
   check_launch("mixer: gradients through states");
 }
 
 template <bool kTransposed>
-void linear(const StateDims& dims, const Reading& m, const CUtensorMap& x, cudaStream_t here) {
+void linear(const Reading& m, const CUtensorMap& x, cudaStream_t here) {
+  const StateDims& dims = m.dims;
   const dim3 grid(blocks_for(m.length, kPanelRows), static_cast<unsigned>(m.heads), static_cast<unsigned>(m.batch));
   const auto launch = [&]<int kIn, int kOut>() {
     constexpr auto kernel = linear_kernel<kTransposed, kIn, kOut>;
@@ -556,10 +644,19 @@ float score_constant(const MixerCall& call) {
 }  // namespace
 
 bool states_support(const MixerCall& call) {
-  const int64_t dim = std::max(call.shape.qk_dim, call.shape.v_dim);
-  const bool linear = call.spec.score == Score::linear && call.spec.norm == Norm::none && dim <= 128;
-  const bool squared = call.spec.score == Score::squared && dim <= 64;
-  return forced_kernel() != "chunk states" && hopper_supports(call) && call.chunk % kRows == 0 && (squared || linear);
+  const StateDims dims = dims_of(call.shape);
+  if (forced_kernel() == "chunk states" || !hopper_supports(call) || call.chunk % kMostRows != 0 ||
+      std::max(dims.qk, dims.v) > 128)
+    return false;
+  if (call.spec.score == Score::linear) return call.spec.norm == Norm::none;
+  if (call.spec.score != Score::squared || dims.qk <= 64) return call.spec.score == Score::squared && dims.v <= 64;
+  // All states are in memory at once.
+  const int64_t chunks = (call.shape.length + call.chunk - 1) / call.chunk;
+  return call.shape.batch * call.shape.heads * chunks * dims.squared_tiles() * kPanelBytes <= kMostWideBytes;
+}
+
+bool states_are_kept(const MixerCall& call) {
+  return call.spec.score == Score::linear || call.shape.qk_dim <= 64;
 }
 
 void read_states(const MixerCall& call, const ChunkTables& tables, const Tensor& states, const Tensor& past,
@@ -569,8 +666,8 @@ void read_states(const MixerCall& call, const ChunkTables& tables, const Tensor&
       reading_of(call, states, q, q, tables.in, true, score_constant(call), call.inputs.initial_state ? -1 : 0, past);
   m.normalizer = floats(past_n);
   const cudaStream_t here = stream(q.device());
-  if (call.spec.score == Score::linear) return linear<false>(dims_of(call.shape), m, tile_map(q), here);
-  read(dims_of(call.shape), m, tile_map(q), here);
+  if (call.spec.score == Score::linear) return linear<false>(m, tile_map(q), here);
+  read(m, tile_map(q), here);
 }
 
 void state_gradients(const MixerCall& call, const ChunkTables& tables, const Tensor& states,
@@ -580,7 +677,6 @@ void state_gradients(const MixerCall& call, const ChunkTables& tables, const Ten
   const Tensor& g = scaled.g;
   const Tensor delta = call.spec.norm == Norm::sum ? scaled.delta : Tensor();
   const float constant = score_constant(call);
-  const StateDims dims = dims_of(call.shape);
   const cudaStream_t here = stream(q.device());
   const CUtensorMap q_map = tile_map(q), k_map = tile_map(k), v_map = tile_map(v), g_map = tile_map(g);
   const int first = call.inputs.initial_state ? -1 : 0, last = static_cast<int>(tables.chunks) - 1;
@@ -603,14 +699,14 @@ void state_gradients(const MixerCall& call, const ChunkTables& tables, const Ten
     Reading dq_of_g = dq, dk_of_v = dk;
     dq_of_g.x_group = dq.u_group;
     dk_of_v.x_group = dk.u_group;
-    linear<true>(dims, dq_of_g, g_map, here);
-    linear<true>(dims, dk_of_v, v_map, here);
-    linear<false>(dims, dv, k_map, here);
+    linear<true>(dq_of_g, g_map, here);
+    linear<true>(dk_of_v, v_map, here);
+    linear<false>(dv, k_map, here);
     return;
   }
-  contract(dims, dq, q_map, g_map, here);
-  contract(dims, dk, k_map, v_map, here);
-  read(dims, dv, k_map, here);
+  contract(dq, q_map, g_map, here);
+  contract(dk, k_map, v_map, here);
+  read(dv, k_map, here);
 }
 
 }  // namespace furious::cuda

@@ -24,7 +24,8 @@ struct WalkArguments {
   StateDims dims;
   int heads, x_group, u_group;
   int rows, columns;  // of a state outside
-  int tiles, summed;  // of a state here, and of a sum
+  int tiles;                      // of a state here
+  int summed, summed_across;      // tiles of a sum, and of them those of the same rows
   float constant;
 
   // The place of (a, b, column) in the state of a squared score outside; −1 where it has none.
@@ -41,19 +42,21 @@ constexpr int kOctets = 3;     // of 8 a each, the most that the tiles of a bloc
 constexpr int kHelpers = 2 * kOctets;
 constexpr int kCopying = 4 * kConsumers + kHelpers, kFactoring = kCopying + 1;
 
-// How many tiles a block owns at most: two for one warpgroup and three for the other; two for each, where heads are
-// narrower than 64; or, where as few heads leave multiprocessors without a block, one or two for each.
+// How many tiles a block owns at most: two for one warpgroup and three for the other, with heads of 64; two for each,
+// with others; or, where as few heads of 64 leave multiprocessors without a block, one or two for each.
 enum class Share : uint8_t { five, four, three };
-constexpr int parts_of(Share share, int blocks) {
+__host__ __device__ constexpr int parts_of(Share share, int blocks) {
   return share == Share::five ? 8 : share == Share::three ? 16 : blocks * (blocks + 1) / 2;
 }
 constexpr int kUpdateThreads = 32 * (kFactoring + 1);
 constexpr int kUpdateRegisters = 208, kHelperRegisters = 48;
 static_assert(registers_suffice(kConsumers, kUpdateRegisters, kHelperRegisters, 2));
 
+// kPanels: 64 columns of x each.
+template <int kPanels>
 struct UpdateShared {
-  static constexpr int kStages = 8;
-  unsigned char x[kStages][kPanelBytes], u[kStages][kPanelBytes];
+  static constexpr int kStages = kPanels == 1 ? 8 : 6;
+  unsigned char x[kStages][kPanels][kPanelBytes], u[kStages][kPanelBytes];
   unsigned char out[5][kPanelBytes];
   uint4 scaled[kStages][8 * kOctets][12];  // w·x_a of 64 tokens; rows of 128 bytes, 192 apart
   float factors[kStages][kPanelRows];
@@ -100,7 +103,8 @@ __device__ Owned one_tile(int i) {
   return {block, 4 * (i - 2 * block * (block + 1))};
 }
 __device__ Owned two_tiles(int i) {
-  const int block = i < 2 ? 0 : i < 6 ? 1 : i < 12 ? 2 : 3;
+  int block = 0;
+  while (i >= (block + 1) * (block + 2)) ++block;
   return {block, 8 * (i - block * (block + 1))};
 }
 __device__ Owned owned_by(Share share, int part, int group) {
@@ -117,9 +121,9 @@ __device__ Owned owned_by(Share share, int part, int group) {
   return {};
 }
 
-// One warpgroup; its rows of `scaled` begin with a = owned.first / 8 · 8.
-template <int kBlocks, int kGroup, int kTiles>
-__device__ void accumulate(UpdateShared& shared, const WalkArguments& m, const Owned& owned, unsigned char* out,
+// One warpgroup, for the values from 64·panel on; its rows of `scaled` begin with a = owned.first / 8 · 8.
+template <int kGroup, int kTiles, class Shared>
+__device__ void accumulate(Shared& shared, const WalkArguments& m, const Owned& owned, int panel, unsigned char* out,
                            int64_t head) {
   const int block = owned.block, first_a = owned.first, scaled_row = 8 * kGroup + first_a % 8;
   const int warp = static_cast<int>(threadIdx.x) / 32 % 4, lane = static_cast<int>(threadIdx.x) % 32;
@@ -133,7 +137,8 @@ __device__ void accumulate(UpdateShared& shared, const WalkArguments& m, const O
       for (int j = 0; j < 8; ++j)
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-          f(acc[i][j][e], first_a + 4 * i + warp, 16 * block + lane / 4 + e / 2 * 8, 8 * j + lane % 4 * 2 + e % 2);
+          f(acc[i][j][e], first_a + 4 * i + warp, 16 * block + lane / 4 + e / 2 * 8,
+            64 * panel + 8 * j + lane % 4 * 2 + e % 2);
   };
   if (m.first)
     each([&](float& x, int a, int b, int column) {
@@ -144,12 +149,12 @@ __device__ void accumulate(UpdateShared& shared, const WalkArguments& m, const O
   uint32_t x_b[4][4];
   uint4 scaled[2][kTiles];
   const auto load = [&](int turn) {
-    const int stage = turn % UpdateShared::kStages, phase = turn / UpdateShared::kStages;
-    const Tile<64> x = panel_of(shared.x[stage]);
+    const int stage = turn % Shared::kStages, phase = turn / Shared::kStages;
+    const Tile<64> x = panel_of(shared.x[stage][block / 4]);
     shared.full[stage].wait(phase);
 #pragma unroll
     for (int step = 0; step < 4; ++step)
-      load_matrices_transposed(x_b[step], x.at(16 * step + lane % 8 + lane / 16 * 8, 2 * block + lane / 8 % 2));
+      load_matrices_transposed(x_b[step], x.at(16 * step + lane % 8 + lane / 16 * 8, block % 4 * 2 + lane / 8 % 2));
     shared.ready[stage].wait(phase);
 #pragma unroll
     for (int half = 0; half < 2; ++half)
@@ -188,8 +193,7 @@ __device__ void accumulate(UpdateShared& shared, const WalkArguments& m, const O
         bf16* const state = m.states + (head * chunks.chunks + c) * m.tiles * kTileElements;
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
-          const int a = first_a + 4 * tile, own = a / 16;
-          const int index = first_tile_of(kBlocks, own) + a % 16 / 4 * (kBlocks - own) + block - own;
+          const int index = m.dims.tile_of(first_a + 4 * tile, block, panel);
           store_bytes(state + static_cast<int64_t>(index) * kTileElements, out + tile * kPanelBytes, kPanelBytes);
         }
         commit_stores();
@@ -199,7 +203,7 @@ __device__ void accumulate(UpdateShared& shared, const WalkArguments& m, const O
     if (i == chunks.chunks - 1 && !m.last) break;
     if (kept.begin < kept.end) load(turn);
     for (int tile = kept.begin; tile < kept.end; ++tile, ++turn) {
-      const int stage = turn % UpdateShared::kStages;
+      const int stage = turn % Shared::kStages;
       uint32_t f[4][kTiles][4];
 #pragma unroll
       for (int step = 0; step < 4; ++step) {
@@ -235,15 +239,18 @@ __device__ void accumulate(UpdateShared& shared, const WalkArguments& m, const O
 
 #endif
 
-template <int kBlocks, Share kShare>
+template <int kPanels, Share kShare>
 __global__ void __launch_bounds__(kUpdateThreads, 1)
     update_kernel(const __grid_constant__ CUtensorMap x, const __grid_constant__ CUtensorMap u, const WalkArguments m) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char memory[];
-  UpdateShared& shared = *reinterpret_cast<UpdateShared*>(memory);
-  constexpr int kStages = UpdateShared::kStages;
+  using Shared = UpdateShared<kPanels>;
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
+  constexpr int kStages = Shared::kStages;
   constexpr int kHelping = 2 * (kShare == Share::five ? kOctets : 2);
-  const int part = static_cast<int>(blockIdx.x), h = static_cast<int>(blockIdx.y), b = static_cast<int>(blockIdx.z);
+  const int parts = parts_of(kShare, m.dims.blocks());
+  const int part = static_cast<int>(blockIdx.x) % parts, panel = static_cast<int>(blockIdx.x) / parts;
+  const int h = static_cast<int>(blockIdx.y), b = static_cast<int>(blockIdx.z);
   const int64_t head = static_cast<int64_t>(b) * m.heads + h;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   if (threadIdx.x == 0) {
@@ -270,15 +277,15 @@ __global__ void __launch_bounds__(kUpdateThreads, 1)
   };
   if (warp < 4) {
     increase_registers<kUpdateRegisters>();
-    accumulate<kBlocks, 0, kShare == Share::three ? 1 : 2>(shared, m, first, shared.out[0], head);
+    accumulate<0, kShare == Share::three ? 1 : 2>(shared, m, first, panel, shared.out[0], head);
   } else if (warp < 8) {
     increase_registers<kUpdateRegisters>();
     if constexpr (kShare == Share::five)
-      accumulate<kBlocks, 1, 3>(shared, m, second, shared.out[2], head);
+      accumulate<1, 3>(shared, m, second, panel, shared.out[2], head);
     else if (kShare == Share::four || part < 8)
-      accumulate<kBlocks, 1, 2>(shared, m, second, shared.out[2], head);
+      accumulate<1, 2>(shared, m, second, panel, shared.out[2], head);
     else
-      accumulate<kBlocks, 1, 1>(shared, m, second, shared.out[2], head);
+      accumulate<1, 1>(shared, m, second, panel, shared.out[2], head);
   } else {
     decrease_registers<kHelperRegisters>();
     if (warp < 4 * kConsumers + kHelping) {
@@ -288,7 +295,7 @@ __global__ void __launch_bounds__(kUpdateThreads, 1)
         const int stage = turn % kStages;
         shared.full[stage].wait(turn / kStages);
         uint32_t r[4];
-        load_matrices_transposed(r, panel_of(shared.x[stage]).at(32 * half + lane, octet));
+        load_matrices_transposed(r, panel_of(shared.x[stage][octet / 8]).at(32 * half + lane, octet % 8));
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           float2 w = make_float2(1, 1);
@@ -305,9 +312,10 @@ __global__ void __launch_bounds__(kUpdateThreads, 1)
         const int stage = turn % kStages;
         if (turn >= kStages) shared.empty[stage].wait(turn / kStages - 1);
         if (lane > 0) return;
-        shared.full[stage].arrive_and_expect(2 * kPanelBytes);
-        copy_tile(shared.x[stage], x, shared.full[stage], 0, token, h / m.x_group, b);
-        copy_tile(shared.u[stage], u, shared.full[stage], 0, token, h / m.u_group, b);
+        shared.full[stage].arrive_and_expect((kPanels + 1) * kPanelBytes);
+        for (int i = 0; i < kPanels; ++i)
+          copy_tile(shared.x[stage][i], x, shared.full[stage], 64 * i, token, h / m.x_group, b);
+        copy_tile(shared.u[stage], u, shared.full[stage], 64 * panel, token, h / m.u_group, b);
       });
     } else if (warp == kFactoring && m.factors) {
       const float* const factors = m.factors + head * m.chunks.length;
@@ -323,7 +331,7 @@ __global__ void __launch_bounds__(kUpdateThreads, 1)
 #endif
 }
 
-// Σ_j w_j x_j u_jᵀ of a single chunk; a block has a tile of it. With `same`, u is x, of at most 64 columns.
+// Σ_j w_j x_j u_jᵀ of a single chunk; a block has a tile of it. With `same`, the columns of u are those of x.
 constexpr int kOuterStages = 4;
 struct OuterShared {
   unsigned char x[kOuterStages][kPanelBytes], u[kOuterStages][kPanelBytes];
@@ -338,7 +346,7 @@ __global__ void __launch_bounds__(128)
   OuterShared& shared = *reinterpret_cast<OuterShared*>(memory);
   const int c = static_cast<int>(blockIdx.x) / m.summed, h = static_cast<int>(blockIdx.y);
   const int b = static_cast<int>(blockIdx.z), of_sum = static_cast<int>(blockIdx.x) % m.summed;
-  const int x_column = of_sum / m.dims.v_panels() * kPanelRows, u_column = of_sum % m.dims.v_panels() * kPanelRows;
+  const int x_column = of_sum / m.summed_across * kPanelRows, u_column = of_sum % m.summed_across * kPanelRows;
   const int64_t head = static_cast<int64_t>(b) * m.heads + h;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int begin = c * m.chunks.chunk, tiles = m.chunks.tiles(c);
@@ -398,7 +406,7 @@ __global__ void carry_kernel(const WalkArguments m, const bool normalizer) {
   const int64_t head = blockIdx.y;
   const int element = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x) * 2, tile = element / kTileElements;
   const int in_tile = element % kTileElements, tile_row = in_tile / 64, tile_column = in_tile % 64;
-  const int row = tile / m.dims.v_panels() * 64 + tile_row, column = tile % m.dims.v_panels() * 64 + tile_column;
+  const int row = tile / m.summed_across * 64 + tile_row, column = tile % m.summed_across * 64 + tile_column;
   const Chunks& chunks = m.chunks;
   const auto place = [&](int i) -> int64_t {
     if (normalizer) return m.place(head, row, column + i, m.dims.v);
@@ -435,20 +443,25 @@ __global__ void carry_kernel(const WalkArguments m, const bool normalizer) {
     if (place(i) >= 0 && (!normalizer || row <= column + i)) m.last[place(i)] = x[i] * factor(i);
 }
 
-template <int kBlocks>
 void update(const MixerCall& call, const CUtensorMap& x, const CUtensorMap& u, const WalkArguments& m) {
-  const auto launch = [&]<Share kShare>() {
-    constexpr auto kernel = update_kernel<kBlocks, kShare>;
-    allow_shared_memory(kernel, sizeof(UpdateShared));
-    const dim3 grid(parts_of(kShare, kBlocks), static_cast<unsigned>(m.heads), static_cast<unsigned>(call.shape.batch));
-    kernel<<<grid, kUpdateThreads, sizeof(UpdateShared), stream(call.inputs.q.device())>>>(x, u, m);
+  const int64_t heads = call.shape.batch * call.shape.heads;
+  const int blocks = m.dims.blocks();
+  const auto launch = [&]<int kPanels, Share kShare>() {
+    constexpr auto kernel = update_kernel<kPanels, kShare>;
+    constexpr size_t bytes = sizeof(UpdateShared<kPanels>);
+    allow_shared_memory(kernel, bytes);
+    const dim3 grid(static_cast<unsigned>(parts_of(kShare, blocks) * m.dims.v_panels()), static_cast<unsigned>(m.heads),
+                    static_cast<unsigned>(call.shape.batch));
+    kernel<<<grid, kUpdateThreads, bytes, stream(call.inputs.q.device())>>>(x, u, m);
   };
-  if constexpr (kBlocks < 4)
-    launch.template operator()<Share::four>();
-  else if (parts_of(Share::three, kBlocks) * call.shape.heads * call.shape.batch <= multiprocessors())
-    launch.template operator()<Share::three>();
+  if (blocks > 4)
+    launch.template operator()<2, Share::four>();
+  else if (blocks < 4)
+    launch.template operator()<1, Share::four>();
+  else if (parts_of(Share::three, blocks) * heads <= multiprocessors())
+    launch.template operator()<1, Share::three>();
   else
-    launch.template operator()<Share::five>();
+    launch.template operator()<1, Share::five>();
   check_launch("mixer: states of chunks");
 }
 
@@ -459,8 +472,8 @@ Tensor walk_states(const MixerCall& call, const ChunkTables& tables, const State
   const Device device = call.inputs.q.device();
   const bool squared = call.spec.score == Score::squared, sum = call.spec.norm == Norm::sum;
   const StateDims dims = dims_of(shape);
-  const int panels = dims.qk_panels() * dims.v_panels();
-  const int64_t tiles = squared ? first_tile_of(dims.blocks(), dims.blocks()) : panels;
+  const int across = squared ? dims.qk_panels() : dims.v_panels(), panels = dims.qk_panels() * across;
+  const int64_t tiles = squared ? dims.squared_tiles() : panels;
   const Tensor states = Tensor::empty({shape.batch, shape.heads, tables.chunks, tiles, 64, 64}, DType::bf16, device);
   WalkArguments m = {};
   m.factors = floats(walk.factors);
@@ -478,11 +491,13 @@ Tensor walk_states(const MixerCall& call, const ChunkTables& tables, const State
   m.columns = static_cast<int>(shape.state_columns);
   m.tiles = static_cast<int>(tiles);
   m.summed = panels;
+  m.summed_across = across;
   m.constant = walk.constant;
   const CUtensorMap x = tile_map(walk.x), u = tile_map(walk.u);
   if (squared) {
-    with_blocks(dims, [&](auto blocks) { update<decltype(blocks)::value>(call, x, u, m); });
+    update(call, x, u, m);
     if (!sum) return states;
+    m.u_group = m.x_group;
     m.extra = floats(walk.shift);
     if (walk.shift) m.constant = -m.constant;
   }
@@ -491,7 +506,7 @@ Tensor walk_states(const MixerCall& call, const ChunkTables& tables, const State
   m.sums = floats(sums);
   allow_shared_memory(outer_kernel, sizeof(OuterShared));
   outer_kernel<<<dim3(static_cast<unsigned>(tables.chunks * panels), heads, batch), 128, sizeof(OuterShared),
-                 stream(device)>>>(x, u, m, squared);
+                 stream(device)>>>(x, squared ? x : u, m, squared && panels == 1);
   check_launch("mixer: sums of chunks");
   const dim3 grid(static_cast<unsigned>(panels * kTileElements / 2 / 256), heads * batch);
   carry_kernel<<<grid, 256, 0, stream(device)>>>(m, squared);
