@@ -35,6 +35,15 @@ __device__ inline uint64_t operand_transposed(const void* panel, int step, uint3
          uint64_t{64} << 32 | uint64_t{1} << 62;
 }
 
+// The operands of further steps from that of the first, whose address takes several instructions: of an operand() that
+// may have several panels, and of an operand_transposed().
+__device__ inline uint64_t columns_at(uint64_t first, int step) {
+  return first + (step / 4 * kPanelBytes + step % 4 * 32) / 16;
+}
+__device__ inline uint64_t rows_at(uint64_t first, int step) {
+  return first + step * 2048 / 16;
+}
+
 // d = a·b, added to what d holds where `add` is not 0.
 #define FURIOUS_FOUR(x) "+f"((x)[0]), "+f"((x)[1]), "+f"((x)[2]), "+f"((x)[3])
 template <int kTransB>

@@ -32,14 +32,6 @@ __device__ void with_place(bool diagonal, bool documents, bool near, F&& f) {
     f(PlaceConstant<Place::far>());
 }
 
-// Operands of a tile of kDim columns: of the product with the tile transposed, and with the tile as it is.
-__device__ inline uint64_t columns_at(uint64_t tile, int step) {
-  return tile + (step / 4 * kPanelBytes + step % 4 * 32) / 16;
-}
-__device__ inline uint64_t rows_at(uint64_t tile, int step) {
-  return tile + step * 2048 / 16;
-}
-
 // s = rows · tileᵀ, over 16·kSteps columns, by a warpgroup. Rows are read from shared memory by the product, or loaded
 // into registers for every tile, which occupies it as long; on an H200 the forward pass of exponentials is 6 % faster
 // so, everything else slower. They cannot stay in registers: the assembler of CUDA 13.0 takes those of an operand that

@@ -265,13 +265,13 @@ __global__ void __launch_bounds__(ReadShared<kBlocks>::kThreads, 1)
       const int stage = turn % Shared::kStages;
       shared.full[stage].wait(turn / Shared::kStages);
       ++turn;
+      constexpr bool kTransposed = decltype(transposed)::value;
+      const uint64_t rows =
+          kTransposed ? operand_transposed(shared.tiles[stage], 0) : operand(shared.tiles[stage], 0);
       fence_products();
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        if constexpr (decltype(transposed)::value)
-          wgmma<1>(acc, f[i], operand_transposed(shared.tiles[stage], i), i > 0 || add);
-        else
-          wgmma<0>(acc, f[i], operand(shared.tiles[stage], i), i > 0 || add);
+        wgmma<kTransposed>(acc, f[i], kTransposed ? rows_at(rows, i) : columns_at(rows, i), i > 0 || add);
       commit_products();
     };
     // Lets go of a tile; `after` more have begun since.
@@ -392,13 +392,17 @@ __global__ void __launch_bounds__(ContractShared<kBlocks, kUPanels>::kThreads, 1
     float t[8][4];
     // t += rows · the rows of the next tile.
     const auto begin = [&](const uint32_t(&rows)[4][4], int add) {
-      const int stage = turn % Shared::kStages;
-      shared.full[stage].wait(turn / Shared::kStages);
+      const uint64_t tile = operand(shared.tiles[turn % Shared::kStages], 0);
       fence_products();
 #pragma unroll
-      for (int i = 0; i < 4; ++i) wgmma<0>(t, rows[i], operand(shared.tiles[stage], i), i > 0 || add);
+      for (int i = 0; i < 4; ++i) wgmma<0>(t, rows[i], columns_at(tile, i), i > 0 || add);
       commit_products();
       ++turn;
+    };
+    // Waits for the next tiles.
+    const auto wait = [&](int tiles) {
+#pragma unroll
+      for (int i = 0; i < tiles; ++i) shared.full[(turn + i) % Shared::kStages].wait((turn + i) / Shared::kStages);
     };
     const auto finish = [&](int tiles) {
       wait_for_products<0>();
@@ -419,6 +423,7 @@ __global__ void __launch_bounds__(ContractShared<kBlocks, kUPanels>::kThreads, 1
           uint32_t rows[4][4];
 #pragma unroll
           for (int i = 0; i < 4; ++i) panel(from).a_fragment(rows[i], warp * 16, i);
+          wait(1);
           begin(rows, from > 0);
           finish(1);
         }
@@ -448,6 +453,7 @@ __global__ void __launch_bounds__(ContractShared<kBlocks, kUPanels>::kThreads, 1
         }
 #pragma unroll
         for (int other = block; other < kBlocks; ++other) {
+          wait(kU);
 #pragma unroll
           for (int p = 0; p < kU; ++p) begin(own[p], p > 0);
           finish(kU);

@@ -37,8 +37,7 @@ struct WalkArguments {
 
 constexpr int kConsumers = 2;  // warpgroups
 constexpr int kOctets = 3;     // of 8 a each, the most that the tiles of a block have
-// Warps behind the consumers: two for each octet, one for copies and one for factors. Each of them has 64 tokens to do
-// in the time of their products.
+// Warps behind the consumers: two for each octet, one for copies and one for factors.
 constexpr int kHelpers = 2 * kOctets;
 constexpr int kCopying = 4 * kConsumers + kHelpers, kFactoring = kCopying + 1;
 
@@ -204,6 +203,7 @@ __device__ void accumulate(Shared& shared, const WalkArguments& m, const Owned& 
     if (kept.begin < kept.end) load(turn);
     for (int tile = kept.begin; tile < kept.end; ++tile, ++turn) {
       const int stage = turn % Shared::kStages;
+      const uint64_t values = operand_transposed(shared.u[stage], 0);
       uint32_t f[4][kTiles][4];
 #pragma unroll
       for (int step = 0; step < 4; ++step) {
@@ -217,9 +217,8 @@ __device__ void accumulate(Shared& shared, const WalkArguments& m, const Owned& 
           f[step][t][3] = multiply_pairs(x_b[step][3], high);
         }
         fence_products();
-        const uint64_t values = operand_transposed(shared.u[stage], step);
 #pragma unroll
-        for (int t = 0; t < kTiles; ++t) wgmma<1>(acc[t], f[step][t], values, 1);
+        for (int t = 0; t < kTiles; ++t) wgmma<1>(acc[t], f[step][t], rows_at(values, step), 1);
         commit_products();
       }
       if (tile + 1 < kept.end) load(turn + 1);
