@@ -177,9 +177,11 @@ TrainingMemory training_memory(const ModelConfig& config, int64_t batch, int64_t
     const int64_t in_layers = parameter_count(config) - (config.tie_embeddings ? 1 : 2) * embedding;
     output += (embedding + in_layers / (recompute ? config.layers : 1)) * size;
   }
-  const int64_t states =
-      kept_state_bytes(config.block.mixer(), config.qk_dim, config.head_dim, length, device, activations);
-  if (states > 0) output += product(batch * config.heads() * (recompute ? 1 : config.layers), states);
+  const StateBytes states =
+      state_bytes(config.block.mixer(), config.qk_dim, config.head_dim, length, device, activations);
+  if (states.working > 0)
+    output += product(batch * config.heads() * (recompute ? 1 : config.layers), states.kept) +
+              product(batch * config.heads(), states.working - states.kept);
   return {4 * parameter_count(config) * static_cast<int64_t>(sizeof(float)),
           product(tokens, layers + around) * size + output};
 }

@@ -37,9 +37,9 @@ struct MatmulOptions {
 void matmul(const Tensor& out, const Tensor& a, const Tensor& b, const MatmulOptions& options = {});
 
 // While it lives, large products of this thread on a GPU are tried with several kernels of the library, once for each
-// shape, and later computed by the fastest of those that give the same bits as its first choice. For shapes that come up
-// many times: a shape takes about 20 ms, and twice the memory of its result for that time, without which it is left as
-// it is.
+// shape, and later computed by the fastest of those that give the same bits as its first choice. For shapes that come
+// up many times: a shape takes about 20 ms, and twice the memory of its result for that time, without which it is left
+// as it is.
 class MatmulTuning {
  public:
   MatmulTuning();

@@ -249,13 +249,14 @@ class Library {
       }
       return best;
     };
-    // Whether all numbers are the same. Results that are mostly zeros, as gradients of a first step may be, say nothing.
+    // Whether all numbers are the same. Results that are mostly zeros, as gradients of a first step may be, say
+    // nothing.
     bool comparable = true;
     const auto same = [&] {
       const auto count = static_cast<int64_t>(bytes / sizeof(uint16_t));
       int counts[2] = {};
-      compare_kernel<<<kCompareBlocks, kCompareThreads, 0, stream>>>(
-          reinterpret_cast<uint16_t*>(expected), reinterpret_cast<uint16_t*>(result), count, found);
+      compare_kernel<<<kCompareBlocks, kCompareThreads, 0, stream>>>(reinterpret_cast<uint16_t*>(expected),
+                                                                     reinterpret_cast<uint16_t*>(result), count, found);
       cuda::check(cudaMemcpyAsync(counts, found, sizeof(counts), cudaMemcpyDeviceToHost, stream), "matmul");
       cuda::check(cudaMemsetAsync(found, 0, sizeof(counts), stream), "matmul");
       cuda::check(cudaStreamSynchronize(stream), "matmul");

@@ -82,24 +82,32 @@ int64_t default_chunk(const MixerSpec& spec, int64_t qk_dim, int64_t v_dim, Devi
   return state_rows(spec, qk_dim) * v_dim <= (1 << 18) ? 192 : 384;
 }
 
-int64_t longest_parallel(Score score) {
-  return score == Score::squared ? 3072 : 1024;  // measured on an H200 (docs/performance.md)
+// From times on an H200 (docs/performance.md).
+int64_t longest_parallel(const MixerSpec& spec, int64_t qk_dim, int64_t v_dim) {
+  if (spec.score != Score::squared) return 1024;
+  if (std::max(qk_dim, v_dim) <= 64) return 40 * (qk_dim + v_dim);
+  // Where the products are as many as those of the states.
+  return 4 * state_rows(spec, qk_dim) * state_columns(spec, v_dim) / (qk_dim + v_dim);
 }
 
-int64_t kept_state_bytes(const MixerSpec& spec, int64_t qk_dim, int64_t v_dim, int64_t length, Device device,
-                         DType dtype) {
-  if (device.is_cpu() || dtype != DType::bf16 || spec.signed_decay || length <= longest_parallel(spec.score)) return 0;
+StateBytes state_bytes(const MixerSpec& spec, int64_t qk_dim, int64_t v_dim, int64_t length, Device device,
+                       DType dtype) {
+  if (device.is_cpu() || dtype != DType::bf16 || spec.signed_decay || qk_dim % 8 != 0 || v_dim % 8 != 0 ||
+      std::max(qk_dim, v_dim) > 128 || length <= longest_parallel(spec, qk_dim, v_dim))
+    return {};
   const auto panels = [](int64_t dim) { return (dim + 63) / 64; };
   int64_t tiles = 0;  // of 64 x 64
-  if (qk_dim % 8 == 0 && v_dim % 8 == 0) {
+  bool kept = true;
+  if (spec.score == Score::squared && (qk_dim > 64 || v_dim <= 64)) {
     const int64_t blocks = (qk_dim + 15) / 16;
-    if (spec.score == Score::squared && std::max(qk_dim, v_dim) <= 64) tiles = 1 + 2 * blocks * (blocks + 1);
-    // With values of up to 64 a walk keeps little.
-    if (spec.score == Score::linear && spec.norm == Norm::none && qk_dim <= 128 && v_dim > 64 && v_dim <= 128)
-      tiles = panels(qk_dim) * panels(v_dim);
+    tiles = panels(qk_dim) * panels(qk_dim) + panels(v_dim) * 2 * blocks * (blocks + 1);
+    kept = qk_dim > kLeastKeptDim && qk_dim <= 64;
+  } else if (spec.score == Score::linear && spec.norm == Norm::none && v_dim > 64) {
+    tiles = panels(qk_dim) * panels(v_dim);  // with values of up to 64 a walk keeps little
   }
   const int64_t chunk = default_chunk(spec, qk_dim, v_dim, device, dtype);
-  return (length + chunk - 1) / chunk * tiles * 64 * 64 * 2;
+  const int64_t bytes = (length + chunk - 1) / chunk * tiles * 64 * 64 * 2;
+  return {kept ? bytes : 0, kept ? bytes : 2 * bytes};
 }
 
 Form choose_form(const MixerSpec& spec, const MixerShape& shape, const MixerInputs& inputs,

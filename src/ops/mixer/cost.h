@@ -15,12 +15,18 @@ double chunked_flops(const MixerShape& shape, const std::vector<Segment>& segmen
 int64_t default_chunk(const MixerSpec& spec, int64_t qk_dim, int64_t v_dim, Device device = {},
                       DType dtype = DType::f32);
 
-// Where Hopper has kernels for states (bf16, heads of up to 64, or of 128 for a linear score): the longest text for which
-// the parallel form is faster.
-int64_t longest_parallel(Score score);
-// Bytes of them that a forward pass then keeps for the backward pass of one head of one sequence.
-int64_t kept_state_bytes(const MixerSpec& spec, int64_t qk_dim, int64_t v_dim, int64_t length, Device device,
-                         DType dtype);
+// Where Hopper has kernels for states (ops/mixer/gpu/states.h): the longest text for which the parallel form is faster.
+int64_t longest_parallel(const MixerSpec& spec, int64_t qk_dim, int64_t v_dim);
+// Bytes of states, for one head of one sequence, in longer texts: those that a forward pass keeps for the backward
+// pass, and those that are in memory while the mixer computes its backward pass.
+struct StateBytes {
+  int64_t kept, working;
+};
+StateBytes state_bytes(const MixerSpec& spec, int64_t qk_dim, int64_t v_dim, int64_t length, Device device,
+                       DType dtype);
+// Padded, the states of squared scores with queries and keys of at most so many are larger than the tokens of a chunk:
+// they are not kept.
+inline constexpr int64_t kLeastKeptDim = 16;
 
 // Parallel or chunked, whichever is estimated to take less time on the CPU. Looks at the decays: tiles that decay has
 // erased cost the parallel form nothing.

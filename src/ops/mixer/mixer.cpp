@@ -297,6 +297,16 @@ MixerShape check_mixer(std::string_view operation, const MixerSpec& spec, const 
   return shape;
 }
 
+namespace {
+// A chunk longer than the text is as long as the text, but for kernels that want multiples of 256.
+int64_t chunk_of(const MixerOptions& options, const MixerSpec& spec, const MixerShape& shape, Device device,
+                 DType dtype) {
+  const int64_t chunk =
+      options.chunk > 0 ? options.chunk : default_chunk(spec, shape.qk_dim, shape.v_dim, device, dtype);
+  return std::min(chunk, std::max<int64_t>(1, (shape.length + 255) / 256) * 256);
+}
+}  // namespace
+
 MixerResult mixer_forward(const MixerSpec& spec, const MixerInputs& inputs, const MixerOptions& options,
                           const MixerResult& into) {
   constexpr std::string_view kOperation = "mixer_forward";
@@ -311,8 +321,7 @@ MixerResult mixer_forward(const MixerSpec& spec, const MixerInputs& inputs, cons
           "{}: argument \"first_query\" is {}, but a final state was requested; give the queries of all tokens",
           kOperation, shape.first_query);
   const Device device = inputs.q.device();
-  const int64_t chunk =
-      options.chunk > 0 ? options.chunk : default_chunk(spec, shape.qk_dim, shape.v_dim, device, inputs.q.dtype());
+  const int64_t chunk = chunk_of(options, spec, shape, device, inputs.q.dtype());
   check_form(kOperation, options.form, device);
   check_precision(kOperation, options.precision, device);
   if (is_f16_on_gpu(inputs)) {
@@ -442,8 +451,7 @@ MixerGradients mixer_backward(const MixerSpec& spec, const MixerInputs& inputs, 
     copy(gradients.v, wide.v);
     return gradients;
   }
-  const int64_t chunk =
-      options.chunk > 0 ? options.chunk : default_chunk(spec, shape.qk_dim, shape.v_dim, device, inputs.q.dtype());
+  const int64_t chunk = chunk_of(options, spec, shape, device, inputs.q.dtype());
 #ifdef FURIOUS_CUDA
   if (!device.is_cpu()) {
     const bool parallel = form == Form::parallel && !inputs.initial_state && !final_state_gradient;

@@ -26,23 +26,32 @@ TEST(MixerCost, StatesStoredOnAGpu) {
   const MixerSpec squared{.score = Score::squared, .norm = Norm::sum},
       linear{.score = Score::linear, .norm = Norm::none}, exponential{.score = Score::exponential, .norm = Norm::sum};
   const Device gpu{DeviceKind::cuda, 0};
-  const auto bytes = [&](const MixerSpec& spec, int64_t qk_dim, int64_t v_dim) {
-    return kept_state_bytes(spec, qk_dim, v_dim, 8192, gpu, DType::bf16);
+  const auto kept = [&](const MixerSpec& spec, int64_t qk_dim, int64_t v_dim, int64_t length = 8192) {
+    const StateBytes bytes = state_bytes(spec, qk_dim, v_dim, length, gpu, DType::bf16);
+    EXPECT_EQ(bytes.working, bytes.kept);
+    return bytes.kept;
   };
-  EXPECT_EQ(bytes(squared, 64, 64), 11 * 41 * 8192);  // chunks, tiles, bytes of a tile
-  EXPECT_EQ(bytes(squared, 24, 40), 16 * 13 * 8192);
-  EXPECT_EQ(bytes(squared, 24, 36), 0);
-  EXPECT_EQ(bytes(squared, 128, 128), 0);
-  EXPECT_EQ(bytes(linear, 64, 64), 0);  // a walk
-  EXPECT_EQ(bytes(linear, 64, 128), 32 * 2 * 8192);
-  EXPECT_EQ(bytes({.score = Score::linear, .norm = Norm::sum}, 64, 128), 0);
-  EXPECT_EQ(bytes(linear, 64, 160), 0);
-  EXPECT_EQ(bytes(exponential, 64, 64), 0);
-  EXPECT_EQ(bytes(mixer_spec("2mamba-4"), 64, 64), 0);
-  EXPECT_EQ(bytes({Score::squared, true, Norm::sum, 0, 0, true}, 64, 64), 0);
-  EXPECT_EQ(kept_state_bytes(squared, 64, 64, 2048, gpu, DType::bf16), 0);  // in the parallel form
-  EXPECT_EQ(kept_state_bytes(squared, 64, 64, 8192, gpu, DType::f32), 0);
-  EXPECT_EQ(kept_state_bytes(squared, 64, 64, 8192, {}, DType::bf16), 0);
+  EXPECT_EQ(kept(squared, 64, 64), 11 * 41 * 8192);  // chunks, tiles, bytes of a tile
+  EXPECT_EQ(kept(squared, 24, 40), 16 * 13 * 8192);
+  EXPECT_EQ(kept(squared, 24, 36), 0);
+  EXPECT_EQ(kept(squared, 64, 128), 0);
+  EXPECT_EQ(kept(linear, 64, 64), 0);  // a walk
+  EXPECT_EQ(kept(linear, 64, 128), 32 * 2 * 8192);
+  EXPECT_EQ(kept({.score = Score::linear, .norm = Norm::sum}, 64, 128), 0);
+  EXPECT_EQ(kept(linear, 64, 160), 0);
+  EXPECT_EQ(kept(exponential, 64, 64), 0);
+  EXPECT_EQ(kept(mixer_spec("2mamba-4"), 64, 64), 0);
+  EXPECT_EQ(kept({Score::squared, true, Norm::sum, 0, 0, true}, 64, 64), 0);
+  EXPECT_EQ(kept(squared, 64, 64, 4096), 0);    // in the parallel form
+  EXPECT_EQ(kept(squared, 128, 128, 8192), 0);  // too
+  // Not kept: the states and their gradients are in memory together.
+  const StateBytes wide = state_bytes(squared, 128, 96, 32768, gpu, DType::bf16);
+  EXPECT_EQ(wide.kept, 0);
+  EXPECT_EQ(wide.working, 2 * 32 * (4 + 2 * 144) * 8192);
+  EXPECT_EQ(state_bytes(squared, 16, 16, 8192, gpu, DType::bf16).kept, 0);
+  EXPECT_GT(state_bytes(squared, 16, 16, 8192, gpu, DType::bf16).working, 0);
+  EXPECT_EQ(state_bytes(squared, 64, 64, 8192, gpu, DType::f32).working, 0);
+  EXPECT_EQ(state_bytes(squared, 64, 64, 8192, {}, DType::bf16).working, 0);
 }
 
 TEST(MixerCost, CountsTheFlopsOfThePaper) {

@@ -68,7 +68,7 @@ __device__ inline int last_tile_of(const Parallel& m, const Work& work, int last
 // By one warp: has tiles of queries and gradients copied, with what belongs to their columns, for the keys of `work`.
 template <Score kScore, class Shared, class First>
 __device__ void copy_queries(Shared& shared, Pipe<Shared::kStages>& pipe, const CUtensorMap& q, const CUtensorMap& g,
-                             const Parallel& m, const Work& work, int slot, First&& first_is) {
+                             const Parallel& m, const Work& work, First&& first_is) {
   constexpr bool kExponential = kScore == Score::exponential;
   const int lane = static_cast<int>(threadIdx.x) % 32, length = static_cast<int>(m.length), last_key = work.end - 1;
   const double* const a = m.decay_of(work.batch, work.head);
@@ -76,9 +76,6 @@ __device__ void copy_queries(Shared& shared, Pipe<Shared::kStages>& pipe, const 
   const float scale = score_scale<kScore>(m.scale);
   const double reference = a ? a[last_key] : 0.0;
   const int last_tile = last_tile_of(m, work, last_key);
-  const bool is_first = work.row0 == (m.chunk ? work.row0 / m.chunk * m.chunk : 0);
-  const int before = is_first ? -1 : last_tile_of(m, work, work.row0 - 1);
-  if (lane == 0) shared.before[slot] = before;
   first_is(last_tile);
   // Read one tile ahead.
   double decay[2] = {};

@@ -152,7 +152,10 @@ __global__ void __launch_bounds__(Layout<kDim>::kThreads, 1)
               }
           },
           [&](const Work& work, int slot, auto&& first_is) {
-            copy_queries<kScore>(shared, pipe, arguments.q, arguments.g, m, work, slot, first_is);
+            const bool is_first = work.row0 == (m.chunk ? work.row0 / m.chunk * m.chunk : 0);
+            const int before = is_first ? -1 : last_tile_of(m, work, work.row0 - 1);
+            if (lane == 0) shared.before[slot] = before;
+            copy_queries<kScore>(shared, pipe, arguments.q, arguments.g, m, work, first_is);
           });
     if (warp == 4 * L::kGroups + 1)
       fill_rows(shared, [&](const Work& work, int slot, int i, int row) {
@@ -438,8 +441,8 @@ __global__ void round_kernel(const float* sums, const Parallel m, float factor, 
     *to = y.all;
   }
   if (!m.row_decay) return;
-  // q·dq, in the order in which a quad sums k·dk: for a token that only sees itself the two are equal. Four threads of a
-  // query add up what all of them have.
+  // q·dq, in the order in which a quad sums k·dk: for a token that only sees itself the two are equal. Four threads of
+  // a query add up what all of them have.
   __shared__ float parts[kRoundThreads / 32][32 / kLanes][4][kLanes + 1];
   float(&own)[4][kLanes + 1] = parts[threadIdx.x / 32][threadIdx.x % 32 / kLanes];
 #pragma unroll

@@ -17,8 +17,7 @@
 namespace furious::cuda {
 namespace {
 
-// What the block owns: its rows, and tiles of the other side. kOwn of each are the operand of scores, the others that
-// of the second product.
+// What the block owns, its rows, and tiles of the other side.
 template <int kDim, bool kKeys>
 struct Layout {
   static constexpr int kGroups = 2;
@@ -52,7 +51,6 @@ struct Layout {
   float own_deltas[kSlots][kRows];
   int bounds[kSlots][kRows];  // the end of an own key's document, or the start of a query's
   float products[2][128];     // q·dq over the columns of the first warpgroup, of each of its threads
-  int before[kSlots];
   Barriers<kSlots, kStages> sync;
   Barrier given, taken;  // slopes
   Barrier made;          // coefficients
@@ -257,8 +255,8 @@ struct Computation {
       const Heads<bf16>& to = !kKeys ? m.dq : kGroup == 0 ? m.dv : m.dk;
       const float factor = kKeys || kExponential ? last : last * shared.factors[0][own];
       const int dim = (kKeys && kGroup == 0 ? m.v_dim : m.qk_dim) - kFirstColumn;
-      products[u] = finish_row<kColumns>(acc, u, factor, to.row(work.batch, token, work.head) + kFirstColumn, rows,
-                                          own, dim, m.add, products[u]);
+      products[u] = finish_row<kColumns>(acc, u, factor, to.row(work.batch, token, work.head) + kFirstColumn, rows, own,
+                                         dim, m.add, products[u]);
     }
     if (!decay || (kKeys && kGroup == 0)) return;
     if constexpr (!kKeys && kGroup == 0) {
@@ -345,9 +343,9 @@ __global__ void __launch_bounds__(Layout<kDim, kKeys>::kThreads, 1)
               copy_tile(shared.own_v[panel], v, shared.sync.ready[slot], panel * 64, work.row0, v_head, work.batch);
             }
           },
-          [&](const Work& work, int slot, auto&& first_is) {
+          [&](const Work& work, int, auto&& first_is) {
             if constexpr (kKeys)
-              copy_queries<kScore>(shared, pipe, maps.q, maps.g, m, work, slot, first_is);
+              copy_queries<kScore>(shared, pipe, maps.q, maps.g, m, work, first_is);
             else
               copy_keys<kScore>(shared, pipe, maps.k, maps.v, m, work, first_is);
           });

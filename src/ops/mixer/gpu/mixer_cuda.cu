@@ -234,10 +234,10 @@ int64_t longest_by_products(const MixerShape& shape, double cost, int64_t least)
   return std::max(least, static_cast<int64_t>(cost * equal));
 }
 
-// The same but for calls whose states on Hopper are kept. From times on an H200.
+// The same for every call. From times on an H200.
 int64_t longest_parallel(const MixerCall& call) {
   constexpr int64_t kSimple = 512;
-  if (states_support(call)) return longest_by_products(call.shape, 1.1, 2048);
+  if (states_support(call)) return furious::longest_parallel(call.spec, call.shape.qk_dim, call.shape.v_dim);
   if (chunk_states_support(call)) {
     const int64_t dim = std::max(call.shape.qk_dim, call.shape.v_dim);
     return longest_by_products(call.shape, !hopper_supports(call) ? 1 : dim <= 64 ? 3 : dim <= 128 ? 1.75 : 1.35, 2048);
@@ -304,9 +304,7 @@ bool writes_wide_rows(const MixerCall& call, bool walks) {
 
 Form choose_form(const MixerCall& call) {
   if (walk_supports(call)) return call.shape.length > 64 ? Form::chunked : Form::parallel;
-  const int64_t longest = states_support(call) && states_are_kept(call) ? furious::longest_parallel(call.spec.score)
-                                                                        : longest_parallel(call);
-  return call.shape.state_rows > 0 && call.shape.length > longest ? Form::chunked : Form::parallel;
+  return call.shape.state_rows > 0 && call.shape.length > longest_parallel(call) ? Form::chunked : Form::parallel;
 }
 
 void warn_where_slow(const MixerCall& call) {

@@ -8,7 +8,7 @@ namespace furious::cuda {
 
 // Chunks of a multiple of 256 tokens.
 bool states_support(const MixerCall& call);
-// Whether states are small enough beside the inputs to be kept for the backward pass (kept_state_bytes() in cost.h);
+// Whether states are small enough beside the inputs to be kept for the backward pass (state_bytes() in cost.h);
 // others are computed again.
 bool states_are_kept(const MixerCall& call);
 

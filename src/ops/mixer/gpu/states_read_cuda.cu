@@ -6,11 +6,12 @@
 // Blocks stay on their multiprocessor and take 256 tokens of a chunk after another, 64 per warpgroup (for dx of wider
 // heads 128); one warp has the tiles of their state stream through shared memory. For y the operand A, tokens × 16 rows
 // (a, b) of the state, is x_b times x_a of its row, made in registers, for 64 values at a time. For dx, t_ab = Σ_v u_v
-// S_ab,v is a product, and dx_b += x_a t_ab (and dx_a += x_b t_ab where only one of the two is kept) follow on the other
-// units.
+// S_ab,v is a product, and dx_b += x_a t_ab (and dx_a += x_b t_ab where only one of the two is kept) follow on the
+// other units.
 #include <type_traits>
 
 #include "gpu/device.h"
+#include "ops/mixer/cost.h"
 #include "ops/mixer/gpu/heads.cuh"
 #include "ops/mixer/gpu/states.cuh"
 
@@ -55,7 +56,8 @@ using ReadShared = Stream<(kBlocks + 3) / 4, 0, 4, kBlocks <= 4 ? 16 : 8>;
 template <int kBlocks, int kUPanels>
 using ContractShared = std::conditional_t<kBlocks <= 4, Stream<1, kUPanels, 4, 8>, Stream<2, kUPanels, 2, 8>>;
 constexpr int kMostRows = 256;  // of a block: chunks consist of as many
-constexpr int64_t kMostWideBytes = int64_t{8} << 30;  // of states of squared scores with heads of more than 64
+// Of the states of a squared score with heads of more than 64, and again of their gradients.
+constexpr int64_t kMostWideBytes = int64_t{8} << 30;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
@@ -116,8 +118,8 @@ __device__ void init_barriers(Shared& shared) {
   __syncthreads();
 }
 
-// By one thread: has everything copied, in the order in which it is used. An item has the tiles of one of `panels` times
-// 64 values; with a single one, those of all values for each (a, b).
+// By one thread: has everything copied, in the order in which it is used. An item has the tiles of one of `panels`
+// times 64 values; with a single one, those of all values for each (a, b).
 template <class Shared>
 __device__ void copy_all(Shared& shared, const CUtensorMap& x, const CUtensorMap& u, const Reading& m, int panels,
                          bool normalizer) {
@@ -266,8 +268,7 @@ __global__ void __launch_bounds__(ReadShared<kBlocks>::kThreads, 1)
       shared.full[stage].wait(turn / Shared::kStages);
       ++turn;
       constexpr bool kTransposed = decltype(transposed)::value;
-      const uint64_t rows =
-          kTransposed ? operand_transposed(shared.tiles[stage], 0) : operand(shared.tiles[stage], 0);
+      const uint64_t rows = kTransposed ? operand_transposed(shared.tiles[stage], 0) : operand(shared.tiles[stage], 0);
       fence_products();
 #pragma unroll
       for (int i = 0; i < 4; ++i)
@@ -662,7 +663,8 @@ bool states_support(const MixerCall& call) {
 }
 
 bool states_are_kept(const MixerCall& call) {
-  return call.spec.score == Score::linear || call.shape.qk_dim <= 64;
+  const int64_t dim = call.shape.qk_dim;
+  return call.spec.score == Score::linear || (dim > kLeastKeptDim && dim <= 64);
 }
 
 void read_states(const MixerCall& call, const ChunkTables& tables, const Tensor& states, const Tensor& past,

@@ -23,9 +23,9 @@ struct WalkArguments {
   Chunks chunks;
   StateDims dims;
   int heads, x_group, u_group;
-  int rows, columns;  // of a state outside
-  int tiles;                      // of a state here
-  int summed, summed_across;      // tiles of a sum, and of them those of the same rows
+  int rows, columns;          // of a state outside
+  int tiles;                  // of a state here
+  int summed, summed_across;  // tiles of a sum, and of them those of the same rows
   float constant;
 
   // The place of (a, b, column) in the state of a squared score outside; −1 where it has none.
@@ -298,8 +298,7 @@ __global__ void __launch_bounds__(kUpdateThreads, 1)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           float2 w = make_float2(1, 1);
-          if (m.factors)
-            w = *reinterpret_cast<const float2*>(shared.factors[stage] + 32 * half + 8 * i + lane % 4 * 2);
+          if (m.factors) w = *reinterpret_cast<const float2*>(shared.factors[stage] + 32 * half + 8 * i + lane % 4 * 2);
           r[i] = pack(low_of(r[i]) * w.x * m.constant, high_of(r[i]) * w.y * m.constant);
         }
         shared.scaled[stage][own * 8 + lane / 4][4 * half + lane % 4] = {r[0], r[1], r[2], r[3]};
@@ -402,7 +401,7 @@ __global__ void __launch_bounds__(128)
 // Carries the sums through the chunks into the first tiles of each state. `normalizer`: they are the last column of a
 // squared score's state; else they are the state of a linear score.
 __global__ void carry_kernel(const WalkArguments m, const bool normalizer) {
-  const int64_t head = blockIdx.y;
+  const int64_t head = static_cast<int64_t>(blockIdx.z) * m.heads + blockIdx.y;
   const int element = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x) * 2, tile = element / kTileElements;
   const int in_tile = element % kTileElements, tile_row = in_tile / 64, tile_column = in_tile % 64;
   const int row = tile / m.summed_across * 64 + tile_row, column = tile % m.summed_across * 64 + tile_column;
@@ -507,7 +506,7 @@ Tensor walk_states(const MixerCall& call, const ChunkTables& tables, const State
   outer_kernel<<<dim3(static_cast<unsigned>(tables.chunks * panels), heads, batch), 128, sizeof(OuterShared),
                  stream(device)>>>(x, squared ? x : u, m, squared && panels == 1);
   check_launch("mixer: sums of chunks");
-  const dim3 grid(static_cast<unsigned>(panels * kTileElements / 2 / 256), heads * batch);
+  const dim3 grid(static_cast<unsigned>(panels * kTileElements / 2 / 256), heads, batch);
   carry_kernel<<<grid, 256, 0, stream(device)>>>(m, squared);
   check_launch("mixer: states of chunks");
   return states;
