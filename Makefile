@@ -1,5 +1,5 @@
 # Shortcuts for CMake presets. `make test` on a fresh Debian machine installs missing packages, builds and tests.
-.PHONY: help setup build demo test test-serve test-logs test-eval test-interop install asan tsan fuzz python cuda test-cuda bench findings format tidy clean
+.PHONY: help setup build demo test test-serve test-logs test-eval test-interop install asan tsan fuzz python cuda test-cuda test-emulated bench findings format tidy clean
 JOBS ?= $(shell nproc)
 # Of build, test and python: release, or cuda.
 PRESET ?= release
@@ -24,6 +24,7 @@ help:
 	@echo "make test-interop   load exported models and tokenizers with Hugging Face's library (downloads torch: gigabytes)"
 	@echo "make cuda    build the CUDA preset (needs nvcc)"
 	@echo "make test-cuda   build the CUDA preset and run all GPU tests (needs nvcc and a GPU)"
+	@echo "make test-emulated   run GPU tests on a CPU, by an emulator (needs nvcc); QUICK=1: in a few minutes"
 	@echo "make bench   measure mixer speed beside the floor of this machine"
 	@echo "make findings   rebuild the tables and figures of docs/findings.md from its results"
 	@echo "make format  run clang-format on the sources"
@@ -115,6 +116,12 @@ cuda: setup
 
 test-cuda:
 	@scripts/test_cuda.sh $(JOBS)
+
+# QUICK=1 leaves out the tests that take longer than 10 s.
+test-emulated: setup
+	cmake --preset cuda
+	cmake --build --preset cuda -j $(JOBS) --target furious_emulated_tests
+	@scripts/test_emulated.sh $(if $(QUICK),--quick) build/cuda/tests/furious_emulated_tests $(JOBS)
 
 bench: build
 	build/release/furious bench mixer --preset 2mamba --length 512,2048 --backward

@@ -14,7 +14,8 @@ fail() {
 
 # Before the build, which takes minutes. /dev/dxg is a GPU under WSL.
 compgen -G '/dev/nvidia[0-9]*' >/dev/null || [ -e /dev/dxg ] || nvidia-smi -L 2>/dev/null | grep -q ^GPU ||
-  fail "this machine has no NVIDIA GPU, or no driver for it. Run it on one that has; make test tests everything else."
+  fail "this machine has no NVIDIA GPU, or no driver for it. Run it on one that has; make test-emulated runs most of the \
+GPU tests on a CPU, and make test everything else."
 command -v nvcc >/dev/null || PATH=$PATH:/usr/local/cuda/bin
 command -v nvcc >/dev/null || fail "nvcc was not found. Install the CUDA toolkit."
 

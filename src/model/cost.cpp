@@ -179,9 +179,9 @@ TrainingMemory training_memory(const ModelConfig& config, int64_t batch, int64_t
   }
   const StateBytes states =
       state_bytes(config.block.mixer(), config.qk_dim, config.head_dim, length, device, activations);
-  if (states.working > 0)
-    output += product(batch * config.heads() * (recompute ? 1 : config.layers), states.kept) +
-              product(batch * config.heads(), states.working - states.kept);
+  const int64_t heads = batch * config.heads();
+  if (states.kept > 0) output += product(heads * (recompute ? 1 : config.layers), states.kept);
+  if (states.working > states.kept) output += product(heads, states.working - states.kept);
   return {4 * parameter_count(config) * static_cast<int64_t>(sizeof(float)),
           product(tokens, layers + around) * size + output};
 }

@@ -27,7 +27,6 @@ struct Layout {
   static constexpr int kRows = 64;
   static constexpr int kPanels = kDim / 64;
   static constexpr int kStages = kDim <= 192 ? 3 : 2, kSlots = 1;
-  static constexpr int kBlock = kPanels * kPanelBytes;
 
   unsigned char own_qk[kPanels][kPanelBytes];
   unsigned char own_v[kPanels][kPanelBytes];
@@ -333,7 +332,7 @@ __global__ void __launch_bounds__(Layout<kDim, kKeys>::kThreads, 1)
     Pipe<L::kStages> pipe;
     if (warp == 4 * L::kGroups)
       hand_out<!kKeys, false>(
-          shared, m, queue, 2 * L::kBlock,
+          shared, m, queue, 2 * L::kPanels * kPanelBytes,
           [&](const Work& work, int slot) {
             const CUtensorMap &qk = kKeys ? maps.k : maps.q, &v = kKeys ? maps.v : maps.g;
             const int qk_head = work.head / (kKeys ? m.k.group : m.q.group),
