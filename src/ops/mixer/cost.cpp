@@ -90,6 +90,10 @@ int64_t longest_parallel(const MixerSpec& spec, int64_t qk_dim, int64_t v_dim) {
   return 4 * state_rows(spec, qk_dim) * state_columns(spec, v_dim) / (qk_dim + v_dim);
 }
 
+bool states_are_kept(const MixerSpec& spec, int64_t qk_dim) {
+  return spec.score != Score::squared || (qk_dim > 16 && qk_dim <= 64);
+}
+
 StateBytes state_bytes(const MixerSpec& spec, int64_t qk_dim, int64_t v_dim, int64_t length, Device device,
                        DType dtype) {
   if (device.is_cpu() || dtype != DType::bf16 || spec.signed_decay || qk_dim % 8 != 0 || v_dim % 8 != 0 ||
@@ -97,17 +101,15 @@ StateBytes state_bytes(const MixerSpec& spec, int64_t qk_dim, int64_t v_dim, int
     return {};
   const auto panels = [](int64_t dim) { return (dim + 63) / 64; };
   int64_t tiles = 0;  // of 64 x 64
-  bool kept = true;
   if (spec.score == Score::squared && (qk_dim > 64 || v_dim <= 64)) {
     const int64_t blocks = (qk_dim + 15) / 16;
     tiles = panels(qk_dim) * panels(qk_dim) + panels(v_dim) * 2 * blocks * (blocks + 1);
-    kept = qk_dim > kLeastKeptDim && qk_dim <= 64;
   } else if (spec.score == Score::linear && spec.norm == Norm::none && v_dim > 64) {
     tiles = panels(qk_dim) * panels(v_dim);  // with values of up to 64 a walk keeps little
   }
   const int64_t chunk = default_chunk(spec, qk_dim, v_dim, device, dtype);
   const int64_t bytes = (length + chunk - 1) / chunk * tiles * 64 * 64 * 2;
-  return {kept ? bytes : 0, kept ? bytes : 2 * bytes};
+  return states_are_kept(spec, qk_dim) ? StateBytes{bytes, bytes} : StateBytes{0, 2 * bytes};
 }
 
 Form choose_form(const MixerSpec& spec, const MixerShape& shape, const MixerInputs& inputs,

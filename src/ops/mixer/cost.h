@@ -24,9 +24,9 @@ struct StateBytes {
 };
 StateBytes state_bytes(const MixerSpec& spec, int64_t qk_dim, int64_t v_dim, int64_t length, Device device,
                        DType dtype);
-// Padded, the states of squared scores with queries and keys of at most so many are larger than the tokens of a chunk:
-// they are not kept.
-inline constexpr int64_t kLeastKeptDim = 16;
+// Whether such states are small beside the tokens of a chunk, so that they are kept; others are computed again. Those
+// of narrow heads are padded.
+bool states_are_kept(const MixerSpec& spec, int64_t qk_dim);
 
 // Parallel or chunked, whichever is estimated to take less time on the CPU. Looks at the decays: tiles that decay has
 // erased cost the parallel form nothing.

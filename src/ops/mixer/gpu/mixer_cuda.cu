@@ -391,7 +391,7 @@ Tensor mixer_forward(const MixerCall& call) {
       const Tensor past_n = call.result.normalizer ? Tensor::empty_like(call.result.normalizer) : Tensor();
       read_states(call, chunks, states, past, past_n);
       inside_chunks_forward(call, within, call.chunk, past, past_n);
-      return states_are_kept(call) ? states : Tensor();
+      return states_are_kept(call.spec, call.shape.qk_dim) ? states : Tensor();
     }
     if (chunk_states_support(call)) {
       // Past values of a squared score have a positive share of the normalizer, which they can be divided by.

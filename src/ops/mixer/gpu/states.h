@@ -8,9 +8,6 @@ namespace furious::cuda {
 
 // Chunks of a multiple of 256 tokens.
 bool states_support(const MixerCall& call);
-// Whether states are small enough beside the inputs to be kept for the backward pass (state_bytes() in cost.h);
-// others are computed again.
-bool states_are_kept(const MixerCall& call);
 
 // The state before each chunk: bf16 [batch, heads, chunks, tiles, 64, 64], in the layout of states.cuh. A final state
 // is written if the call requests one. That before the first chunk of a call without an initial state is not written.

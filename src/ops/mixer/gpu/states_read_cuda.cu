@@ -11,7 +11,6 @@
 #include <type_traits>
 
 #include "gpu/device.h"
-#include "ops/mixer/cost.h"
 #include "ops/mixer/gpu/heads.cuh"
 #include "ops/mixer/gpu/states.cuh"
 
@@ -68,7 +67,7 @@ __device__ float factor_of(const Reading& m, int head, int t) {
   return m.factors ? m.constant * m.factors[place_of(m, head, t)] : m.constant;
 }
 
-// kRows tokens of a chunk and, of kPanels times 64 values, one.
+// kRows tokens of a chunk and, of `panels` times 64 values, one.
 template <int kRows>
 struct Item {
   int head, chunk, token, panel;  // head of all; the first token
@@ -656,15 +655,11 @@ bool states_support(const MixerCall& call) {
       std::max(dims.qk, dims.v) > 128)
     return false;
   if (call.spec.score == Score::linear) return call.spec.norm == Norm::none;
-  if (call.spec.score != Score::squared || dims.qk <= 64) return call.spec.score == Score::squared && dims.v <= 64;
+  if (call.spec.score != Score::squared) return false;
+  if (dims.qk <= 64) return dims.v <= 64;
   // All states are in memory at once.
   const int64_t chunks = (call.shape.length + call.chunk - 1) / call.chunk;
   return call.shape.batch * call.shape.heads * chunks * dims.squared_tiles() * kPanelBytes <= kMostWideBytes;
-}
-
-bool states_are_kept(const MixerCall& call) {
-  const int64_t dim = call.shape.qk_dim;
-  return call.spec.score == Score::linear || (dim > kLeastKeptDim && dim <= 64);
 }
 
 void read_states(const MixerCall& call, const ChunkTables& tables, const Tensor& states, const Tensor& past,
