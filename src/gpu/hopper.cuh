@@ -204,6 +204,19 @@ struct Barrier {
         : "memory");
   }
 };
+
+// The stages of the tiles in shared memory, one after the other, and how often they were used.
+template <int kStages>
+struct Pipe {
+  int stage = 0, phase = 0;
+
+  __device__ void next() {
+    if (++stage < kStages) return;
+    stage = 0;
+    ++phase;
+  }
+};
+
 // Brings bytes, a multiple of 16 from and to addresses that are, which need not stay in the L2 cache.
 __device__ inline void stream_bytes(void* to, const void* from, int bytes, Barrier& barrier) {
   asm volatile(

@@ -18,21 +18,23 @@ __device__ float2 pair_at(const unsigned char (&panels)[kPanels][kPanelBytes], i
   return unpack(*reinterpret_cast<const uint32_t*>(panels[d / 8] + place));
 }
 
-// One row of a result, added to what the row holds (in bf16) under m.add: the lane's columns. Returns `product` and the
-// lane's part of row · other, of what is new; `other` is row `other_row` of a tile. `dim`: columns of the row, a
-// multiple of 8.
+// The lane's columns of a row of a result, in pairs; `dim`: columns of the row, a multiple of 8. Those of all rows are
+// to be read before the first is stored, behind which they would wait one by one.
 template <int kDim>
-__device__ float finish_row(const float (&acc)[kDim / 8][4], int u, float factor, bf16* to,
-                            const unsigned char (*other)[kDim / 64][kPanelBytes], int other_row, int dim, bool add,
+__device__ void load_row(uint32_t (&to)[kDim / 8], const bf16* row, int dim) {
+  const uint32_t* const words = reinterpret_cast<const uint32_t*>(row) + threadIdx.x % 4;
+#pragma unroll
+  for (int d = 0; d < kDim / 8; ++d)
+    if (d * 8 < dim) to[d] = words[d * 4];
+}
+
+// One row of a result, added to what the row holds. Returns `product` and the lane's part of row · other, of what is
+// new; `other` is row `other_row` of a tile.
+template <int kDim>
+__device__ float finish_row(const float (&acc)[kDim / 8][4], int u, float factor, const uint32_t (&before)[kDim / 8],
+                            bf16* to, const unsigned char (*other)[kDim / 64][kPanelBytes], int other_row, int dim,
                             float product = 0) {
   uint32_t* const words = reinterpret_cast<uint32_t*>(to) + threadIdx.x % 4;
-  // All are issued before the first store, behind which they would wait one by one.
-  uint32_t before[kDim / 8] = {};
-  if (add) {
-#pragma unroll
-    for (int d = 0; d < kDim / 8; ++d)
-      if (d * 8 < dim) before[d] = words[d * 4];
-  }
 #pragma unroll
   for (int d = 0; d < kDim / 8; ++d) {
     const float2 x = {acc[d][u * 2] * factor, acc[d][u * 2 + 1] * factor};
@@ -44,11 +46,6 @@ __device__ float finish_row(const float (&acc)[kDim / 8][4], int u, float factor
     if (d * 8 < dim) words[d * 4] = pack(x.x + z.x, x.y + z.y);
   }
   return product;
-}
-
-// A token's part of dA; under m.add, key_decay holds the part of the states.
-__device__ inline void write_decay(double* to, float value, bool add) {
-  *to = static_cast<double>(value) + (add ? *to : 0.0);
 }
 
 // The last tile of queries that sees a block of keys up to last_key. It falls nowhere from a block to the next, so
@@ -95,6 +92,7 @@ __device__ void copy_queries(Shared& shared, Pipe<Shared::kStages>& pipe, const 
     }
   };
   load(last_tile);
+  const int q_head = work.head / m.q.group;
   for (int tile = last_tile; tile >= work.row0 / kTile; --tile, pipe.next()) {
     const int stage = pipe.stage, row0 = tile * kTile;
     Barrier& full = shared.sync.full[stage];
@@ -102,7 +100,7 @@ __device__ void copy_queries(Shared& shared, Pipe<Shared::kStages>& pipe, const 
     if (lane == 0) {
       full.arrive_and_expect(2 * Shared::kPanels * kPanelBytes);
       for (int panel = 0; panel < Shared::kPanels; ++panel) {
-        copy_tile(shared.queries[stage][panel], q, full, panel * 64, row0, work.head / m.q.group, work.batch);
+        copy_tile(shared.queries[stage][panel], q, full, panel * 64, row0, q_head, work.batch);
         copy_tile(shared.gradients[stage][panel], g, full, panel * 64, row0, work.head, work.batch);
       }
     }

@@ -162,6 +162,11 @@ __global__ void __launch_bounds__(Layout<kDim>::kThreads, 1)
         const double* const a = m.decay_of(work.batch, work.head);
         shared.own[slot][i] = a ? static_cast<float>(a[row] - a[work.end - 1]) * kLog2e : 0.0f;
         shared.ends[slot][i] = m.ends ? m.ends[work.batch * m.length + row] : INT_MAX;
+        if (!m.add) return;  // what the results are added to
+        for (int column = 0; column < kDim; column += 64) {
+          prefetch(m.dk.row(work.batch, row, work.head) + column);
+          prefetch(m.dv.row(work.batch, row, work.head) + column);
+        }
       });
     if (warp >= 4 * L::kGroups + 2 && lane == 0) add_sums(shared, arguments, m, warp - (4 * L::kGroups + 2));
     return;
@@ -387,21 +392,33 @@ __global__ void __launch_bounds__(Layout<kDim>::kThreads, 1)
     tell_sums();
     if (first_tile >= lowest && L::has_sums(group, lowest)) make_sums();
 
-    constexpr float kDegree = kScore == Score::squared ? 2 : 1;
+    // What the gradients are added to.
     const int64_t head_row = (static_cast<int64_t>(work.batch) * m.heads + work.head) * m.length;
+    const auto key_of = [&](int u) { return w0 + lane_row + u * 8; };
+    uint32_t dk_before[2][kDim / 8] = {}, dv_before[2][kDim / 8] = {};
+    double decay_before[2] = {};
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
-      const int key = w0 + lane_row + u * 8;
+      if (!m.add || key_of(u) >= work.end) continue;
+      load_row<kDim>(dk_before[u], m.dk.row(work.batch, key_of(u), work.head), m.qk_dim);
+      load_row<kDim>(dv_before[u], m.dv.row(work.batch, key_of(u), work.head), m.v_dim);
+      if (m.key_decay) decay_before[u] = m.key_decay[head_row + key_of(u)];
+    }
+    constexpr float kDegree = kScore == Score::squared ? 2 : 1;
+#pragma unroll
+    for (int u = 0; u < 2; ++u) {
+      const int key = key_of(u);
       float product = 0;  // k·dk
       if (key < work.end) {
-        product =
-            finish_row<kDim>(dk, u, last_factor<kScore>(m.scale), m.dk.row(work.batch, key, work.head),
-                             m.key_decay ? &shared.keys[slot][group] : nullptr, lane_row + u * 8, m.qk_dim, m.add);
-        finish_row<kDim>(dv, u, 1.0f, m.dv.row(work.batch, key, work.head), nullptr, 0, m.v_dim, m.add);
+        product = finish_row<kDim>(dk, u, last_factor<kScore>(m.scale), dk_before[u],
+                                   m.dk.row(work.batch, key, work.head),
+                                   m.key_decay ? &shared.keys[slot][group] : nullptr, lane_row + u * 8, m.qk_dim);
+        finish_row<kDim>(dv, u, 1.0f, dv_before[u], m.dv.row(work.batch, key, work.head), nullptr, 0, m.v_dim);
       }
       if (!m.key_decay) continue;
       product = quad_sum(kExponential ? decay_sum[u] : product / kDegree);
-      if (key < work.end && lane % 4 == 0) write_decay(m.key_decay + head_row + key, -product, m.add);
+      if (key < work.end && lane % 4 == 0)
+        m.key_decay[head_row + key] = static_cast<double>(-product) + decay_before[u];
     }
     release(shared.sync.unused[slot]);
   }
@@ -455,8 +472,9 @@ __global__ void round_kernel(const float* sums, const Parallel m, float factor, 
 #pragma unroll
   for (int d = 0; d < kLanes; ++d) product += own[lane % 4][d];
   product = quad_sum(product);
-  if (row < m.length && lane == 0)
-    write_decay(m.row_decay + (work.batch * m.heads + work.head) * m.length + row, product / degree, m.add);
+  if (row >= m.length || lane != 0) return;
+  double& decay = m.row_decay[(work.batch * m.heads + work.head) * m.length + row];
+  decay = static_cast<double>(product / degree) + (m.add ? decay : 0.0);
 }
 
 // Lines that are computed together: enough that blocks which start one after the other seldom wait for each other, as

@@ -106,18 +106,6 @@ void launch_queue(Kernel kernel, const char* name, const MixerCall& call, const 
   check_launch(name);
 }
 
-// The stages of the tiles in shared memory, one after the other, and how often they were used.
-template <int kStages>
-struct Pipe {
-  int stage = 0, phase = 0;
-
-  __device__ void next() {
-    if (++stage < kStages) return;
-    stage = 0;
-    ++phase;
-  }
-};
-
 // Of tiles `first` + step·i, i < count, how many decay has erased; they come first in that order. By a warp.
 template <class Erased>
 __device__ int count_erased_by_warp(int count, Erased&& erased) {
@@ -243,16 +231,15 @@ __device__ void copy_keys(Shared& shared, Pipe<Shared::kStages>& pipe, const CUt
       if (a) own[i] = a[min(tile * kTile + i * 32 + lane, length - 1)];
   };
   load(first);
+  const int k_head = work.head / m.k.group, v_head = work.head / m.v.group;
   for (int tile = first; tile <= (work.end - 1) / kTile; ++tile, pipe.next()) {
     const int stage = pipe.stage, key0 = tile * kTile;
     if (pipe.phase > 0) shared.sync.empty[stage].wait(pipe.phase - 1);
     if (lane == 0) {
       shared.sync.full[stage].arrive_and_expect(2 * Shared::kPanels * kPanelBytes);
       for (int panel = 0; panel < Shared::kPanels; ++panel) {
-        copy_tile(shared.keys[stage][panel], k, shared.sync.full[stage], panel * 64, key0, work.head / m.k.group,
-                  work.batch);
-        copy_tile(shared.values[stage][panel], v, shared.sync.full[stage], panel * 64, key0, work.head / m.v.group,
-                  work.batch);
+        copy_tile(shared.keys[stage][panel], k, shared.sync.full[stage], panel * 64, key0, k_head, work.batch);
+        copy_tile(shared.values[stage][panel], v, shared.sync.full[stage], panel * 64, key0, v_head, work.batch);
       }
     }
     __syncwarp();

@@ -247,15 +247,24 @@ struct Computation {
         for (int u = 0; u < 2; ++u) products[u] = shared.products[u][thread()];
       }
     }
+    const Heads<bf16>& to = !kKeys ? m.dq : kGroup == 0 ? m.dv : m.dk;
+    const int dim = (kKeys && kGroup == 0 ? m.v_dim : m.qk_dim) - kFirstColumn;
+    const auto row_of = [&](int u) { return to.row(work.batch, work.row0 + lane_row + u * 8, work.head) + kFirstColumn; };
+    const auto is_there = [&](int u) { return work.row0 + lane_row + u * 8 < work.end; };
+    uint32_t before[2][kColumns / 8] = {};
+    double decay_before[2] = {};
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
-      const int own = lane_row + u * 8, token = work.row0 + own;
-      if (token >= work.end) continue;
-      const Heads<bf16>& to = !kKeys ? m.dq : kGroup == 0 ? m.dv : m.dk;
+      if (!m.add || !is_there(u)) continue;
+      load_row<kColumns>(before[u], row_of(u), dim);
+      if (rows) decay_before[u] = decay[head_row + work.row0 + lane_row + u * 8];
+    }
+#pragma unroll
+    for (int u = 0; u < 2; ++u) {
+      if (!is_there(u)) continue;
+      const int own = lane_row + u * 8;
       const float factor = kKeys || kExponential ? last : last * shared.factors[0][own];
-      const int dim = (kKeys && kGroup == 0 ? m.v_dim : m.qk_dim) - kFirstColumn;
-      products[u] = finish_row<kColumns>(acc, u, factor, to.row(work.batch, token, work.head) + kFirstColumn, rows, own,
-                                         dim, m.add, products[u]);
+      products[u] = finish_row<kColumns>(acc, u, factor, before[u], row_of(u), rows, own, dim, products[u]);
     }
     if (!decay || (kKeys && kGroup == 0)) return;
     if constexpr (!kKeys && kGroup == 0) {
@@ -268,7 +277,8 @@ struct Computation {
       for (int u = 0; u < 2; ++u) {
         const int token = work.row0 + lane_row + u * 8;
         const float product = quad_sum(kKeys && kExponential ? decay_sum[u] : products[u] / kDegree);
-        if (token < work.end && lane % 4 == 0) write_decay(decay + head_row + token, kKeys ? -product : product, m.add);
+        if (token < work.end && lane % 4 == 0)
+          decay[head_row + token] = static_cast<double>(kKeys ? -product : product) + decay_before[u];
       }
       if constexpr (!kKeys) {
         release(shared.taken);

@@ -137,11 +137,6 @@ auto token(const Tensor& x) {
   return Token<typename OnDevice<T>::Type>{pointer<T>(x), x.stride(0), x.stride(1), static_cast<int>(x.size(1))};
 }
 
-// Into the L2 cache, a line of 128 bytes.
-__device__ inline void prefetch(const void* from) {
-  asm volatile("prefetch.global.L2 [%0];\n" ::"l"(from));
-}
-
 __device__ inline void add_row(float4& sum, float phi, const float4& x) {
   sum.x = fmaf(phi, x.x, sum.x);
   sum.y = fmaf(phi, x.y, sum.y);

@@ -3,11 +3,13 @@
 //   y_i = f_i φ(x_i)ᵀ S                        with (q, S), and with (k, dS) for dv
 //   dx_i = f_i ∂/∂x_i φ(x_i)ᵀ (S u_i + e_i Z)  with (q, g/n, −δ/n, S) for dq, and with (k, v, 1, dS) for dk
 //
-// Blocks stay on their multiprocessor and take 256 tokens of a chunk after another, 64 per warpgroup (for dx of wider
-// heads 128); one warp has the tiles of their state stream through shared memory. For y the operand A, tokens × 16 rows
-// (a, b) of the state, is x_b times x_a of its row, made in registers, for 64 values at a time. For dx, t_ab = Σ_v u_v
-// S_ab,v is a product, and dx_b += x_a t_ab (and dx_a += x_b t_ab where only one of the two is kept) follow on the
-// other units.
+// Blocks stay on their multiprocessor and take 256 tokens of a chunk after another (for dx of wider heads 128); one warp
+// has the tiles of their state stream through shared memory. For y a warpgroup has 64 tokens; the operand A, tokens × 16
+// rows (a, b) of the state, is x_b times x_a of its row, made in registers, for 64 values at a time. For dx, t_ab = Σ_v
+// u_v S_ab,v is a product, and dx_b += x_a t_ab (and dx_a += x_b t_ab where only one of the two is kept) follow on the
+// other units; a warpgroup has two sets of 64 tokens (wider heads: one), and one set's products run while it computes
+// with those of the other.
+#include <cstddef>
 #include <type_traits>
 
 #include "gpu/device.h"
@@ -32,28 +34,29 @@ struct Reading {
   float constant;
   bool sum_norm;
   // Gradients of decays, [batch, heads, length], or null: what `other`, the queries or keys that `out` is the gradient
-  // of, times that gradient gives before it is rounded, times this.
+  // of (x, of a squared score), times that gradient gives before it is rounded, times this.
   double* decay;
   Heads<bf16> other;
   float decay_factor;
 };
 
 // What a block has in shared memory: tiles of a state, and its rows of x and u, kX and kU times 64 columns. kGroups:
-// warpgroups that multiply.
-template <int kXPanels, int kUPanels, int kGroupCount, int kStageCount>
+// warpgroups that multiply, kSets times 64 rows each.
+template <int kXPanels, int kUPanels, int kGroupCount, int kSetCount, int kStageCount>
 struct Stream {
-  static constexpr int kX = kXPanels, kU = kUPanels, kGroups = kGroupCount, kStages = kStageCount;
-  static constexpr int kRows = kGroups * kPanelRows, kThreads = 128 * (kGroups + 1);
+  static constexpr int kX = kXPanels, kU = kUPanels, kGroups = kGroupCount, kSets = kSetCount, kStages = kStageCount;
+  static constexpr int kRows = kGroups * kSets * kPanelRows, kThreads = 128 * (kGroups + 1);
   static constexpr int kRegisters = kGroups == 4 ? 112 : 232, kCopyRegisters = kGroups == 4 ? 32 : 40;
   static_assert(registers_suffice(kGroups, kRegisters, kCopyRegisters));
   unsigned char tiles[kStages][kPanelBytes];
-  unsigned char rows[2][kGroups][kX + kU][kPanelBytes];
+  unsigned char rows[2][kGroups * kSets][kX + kU][kPanelBytes];
+  float factors[2][kRows], shifts[2][kRows];  // of the rows
   Barrier full[kStages], empty[kStages], x_full[2], x_empty[2];
 };
 template <int kBlocks>
-using ReadShared = Stream<(kBlocks + 3) / 4, 0, 4, kBlocks <= 4 ? 16 : 8>;
+using ReadShared = Stream<(kBlocks + 3) / 4, 0, 4, 1, kBlocks <= 4 ? 16 : 8>;
 template <int kBlocks, int kUPanels>
-using ContractShared = std::conditional_t<kBlocks <= 4, Stream<1, kUPanels, 4, 8>, Stream<2, kUPanels, 2, 8>>;
+using ContractShared = std::conditional_t<kBlocks <= 4, Stream<1, kUPanels, 2, 2, 8>, Stream<2, kUPanels, 2, 1, 8>>;
 constexpr int kMostRows = 256;  // of a block: chunks consist of as many
 // Of the states of a squared score with heads of more than 64, and again of their gradients.
 constexpr int64_t kMostWideBytes = int64_t{8} << 30;
@@ -101,7 +104,7 @@ __device__ void each_item(const Reading& m, int panels, F&& f) {
   }
 }
 
-template <class Shared>
+template <bool kFilled, class Shared>
 __device__ void init_barriers(Shared& shared) {
   if (threadIdx.x == 0) {
     for (int i = 0; i < Shared::kStages; ++i) {
@@ -109,7 +112,7 @@ __device__ void init_barriers(Shared& shared) {
       shared.empty[i].init(4 * Shared::kGroups);
     }
     for (int i = 0; i < 2; ++i) {
-      shared.x_full[i].init(1);
+      shared.x_full[i].init(kFilled ? 1 + 32 : 1);
       shared.x_empty[i].init(4 * Shared::kGroups);
     }
     fence_barriers();
@@ -122,16 +125,17 @@ __device__ void init_barriers(Shared& shared) {
 template <class Shared>
 __device__ void copy_all(Shared& shared, const CUtensorMap& x, const CUtensorMap& u, const Reading& m, int panels,
                          bool normalizer) {
-  constexpr int kStages = Shared::kStages, kX = Shared::kX, kU = Shared::kU, kGroups = Shared::kGroups;
+  constexpr int kStages = Shared::kStages, kX = Shared::kX, kU = Shared::kU, kSets = Shared::kGroups * Shared::kSets;
   const int first = m.dims.normalizer_tiles(), pairs = m.dims.pair_tiles();
-  int turn = 0, pass = 0;
+  uint32_t turn = 0;
+  int pass = 0;
   each_item<Shared::kRows>(m, panels, [&](const auto& item, bool erased) {
     if (erased) return;
     const int head = item.head, c = item.chunk, token = item.token;
     const int b = head / m.heads, h = head % m.heads, place = pass % 2;
     if (pass >= 2) shared.x_empty[place].wait(pass / 2 - 1);
-    shared.x_full[place].arrive_and_expect((kX + kU) * kGroups * kPanelBytes);
-    for (int i = 0; i < kGroups; ++i) {
+    shared.x_full[place].arrive_and_expect((kX + kU) * kSets * kPanelBytes);
+    for (int i = 0; i < kSets; ++i) {
       const int t = token + i * kPanelRows;
       for (int panel = 0; panel < kX + kU; ++panel) {
         const bool is_x = panel < kX;
@@ -142,7 +146,7 @@ __device__ void copy_all(Shared& shared, const CUtensorMap& x, const CUtensorMap
     ++pass;
     const bf16* const state = m.states + static_cast<int64_t>(head * m.chunks + c) * m.tiles * kTileElements;
     const auto copy = [&](int tile) {
-      const int stage = turn % kStages;
+      const uint32_t stage = turn % kStages;
       if (turn >= kStages) shared.empty[stage].wait(turn / kStages - 1);
       shared.full[stage].arrive_and_expect(kPanelBytes);
       copy_bytes(shared.tiles[stage], state + static_cast<int64_t>(tile) * kTileElements, kPanelBytes,
@@ -156,47 +160,75 @@ __device__ void copy_all(Shared& shared, const CUtensorMap& x, const CUtensorMap
   });
 }
 
-// A warp's 16 rows of results, rounded, times a factor for each of a thread's two rows, through its rows in `through`:
-// columns from 64·panel on.
-template <int kPanels>
-__device__ void write_rows(const Reading& m, int head, int row, const float (&acc)[kPanels][8][4],
-                           const float (&factor)[2], const Tile<64>& through, int panel0 = 0) {
-  const int warp = static_cast<int>(threadIdx.x) / 32 % 4, lane = static_cast<int>(threadIdx.x) % 32;
-  if (m.decay)
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int own = row + lane / 4 + 8 * i;
-      float product = 0;
-      if (own < m.length) {
-        const uint32_t* const other =
-            reinterpret_cast<const uint32_t*>(m.other.row(head / m.heads, own, head % m.heads)) + lane % 4;
-        uint32_t words[8 * kPanels] = {};
-#pragma unroll
-        for (int j = 0; j < 8 * kPanels; ++j)
-          if (8 * j < m.out_dim) words[j] = other[j * 4];
-#pragma unroll
-        for (int j = 0; j < 8 * kPanels; ++j)
-          product += low_of(words[j]) * acc[j / 8][j % 8][2 * i] + high_of(words[j]) * acc[j / 8][j % 8][2 * i + 1];
-      }
-      product = quad_sum(product) * factor[i] * m.decay_factor;
-      if (own < m.length && lane % 4 == 0) m.decay[place_of(m, head, own)] = static_cast<double>(product);
+// By one warp: what belongs to the rows of x. (The kernel for y reads its factors itself, which takes fewer registers.)
+template <class Shared>
+__device__ void fill_rows(Shared& shared, const Reading& m) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  int pass = 0;
+  each_item<Shared::kRows>(m, 1, [&](const auto& item, bool erased) {
+    if (erased) return;
+    const int place = pass % 2;
+    if (pass >= 2) shared.x_empty[place].wait(pass / 2 - 1);
+    ++pass;
+#pragma unroll 2
+    for (int i = lane; i < Shared::kRows; i += 32) {
+      const int row = item.token + i;
+      shared.factors[place][i] = row < m.length ? factor_of(m, item.head, row) : 0.0f;
+      if (m.shift) shared.shifts[place][i] = row < m.length ? m.shift[place_of(m, item.head, row)] : 0.0f;
     }
+    shared.x_full[place].arrive();
+  });
+}
+
+// A warp's 16 rows of results, rounded, times a factor for each of a thread's two rows, through its rows in `through`:
+// columns from 64·panel on. pair_of(own row, j): the thread's pair among the columns 8j and up of `other`; null where
+// results are no gradients of what decays.
+template <int kPanels, class PairOf>
+__device__ void write_rows(const Reading& m, int head, int row, const float (&acc)[kPanels][8][4],
+                           const float (&factor)[2], const Tile<64>& through, int panel0, PairOf&& pair_of) {
+  const int warp = static_cast<int>(threadIdx.x) / 32 % 4;
+  int lane = static_cast<int>(threadIdx.x) % 32;
+  asm volatile("" : "+r"(lane));  // else places of all are computed ahead, for which registers do not suffice
+  if constexpr (!std::is_same_v<std::decay_t<PairOf>, std::nullptr_t>)
+    if (m.decay) {
+      uint32_t pairs[2][8 * kPanels];
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+#pragma unroll
+        for (int j = 0; j < 8 * kPanels; ++j) pairs[i][j] = pair_of(lane / 4 + 8 * i, j);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int own = row + lane / 4 + 8 * i;
+        float product = 0;
+#pragma unroll
+        for (int j = 0; j < 8 * kPanels; ++j)
+          product += low_of(pairs[i][j]) * acc[j / 8][j % 8][2 * i] + high_of(pairs[i][j]) * acc[j / 8][j % 8][2 * i + 1];
+        product = quad_sum(product) * factor[i] * m.decay_factor;
+        if (own < m.length && lane % 4 == 0) m.decay[place_of(m, head, own)] = static_cast<double>(product);
+      }
+      __syncwarp();
+    }
+  bf16* const to = m.out.row(head / m.heads, row, head % m.heads);
 #pragma unroll
   for (int panel = 0; panel < kPanels; ++panel) {
     if (panel > 0) __syncwarp();
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
+    for (int j = 0; j < 8; j += 2) {
+      uint32_t rounded[4];
 #pragma unroll
-      for (int j = 0; j < 8; ++j)
-        *reinterpret_cast<uint32_t*>(through.at(warp * 16 + lane / 4 + 8 * i, j) + lane % 4 * 2) =
-            pack(acc[panel][j][2 * i] * factor[i], acc[panel][j][2 * i + 1] * factor[i]);
+      for (int e = 0; e < 4; ++e) {
+        const float(&x)[4] = acc[panel][j + e / 2];
+        rounded[e] = pack(x[e % 2 * 2] * factor[e % 2], x[e % 2 * 2 + 1] * factor[e % 2]);
+      }
+      store_matrices(through.at(warp * 16 + lane % 16, j + lane / 16), rounded);
+    }
     __syncwarp();
     const int vector = 8 * (panel0 + panel) + lane % 8;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int own = 4 * i + lane / 8;
       if (row + own < m.length && 8 * vector < m.out_dim)
-        *(reinterpret_cast<uint4*>(m.out.row(head / m.heads, row + own, head % m.heads)) + vector) =
+        *(reinterpret_cast<uint4*>(to + own * m.out.token) + vector) =
             *reinterpret_cast<const uint4*>(through.at(warp * 16 + own, lane % 8));
     }
   }
@@ -222,7 +254,7 @@ __global__ void __launch_bounds__(ReadShared<kBlocks>::kThreads, 1)
   constexpr int kX = Shared::kX;
   constexpr bool kKept = kX == 1;  // x in registers
   Shared& shared = *reinterpret_cast<Shared*>(memory);
-  init_barriers(shared);
+  init_barriers<false>(shared);
   const int group = static_cast<int>(threadIdx.x) / 128, warp = static_cast<int>(threadIdx.x) / 32 % 4;
   const int lane = static_cast<int>(threadIdx.x) % 32, panels = m.dims.v_panels();
   const bool sums = m.normalizer != nullptr;
@@ -232,7 +264,8 @@ __global__ void __launch_bounds__(ReadShared<kBlocks>::kThreads, 1)
     return;
   }
   increase_registers<Shared::kRegisters>();
-  int turn = 0, pass = 0;
+  uint32_t turn = 0;
+  int pass = 0;
   each_item<Shared::kRows>(m, panels, [&](const auto& item, bool erased) {
     const int head = item.head, first = item.token + group * kPanelRows + warp * 16, row = first + lane / 4;
     const bool writes_sums = sums && item.panel == 0 && lane % 4 == 0;
@@ -263,7 +296,7 @@ __global__ void __launch_bounds__(ReadShared<kBlocks>::kThreads, 1)
     float results[1][8][4];
     float(&acc)[8][4] = results[0];
     const auto begin = [&](const uint32_t(&f)[4][4], auto transposed, int add) {
-      const int stage = turn % Shared::kStages;
+      const uint32_t stage = turn % Shared::kStages;
       shared.full[stage].wait(turn / Shared::kStages);
       ++turn;
       constexpr bool kTransposed = decltype(transposed)::value;
@@ -306,9 +339,13 @@ __global__ void __launch_bounds__(ReadShared<kBlocks>::kThreads, 1)
       n[0] = quad_sum(n[0]);
       n[1] = quad_sum(n[1]);
     }
+    // Heads of up to 64 have no loop in which products would run into the next turn, which the assembler serializes.
+    constexpr int kUnroll = kBlocks <= 4 ? 4 : 1;
+    uint32_t f[2][4][4];
+    int tiles = 0;  // of this item, a constant where the loops are unrolled
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block)
-#pragma unroll 1
+#pragma unroll kUnroll
       for (int four = 0; four < 4; ++four) {
         uint32_t scalars[4][2];  // x_a twice, for each of the thread's rows
 #pragma unroll
@@ -320,25 +357,32 @@ __global__ void __launch_bounds__(ReadShared<kBlocks>::kThreads, 1)
           scalars[2][i] = twice_low(pairs.y);
           scalars[3][i] = twice_high(pairs.y);
         }
-        uint32_t f[2][4][4];
+        if (kUnroll == 1) tiles = 0;
 #pragma unroll
-        for (int other = block; other < kBlocks; ++other) {
-          uint32_t(&now)[4][4] = f[(other - block) % 2];
+        for (int other = block; other < kBlocks; ++other, ++tiles) {
+          const bool last = other + 1 == kBlocks && (kUnroll == 1 || (block + 1 == kBlocks && four == 3));
+          uint32_t(&now)[4][4] = f[tiles % 2];
           uint32_t x[4];
           x_fragment(x, other);
+          if (other == block + 1)  // these tiles count twice
+#pragma unroll
+            for (int a = 0; a < 4; ++a)
+#pragma unroll
+              for (int i = 0; i < 2; ++i) scalars[a][i] = multiply_pairs(scalars[a][i], pack(2, 2));
 #pragma unroll
           for (int a = 0; a < 4; ++a)
 #pragma unroll
             for (int i = 0; i < 4; ++i) now[a][i] = multiply_pairs(x[i], scalars[a][i % 2]);
           begin(now, std::true_type(), block + other > 0 || four > 0);
-          if (other + 1 < kBlocks)
-            wait_for_products<1>();
-          else
+          if (last)
             wait_for_products<0>();
-          if (other > block) release(1);
+          else
+            wait_for_products<1>();
+          if (tiles > 0) release(1);
+          if (!last) continue;
+          settle(acc);
+          release(0);
         }
-        settle(acc);
-        release(0);
       }
     float factor[2];
 #pragma unroll
@@ -351,7 +395,7 @@ __global__ void __launch_bounds__(ReadShared<kBlocks>::kThreads, 1)
       factor[i] = total < kSmallestNormalizer ? 0.0f : 1 / n[i];
       if (there && writes_sums) m.normalizer[place_of(m, head, row + 8 * i)] = factor[i] > 0 ? total : 0.0f;
     }
-    write_rows(m, head, first, results, factor, x_panel(0), item.panel);
+    write_rows(m, head, first, results, factor, x_panel(0), item.panel, nullptr);
     fence_shared_writes();
     __syncwarp();
     if (lane == 0) shared.x_empty[place].arrive();
@@ -368,134 +412,192 @@ __global__ void __launch_bounds__(ContractShared<kBlocks, kUPanels>::kThreads, 1
   using Shared = ContractShared<kBlocks, kUPanels>;
   constexpr int kX = Shared::kX, kU = Shared::kU;
   Shared& shared = *reinterpret_cast<Shared*>(memory);
-  init_barriers(shared);
+  init_barriers<true>(shared);
   const int group = static_cast<int>(threadIdx.x) / 128, warp = static_cast<int>(threadIdx.x) / 32 % 4;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   if (group == Shared::kGroups) {
     decrease_registers<Shared::kCopyRegisters>();
     if (warp == 0 && lane == 0) copy_all(shared, x_map, u_map, m, 1, m.sum_norm);
+    if (warp == 1) fill_rows(shared, m);
     return;
   }
   increase_registers<Shared::kRegisters>();
-  int turn = 0, pass = 0;
+  constexpr int kSets = Shared::kSets;
+  uint32_t turn = 0;
+  int pass = 0;
   each_item<Shared::kRows>(m, 1, [&](const auto& item, bool erased) {
-    const int head = item.head, first = item.token + group * kPanelRows + warp * 16, row = first + lane / 4;
-    float results[kX][8][4] = {};
-    // Columns 8d and up.
-    const auto dx = [&](int d) -> float(&)[4] { return results[d / 8][d % 8]; };
-    if (erased) return write_zeros(m, head, first);
+    const int head = item.head;
+    const auto first_of = [&](int set) { return item.token + (group * kSets + set) * kPanelRows + warp * 16; };
+    if (erased) {
+      for (int set = 0; set < kSets; ++set) write_zeros(m, head, first_of(set));
+      return;
+    }
+    float results[kSets][kX][8][4] = {};
     const int place = pass % 2;
     shared.x_full[place].wait(pass / 2);
     ++pass;
-    const auto panel = [&](int i) { return panel_of(shared.rows[place][group][i]); };  // of x, then of u
-    uint32_t own[kU][4][4];
-    float t[8][4];
-    // t += rows · the rows of the next tile.
-    const auto begin = [&](const uint32_t(&rows)[4][4], int add) {
-      const uint64_t tile = operand(shared.tiles[turn % Shared::kStages], 0);
-      fence_products();
-#pragma unroll
-      for (int i = 0; i < 4; ++i) wgmma<0>(t, rows[i], columns_at(tile, i), i > 0 || add);
-      commit_products();
-      ++turn;
-    };
+    // Of x, then of u.
+    const auto panel = [&](int set, int i) { return panel_of(shared.rows[place][group * kSets + set][i]); };
+    uint32_t own[kSets][kU][4][4];
+    float t[kSets][8][4];
     // Waits for the next tiles.
     const auto wait = [&](int tiles) {
 #pragma unroll
       for (int i = 0; i < tiles; ++i) shared.full[(turn + i) % Shared::kStages].wait((turn + i) / Shared::kStages);
     };
-    const auto finish = [&](int tiles) {
-      wait_for_products<0>();
-      settle(t);
+    // t of a set = `add` · t + its rows · the rows of the tile `ahead` of the next.
+    const auto begin = [&](int set, const uint32_t (&rows)[4][4], int ahead, int add) {
+      const uint64_t tile = operand(shared.tiles[(turn + ahead) % Shared::kStages], 0);
+      fence_products();
+#pragma unroll
+      for (int i = 0; i < 4; ++i) wgmma<0>(t[set], rows[i], columns_at(tile, i), i > 0 || add);
+      commit_products();
+    };
+    // The next kU tiles, the last set of which goes on to those behind them.
+    const auto begin_pairs = [&](int set) {
+#pragma unroll
+      for (int p = 0; p < kU; ++p) begin(set, own[set][p], p, p > 0);
+      if (set + 1 == kSets) turn += kU;
+    };
+    // Lets go of the last tiles before the next.
+    const auto release = [&](int tiles) {
 #pragma unroll
       for (int i = 1; i <= tiles; ++i)
         if (lane == 0) shared.empty[(turn - i) % Shared::kStages].arrive();
     };
     if (m.sum_norm) {
-      float e[2];
+      float e[kSets][2];
 #pragma unroll
-      for (int i = 0; i < 2; ++i)
-        e[i] = !m.shift ? 2.0f : row + 8 * i < m.length ? -2.0f * m.shift[place_of(m, head, row + 8 * i)] : 0.0f;
+      for (int set = 0; set < kSets; ++set)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          e[set][i] = m.shift ? -shared.shifts[place][first_of(set) - item.token + lane / 4 + 8 * i] : 1.0f;
 #pragma unroll
       for (int to = 0; to < kX; ++to) {
 #pragma unroll
         for (int from = 0; from < kX; ++from) {
-          uint32_t rows[4][4];
-#pragma unroll
-          for (int i = 0; i < 4; ++i) panel(from).a_fragment(rows[i], warp * 16, i);
           wait(1);
-          begin(rows, from > 0);
-          finish(1);
+#pragma unroll
+          for (int set = 0; set < kSets; ++set) {
+            uint32_t(&rows)[4][4] = own[set][0];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) panel(set, from).a_fragment(rows[i], warp * 16, i);
+            begin(set, rows, 0, from > 0);
+          }
+          wait_for_products<0>();
+#pragma unroll
+          for (int set = 0; set < kSets; ++set) settle(t[set]);
+          ++turn;
+          release(1);
         }
 #pragma unroll
-        for (int j = 0; j < 8; ++j)
+        for (int set = 0; set < kSets; ++set)
 #pragma unroll
-          for (int i = 0; i < 4; ++i) dx(8 * to + j)[i] = t[j][i] * e[i / 2];
+          for (int j = 0; j < 8; ++j)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) results[set][to][j][i] = t[set][j][i] * e[set][i / 2];
       }
     }
 #pragma unroll
-    for (int p = 0; p < kU; ++p)
+    for (int set = 0; set < kSets; ++set)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) panel(kX + p).a_fragment(own[p][i], warp * 16, i);
+      for (int p = 0; p < kU; ++p)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) panel(set, kX + p).a_fragment(own[set][p][i], warp * 16, i);
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block)
 #pragma unroll 1
       for (int four = 0; four < 4; ++four) {
-        float scalars[4][2], sums[4][2] = {};
+        float sums[kSets][4][2] = {};
+        wait(kU);
+        begin_pairs(0);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const uint2 pairs = *reinterpret_cast<const uint2*>(
-              panel(block / 4).at(warp * 16 + lane / 4 + 8 * i, block % 4 * 2 + four / 2) + four % 2 * 4);
-          scalars[0][i] = low_of(pairs.x);
-          scalars[1][i] = high_of(pairs.x);
-          scalars[2][i] = low_of(pairs.y);
-          scalars[3][i] = high_of(pairs.y);
-        }
+        for (int other = block; other < kBlocks; ++other)
 #pragma unroll
-        for (int other = block; other < kBlocks; ++other) {
-          wait(kU);
+          for (int set = 0; set < kSets; ++set) {
+            // Products of the other set run meanwhile.
+            const bool last = set + 1 == kSets && other + 1 == kBlocks;
+            if (set + 1 < kSets) {
+              begin_pairs(set + 1);
+            } else if (kSets > 1 && !last) {
+              wait(kU);
+              begin_pairs(0);
+            }
+            uint2 of_a[2];  // x_a, and x_b, of the thread's rows
 #pragma unroll
-          for (int p = 0; p < kU; ++p) begin(own[p], p > 0);
-          finish(kU);
-          // Column 8j + … of t is a = j/2 and b = 8(j%2) + ….
-          if (other == block) {
+            for (int i = 0; i < 2; ++i)
+              of_a[i] = *reinterpret_cast<const uint2*>(
+                  panel(set, block / 4).at(warp * 16 + lane / 4 + 8 * i, block % 4 * 2 + four / 2) + four % 2 * 4);
+            uint32_t of_b[4];
+            if (other > block) panel(set, other / 4).a_fragment(of_b, warp * 16, other % 4);
+            if (kSets > 1 && !last)
+              wait_for_products<1>();
+            else
+              wait_for_products<0>();
+            settle(t[set]);
+            if (set + 1 == kSets) release(kU);
+            float scalars[4][2];
 #pragma unroll
-            for (int j = 0; j < 8; ++j)
+            for (int i = 0; i < 2; ++i) {
+              scalars[0][i] = low_of(of_a[i].x);
+              scalars[1][i] = high_of(of_a[i].x);
+              scalars[2][i] = low_of(of_a[i].y);
+              scalars[3][i] = high_of(of_a[i].y);
+            }
+            // Column 8j + … of t is a = j/2 and b = 8(j%2) + ….
+            float(&dx)[8][4] = results[set][other / 4];
+            if (other == block) {
 #pragma unroll
-              for (int i = 0; i < 4; ++i) {
-                float& to = dx(2 * other + j % 2)[i];
-                to = fmaf(2 * scalars[j / 2][i / 2], t[j][i], to);
-              }
-          } else {
-            uint32_t pairs[4];
-            panel(other / 4).a_fragment(pairs, warp * 16, other % 4);
+              for (int j = 0; j < 8; ++j)
 #pragma unroll
-            for (int j = 0; j < 8; ++j)
+                for (int i = 0; i < 4; ++i) {
+                  float& to = dx[other % 4 * 2 + j % 2][i];
+                  to = fmaf(scalars[j / 2][i / 2], t[set][j][i], to);
+                }
+            } else {
 #pragma unroll
-              for (int i = 0; i < 4; ++i) {
-                const uint32_t pair = pairs[j % 2 * 2 + i / 2];
-                float& to = dx(2 * other + j % 2)[i];
-                to = fmaf(scalars[j / 2][i / 2], t[j][i], to);
-                sums[j / 2][i / 2] = fmaf(i % 2 == 0 ? low_of(pair) : high_of(pair), t[j][i], sums[j / 2][i / 2]);
-              }
+              for (int j = 0; j < 8; ++j)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                  const uint32_t pair = of_b[j % 2 * 2 + i / 2];
+                  float& to = dx[other % 4 * 2 + j % 2][i];
+                  to = fmaf(scalars[j / 2][i / 2], t[set][j][i], to);
+                  float& sum = sums[set][j / 2][i / 2];
+                  sum = fmaf(i % 2 == 0 ? low_of(pair) : high_of(pair), t[set][j][i], sum);
+                }
+            }
+            if (kSets == 1 && !last) {
+              wait(kU);
+              begin_pairs(0);
+            }
           }
-        }
         if (block + 1 == kBlocks) continue;
-          // dx_a: held by one lane of the four.
+          // dx_a: two of the four a belong to a lane, in the half of the four lanes that holds these columns.
 #pragma unroll
-        for (int a = 0; a < 4; ++a)
+        for (int set = 0; set < kSets; ++set)
 #pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            float sum = quad_sum(sums[a][i]);
-            if (lane % 4 != four % 2 * 2 + a / 2) sum = 0;
-            dx(2 * block)[2 * i + a % 2] += four < 2 ? sum : 0.0f;
-            dx(2 * block + 1)[2 * i + a % 2] += four < 2 ? 0.0f : sum;
-          }
+          for (int a = 0; a < 2; ++a)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              float low = sums[set][a][i], high = sums[set][a + 2][i];
+              low += __shfl_xor_sync(0xFFFFFFFFu, low, 2);
+              high += __shfl_xor_sync(0xFFFFFFFFu, high, 2);
+              const bool odd = lane % 2 != 0, here = lane % 4 / 2 == four % 2;
+              const float sum = (odd ? high : low) + __shfl_xor_sync(0xFFFFFFFFu, odd ? low : high, 1);
+              float(&dx)[8][4] = results[set][block / 4];
+              dx[block % 4 * 2][2 * i + a] += here && four < 2 ? sum : 0.0f;
+              dx[block % 4 * 2 + 1][2 * i + a] += here && four >= 2 ? sum : 0.0f;
+            }
       }
-    float factor[2];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) factor[i] = row + 8 * i < m.length ? factor_of(m, head, row + 8 * i) : 0.0f;
-    write_rows(m, head, first, results, factor, panel(0));
+    for (int set = 0; set < kSets; ++set) {
+      const float* const of_rows = shared.factors[place] + (first_of(set) - item.token) + lane / 4;
+      const float factor[2] = {2 * of_rows[0], 2 * of_rows[8]};  // the gradient of a square
+      // Results are gradients of x.
+      write_rows(m, head, first_of(set), results[set], factor, panel(set, 0), 0, [&](int own, int j) {
+        return *reinterpret_cast<const uint32_t*>(panel(set, j / 8).at(warp * 16 + own, j % 8) + lane % 4 * 2);
+      });
+    }
     fence_shared_writes();
     __syncwarp();
     if (lane == 0) shared.x_empty[place].arrive();
@@ -554,7 +656,10 @@ __global__ void __launch_bounds__(128) linear_kernel(const __grid_constant__ CUt
   wait_for_products<0>();
 #pragma unroll
   for (int out = 0; out < kOut; ++out) settle(acc[out]);
-  write_rows(m, head, first, acc, factor, panel_of(shared.x[0]));
+  write_rows(m, head, first, acc, factor, panel_of(shared.x[0]), 0, [&](int own, int j) {
+    if (first + own >= m.length || 8 * j >= m.out_dim) return 0u;
+    return reinterpret_cast<const uint32_t*>(m.other.row(b, first + own, h))[4 * j + lane % 4];
+  });
 #endif
 }
 

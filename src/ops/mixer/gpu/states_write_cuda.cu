@@ -144,24 +144,45 @@ __device__ void accumulate(Shared& shared, const WalkArguments& m, const Owned& 
       const int64_t place = column < m.dims.v ? m.place(head, a, b, column) : -1;
       if (place >= 0) x = m.first[place] * (a == b ? 1.0f : 1 / kPairFactor);
     });
-  // What makes the operand A of a tile of tokens, loaded while products of the tile before it run.
-  uint32_t x_b[4][4];
-  uint4 scaled[2][kTiles];
-  const auto load = [&](int turn) {
-    const int stage = turn % Shared::kStages, phase = turn / Shared::kStages;
-    const Tile<64> x = panel_of(shared.x[stage][block / 4]);
-    shared.full[stage].wait(phase);
+  // The operand A of half a tile of tokens, two steps of 16, and what it is made of.
+  uint32_t f[2][2][kTiles][4], x_b[2][4];
+  uint4 scaled[kTiles];
+  const auto load = [&](const Pipe<Shared::kStages>& at, int half) {
+    const Tile<64> x = panel_of(shared.x[at.stage][block / 4]);
+    if (half == 0) shared.full[at.stage].wait(at.phase);
 #pragma unroll
-    for (int step = 0; step < 4; ++step)
-      load_matrices_transposed(x_b[step], x.at(16 * step + lane % 8 + lane / 16 * 8, block % 4 * 2 + lane / 8 % 2));
-    shared.ready[stage].wait(phase);
+    for (int i = 0; i < 2; ++i)
+      load_matrices_transposed(x_b[i],
+                               x.at(32 * half + 16 * i + lane % 8 + lane / 16 * 8, block % 4 * 2 + lane / 8 % 2));
+    if (half == 0) shared.ready[at.stage].wait(at.phase);
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
-#pragma unroll
-      for (int t = 0; t < kTiles; ++t)
-        scaled[half][t] = shared.scaled[stage][scaled_row + 4 * t + warp][half * 4 + lane % 4];
+    for (int t = 0; t < kTiles; ++t)
+      scaled[t] = shared.scaled[at.stage][scaled_row + 4 * t + warp][half * 4 + lane % 4];
   };
-  int turn = 0;
+  const auto make = [&](int half) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+        const uint4& w = scaled[t];
+        const uint32_t low = i == 0 ? w.x : w.z, high = i == 0 ? w.y : w.w;
+        uint32_t(&to)[4] = f[half][i][t];
+        to[0] = multiply_pairs(x_b[i][0], low);
+        to[1] = multiply_pairs(x_b[i][1], low);
+        to[2] = multiply_pairs(x_b[i][2], high);
+        to[3] = multiply_pairs(x_b[i][3], high);
+      }
+  };
+  const auto multiply = [&](const Pipe<Shared::kStages>& at, int half) {
+    const uint64_t values = operand_transposed(shared.u[at.stage], 0);
+    fence_products();
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) wgmma<1>(acc[t], f[half][i][t], rows_at(values, 2 * half + i), 1);
+    commit_products();
+  };
+  Pipe<Shared::kStages> pipe;
   const auto through_at = [&](int i) {
     return m.through ? m.through[head * chunks.chunks + chunks.at(min(i, chunks.chunks - 1))] : 1.0f;
   };
@@ -172,19 +193,28 @@ __device__ void accumulate(Shared& shared, const WalkArguments& m, const Owned& 
     const float through = next_through;
     next = Kept::look_up(m, head, i + 1);
     next_through = through_at(i + 1);
+    const bool adds = (i < chunks.chunks - 1 || m.last) && kept.begin < kept.end;
+    if (adds) {
+      load(pipe, 0);
+      make(0);
+      load(pipe, 1);
+    }
     if (i > 0 || m.first) {
       if (threadIdx.x % 128 == 0) wait_for_reads_of_stores();
       warpgroup_barrier<kGroup>();
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
-        const float factor = (first_a + 4 * tile) / 16 < block ? 2.0f : 1.0f;
-        unsigned char* const to = out + tile * kPanelBytes;
+        const Tile<64> to = panel_of(out + tile * kPanelBytes);
 #pragma unroll
-        for (int u = 0; u < 2; ++u)
+        for (int j = 0; j < 8; j += 2) {
+          uint32_t pairs[4];
 #pragma unroll
-          for (int j = 0; j < 8; ++j)
-            *reinterpret_cast<uint32_t*>(panel_of(to).at(16 * warp + lane / 4 + 8 * u, j) + lane % 4 * 2) =
-                pack(acc[tile][j][2 * u] * factor, acc[tile][j][2 * u + 1] * factor);
+          for (int e = 0; e < 4; ++e) {
+            const float(&x)[4] = acc[tile][j + e / 2];
+            pairs[e] = pack(x[e % 2 * 2], x[e % 2 * 2 + 1]);
+          }
+          store_matrices(to.at(16 * warp + lane % 16, j + lane / 16), pairs);
+        }
       }
       fence_shared_writes();
       warpgroup_barrier<kGroup>();
@@ -199,34 +229,30 @@ __device__ void accumulate(Shared& shared, const WalkArguments& m, const Owned& 
       }
       each([&](float& x, int, int, int) { x *= through; });
     }
-    if (i == chunks.chunks - 1 && !m.last) break;
-    if (kept.begin < kept.end) load(turn);
-    for (int tile = kept.begin; tile < kept.end; ++tile, ++turn) {
-      const int stage = turn % Shared::kStages;
-      const uint64_t values = operand_transposed(shared.u[stage], 0);
-      uint32_t f[4][kTiles][4];
-#pragma unroll
-      for (int step = 0; step < 4; ++step) {
-#pragma unroll
-        for (int t = 0; t < kTiles; ++t) {
-          const uint4& w = scaled[step / 2][t];
-          const uint32_t low = step % 2 == 0 ? w.x : w.z, high = step % 2 == 0 ? w.y : w.w;
-          f[step][t][0] = multiply_pairs(x_b[step][0], low);
-          f[step][t][1] = multiply_pairs(x_b[step][1], low);
-          f[step][t][2] = multiply_pairs(x_b[step][2], high);
-          f[step][t][3] = multiply_pairs(x_b[step][3], high);
-        }
-        fence_products();
-#pragma unroll
-        for (int t = 0; t < kTiles; ++t) wgmma<1>(acc[t], f[step][t], rows_at(values, step), 1);
-        commit_products();
-      }
-      if (tile + 1 < kept.end) load(turn + 1);
-      wait_for_products<0>();
-#pragma unroll
-      for (int t = 0; t < kTiles; ++t) settle(acc[t]);
-      if (lane == 0) shared.empty[stage].arrive();
+    if (!adds) continue;
+    // Products of one half run while the operand of the other is made. The assembler lets products run into the next
+    // turn of a loop only where some already run into the first.
+    multiply(pipe, 0);
+    for (int tile = kept.begin; tile + 1 < kept.end; ++tile) {
+      Barrier& empty = shared.empty[pipe.stage];
+      make(1);
+      multiply(pipe, 1);
+      pipe.next();
+      load(pipe, 0);
+      wait_for_products<1>();
+      make(0);
+      multiply(pipe, 0);
+      load(pipe, 1);
+      wait_for_products<1>();
+      if (lane == 0) empty.arrive();
     }
+    make(1);
+    multiply(pipe, 1);
+    wait_for_products<0>();
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) settle(acc[t]);
+    if (lane == 0) shared.empty[pipe.stage].arrive();
+    pipe.next();
   }
   if (m.last)
     each([&](float& x, int a, int b, int column) {
@@ -265,13 +291,14 @@ __global__ void __launch_bounds__(kUpdateThreads, 1)
   // Tiles of tokens in the order of the walk.
   const auto each_tile = [&](auto&& f) {
     const int walked = m.chunks.chunks - (m.last ? 0 : 1);
-    int turn = 0;
+    Pipe<kStages> pipe;
     float next = Kept::look_up(m, head, 0);
     for (int i = 0; i < walked; ++i) {
       const int c = m.chunks.at(i);
       const Kept kept(m, c, next);
       next = Kept::look_up(m, head, i + 1);
-      for (int tile = kept.begin; tile < kept.end; ++tile, ++turn) f(turn, c * m.chunks.chunk + tile * kPanelRows);
+      for (int tile = kept.begin; tile < kept.end; ++tile, pipe.next())
+        f(pipe.stage, pipe.phase, c * m.chunks.chunk + tile * kPanelRows);
     }
   };
   if (warp < 4) {
@@ -290,9 +317,8 @@ __global__ void __launch_bounds__(kUpdateThreads, 1)
     if (warp < 4 * kConsumers + kHelping) {
       const int helper = warp - 4 * kConsumers, own = helper / 2, half = helper % 2;
       const int octet = own == 0 ? first.first / 8 : second.first / 8 + own - 1;
-      each_tile([&](int turn, int) {
-        const int stage = turn % kStages;
-        shared.full[stage].wait(turn / kStages);
+      each_tile([&](int stage, int phase, int) {
+        shared.full[stage].wait(phase);
         uint32_t r[4];
         load_matrices_transposed(r, panel_of(shared.x[stage][octet / 8]).at(32 * half + lane, octet % 8));
 #pragma unroll
@@ -306,22 +332,22 @@ __global__ void __launch_bounds__(kUpdateThreads, 1)
         if (lane == 0) shared.ready[stage].arrive();
       });
     } else if (warp == kCopying) {
-      each_tile([&](int turn, int token) {
-        const int stage = turn % kStages;
-        if (turn >= kStages) shared.empty[stage].wait(turn / kStages - 1);
+      const int x_head = h / m.x_group, u_head = h / m.u_group;  // a division takes as long as the copies of a tile
+      each_tile([&](int stage, int phase, int token) {
+        if (phase > 0) shared.empty[stage].wait(phase - 1);
         if (lane > 0) return;
         shared.full[stage].arrive_and_expect((kPanels + 1) * kPanelBytes);
         for (int i = 0; i < kPanels; ++i)
-          copy_tile(shared.x[stage][i], x, shared.full[stage], 64 * i, token, h / m.x_group, b);
-        copy_tile(shared.u[stage], u, shared.full[stage], 64 * panel, token, h / m.u_group, b);
+          copy_tile(shared.x[stage][i], x, shared.full[stage], 64 * i, token, x_head, b);
+        copy_tile(shared.u[stage], u, shared.full[stage], 64 * panel, token, u_head, b);
       });
     } else if (warp == kFactoring && m.factors) {
       const float* const factors = m.factors + head * m.chunks.length;
-      each_tile([&](int turn, int token) {
-        const int stage = turn % kStages;
-        if (turn >= kStages) shared.empty[stage].wait(turn / kStages - 1);
-        for (int i = lane; i < kPanelRows; i += 32)
-          copy_float(&shared.factors[stage][i], factors, token + i, m.chunks.length);
+      each_tile([&](int stage, int phase, int token) {
+        if (phase > 0) shared.empty[stage].wait(phase - 1);
+#pragma unroll
+        for (int i = 0; i < kPanelRows; i += 32)
+          copy_float(&shared.factors[stage][i + lane], factors, token + i + lane, m.chunks.length);
         arrive_after_copies(shared.full[stage]);
       });
     }
