@@ -263,6 +263,7 @@ __global__ void __launch_bounds__(ReadShared<kBlocks>::kThreads, 1)
     if (warp == 0 && lane == 0) copy_all(shared, map, map, m, panels, sums);
     return;
   }
+  begin_later(group, 1200);
   increase_registers<Shared::kRegisters>();
   uint32_t turn = 0;
   int pass = 0;
@@ -421,6 +422,7 @@ __global__ void __launch_bounds__(ContractShared<kBlocks, kUPanels>::kThreads, 1
     if (warp == 1) fill_rows(shared, m);
     return;
   }
+  begin_later(group, 2500);
   increase_registers<Shared::kRegisters>();
   constexpr int kSets = Shared::kSets;
   uint32_t turn = 0;

@@ -305,6 +305,7 @@ __global__ void __launch_bounds__(kUpdateThreads, 1)
     increase_registers<kUpdateRegisters>();
     accumulate<0, kShare == Share::three ? 1 : 2>(shared, m, first, panel, shared.out[0], head);
   } else if (warp < 8) {
+    begin_later(1, 2000);
     increase_registers<kUpdateRegisters>();
     if constexpr (kShare == Share::five)
       accumulate<1, 3>(shared, m, second, panel, shared.out[2], head);
