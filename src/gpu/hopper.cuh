@@ -299,8 +299,8 @@ __device__ inline void warpgroup_barrier() {
   asm volatile("bar.sync %0, 128;\n" ::"n"(kGroup + 1) : "memory");
 }
 
-// Warpgroups with the same work come to the end of each piece of it, where no products run, at the same time, unless each
-// begins a little later than the one before.
+// Warpgroups with the same work come to the end of each piece of it, where no products run, at the same time, unless
+// each begins a little later than the one before.
 __device__ inline void begin_later(int group, int nanoseconds) {
   if (group > 0) __nanosleep(static_cast<unsigned>(group * nanoseconds));
 }

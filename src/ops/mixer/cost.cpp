@@ -74,8 +74,7 @@ int64_t default_chunk(const MixerSpec& spec, int64_t qk_dim, int64_t v_dim, Devi
     if (dtype != DType::bf16 || !fits(qk_dim) || !fits(v_dim) || (!squared && spec.score != Score::linear))
       return state_rows(spec, qk_dim) < 1024 ? 256 : 512;
     if (!squared || qk_dim <= 16) return 256;
-    if (qk_dim == 64 && v_dim == 64) return 768;
-    return qk_dim <= 48 ? 512 : qk_dim <= 128 ? 1024 : 2048;
+    return qk_dim <= 64 ? 512 : qk_dim <= 128 ? 1024 : 2048;
   }
   if (spec.score == Score::linear) return 192;
   // The state is read and written once per chunk; a state too large for the cache wants fewer, longer chunks.
@@ -85,7 +84,7 @@ int64_t default_chunk(const MixerSpec& spec, int64_t qk_dim, int64_t v_dim, Devi
 // From times on an H200 (docs/performance.md).
 int64_t longest_parallel(const MixerSpec& spec, int64_t qk_dim, int64_t v_dim) {
   if (spec.score != Score::squared) return 1024;
-  if (std::max(qk_dim, v_dim) <= 64) return 40 * (qk_dim + v_dim);
+  if (std::max(qk_dim, v_dim) <= 64) return 39 * (qk_dim + v_dim);
   // Where the products are as many as those of the states.
   return 4 * state_rows(spec, qk_dim) * state_columns(spec, v_dim) / (qk_dim + v_dim);
 }

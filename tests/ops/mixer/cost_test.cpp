@@ -31,7 +31,7 @@ TEST(MixerCost, StatesStoredOnAGpu) {
     EXPECT_EQ(bytes.working, bytes.kept);
     return bytes.kept;
   };
-  EXPECT_EQ(kept(squared, 64, 64), 11 * 41 * 8192);  // chunks, tiles, bytes of a tile
+  EXPECT_EQ(kept(squared, 64, 64), 16 * 41 * 8192);  // chunks, tiles, bytes of a tile
   EXPECT_EQ(kept(squared, 24, 40), 16 * 13 * 8192);
   EXPECT_EQ(kept(squared, 24, 36), 0);
   EXPECT_EQ(kept(squared, 64, 128), 0);

@@ -410,9 +410,9 @@ __global__ void __launch_bounds__(Layout<kDim>::kThreads, 1)
       const int key = key_of(u);
       float product = 0;  // k·dk
       if (key < work.end) {
-        product = finish_row<kDim>(dk, u, last_factor<kScore>(m.scale), dk_before[u],
-                                   m.dk.row(work.batch, key, work.head),
-                                   m.key_decay ? &shared.keys[slot][group] : nullptr, lane_row + u * 8, m.qk_dim);
+        product =
+            finish_row<kDim>(dk, u, last_factor<kScore>(m.scale), dk_before[u], m.dk.row(work.batch, key, work.head),
+                             m.key_decay ? &shared.keys[slot][group] : nullptr, lane_row + u * 8, m.qk_dim);
         finish_row<kDim>(dv, u, 1.0f, dv_before[u], m.dv.row(work.batch, key, work.head), nullptr, 0, m.v_dim);
       }
       if (!m.key_decay) continue;

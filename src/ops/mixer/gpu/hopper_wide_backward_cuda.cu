@@ -249,7 +249,9 @@ struct Computation {
     }
     const Heads<bf16>& to = !kKeys ? m.dq : kGroup == 0 ? m.dv : m.dk;
     const int dim = (kKeys && kGroup == 0 ? m.v_dim : m.qk_dim) - kFirstColumn;
-    const auto row_of = [&](int u) { return to.row(work.batch, work.row0 + lane_row + u * 8, work.head) + kFirstColumn; };
+    const auto row_of = [&](int u) {
+      return to.row(work.batch, work.row0 + lane_row + u * 8, work.head) + kFirstColumn;
+    };
     const auto is_there = [&](int u) { return work.row0 + lane_row + u * 8 < work.end; };
     uint32_t before[2][kColumns / 8] = {};
     double decay_before[2] = {};

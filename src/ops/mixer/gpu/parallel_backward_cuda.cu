@@ -16,15 +16,18 @@ __global__ void prepare_kernel(const Parallel m, Heads<bf16> scaled, Heads<bf16>
   constexpr int kGroups = kPrepareThreads / kLanes;
   const int heads = static_cast<int>(m.heads);
   const int64_t first = static_cast<int64_t>(blockIdx.x / heads) * (kGroups * kPrepareTokens) + threadIdx.x / kLanes;
-  const int64_t b = blockIdx.y, h = blockIdx.x % heads;
+  const int64_t b = blockIdx.y;
+  const int h = static_cast<int>(blockIdx.x) % heads;
   const int lane = static_cast<int>(threadIdx.x) % kLanes, columns = min(m.v_dim - lane * 8, 8);
   union Eight {
     uint4 all;
     bf16 each[8];
   } x[kPrepareTokens] = {}, o[kPrepareTokens] = {};
+  float n[kPrepareTokens];  // read with the rows: behind the first store, reads would wait one by one
 #pragma unroll
   for (int j = 0; j < kPrepareTokens; ++j) {
     const int64_t t = first + j * kGroups;
+    n[j] = m.sum_norm && t < m.length ? m.normalizer[(b * m.heads + h) * m.length + t] : 1.0f;
     if (t >= m.length || columns <= 0) continue;
     const bf16* const from = g.row(b, t, h) + lane * 8;
     const bf16* const out = m.out.row(b, t, h) + lane * 8;
@@ -44,8 +47,7 @@ __global__ void prepare_kernel(const Parallel m, Heads<bf16> scaled, Heads<bf16>
     for (int i = 0; i < 8; ++i) sum += to_float(x[j].each[i]) * to_float(o[j].each[i]);
     sum = warp_sum<kLanes>(sum);  // all lanes of a warp take part
     if (t >= m.length || columns <= 0 || (lane > 0 && !scaled.data)) continue;
-    const float n = m.sum_norm ? m.normalizer[row] : 1.0f;
-    const float inverse = exponential || !m.sum_norm ? 1.0f : fabsf(n) < kSmallestNormalizer ? 0.0f : 1 / n;
+    const float inverse = exponential || !m.sum_norm ? 1.0f : fabsf(n[j]) < kSmallestNormalizer ? 0.0f : 1 / n[j];
     if (scaled.data) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) x[j].each[i] = from_float<bf16>(to_float(x[j].each[i]) * inverse);
@@ -55,7 +57,7 @@ __global__ void prepare_kernel(const Parallel m, Heads<bf16> scaled, Heads<bf16>
     if (lane != 0) continue;
     m.delta[row] = sum;
     if (inverses) inverses[row] = inverse;
-    if (m.log_sum) m.log_sum[row] = m.maximum[row] * kLog2e + log2f(n);
+    if (m.log_sum) m.log_sum[row] = m.maximum[row] * kLog2e + log2f(n[j]);
   }
 }
 

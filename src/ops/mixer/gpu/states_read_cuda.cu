@@ -3,42 +3,19 @@
 //   y_i = f_i φ(x_i)ᵀ S                        with (q, S), and with (k, dS) for dv
 //   dx_i = f_i ∂/∂x_i φ(x_i)ᵀ (S u_i + e_i Z)  with (q, g/n, −δ/n, S) for dq, and with (k, v, 1, dS) for dk
 //
-// Blocks stay on their multiprocessor and take 256 tokens of a chunk after another (for dx of wider heads 128); one warp
-// has the tiles of their state stream through shared memory. For y a warpgroup has 64 tokens; the operand A, tokens × 16
-// rows (a, b) of the state, is x_b times x_a of its row, made in registers, for 64 values at a time. For dx, t_ab = Σ_v
-// u_v S_ab,v is a product, and dx_b += x_a t_ab (and dx_a += x_b t_ab where only one of the two is kept) follow on the
-// other units; a warpgroup has two sets of 64 tokens (wider heads: one), and one set's products run while it computes
-// with those of the other.
-#include <cstddef>
+// Blocks stay on their multiprocessor and take 256 tokens of a chunk after another (for dx of wider heads 128); one
+// warp has the tiles of their state stream through shared memory. For y a warpgroup has 64 tokens; the operand A,
+// tokens × 16 rows (a, b) of the state, is x_b times x_a of its row, made in registers, for 64 values at a time. For
+// dx, t_ab = Σ_v u_v S_ab,v is a product, and dx_b += x_a t_ab (and dx_a += x_b t_ab where only one of the two is kept)
+// follow on the other units; a warpgroup has two sets of 64 tokens (wider heads: one), and one set's products run while
+// it computes with those of the other.
 #include <type_traits>
 
 #include "gpu/device.h"
-#include "ops/mixer/gpu/heads.cuh"
-#include "ops/mixer/gpu/states.cuh"
+#include "ops/mixer/gpu/states_read.cuh"
 
 namespace furious::cuda {
 namespace {
-
-struct Reading {
-  const bf16* states;
-  const float* factors;  // [batch, heads, length]
-  const float* shift;    // [batch, heads, length]: −e, where e is not 1
-  Heads<bf16> out;
-  float* normalizer;  // [batch, heads, length]
-  int out_dim;
-  int length, chunk, chunks, heads, batch, x_group, u_group;
-  StateDims dims;
-  int tiles;   // of a state
-  int empty;   // the chunk that no state enters, or −1
-  bool falls;  // factors within a chunk, which else rise
-  float constant;
-  bool sum_norm;
-  // Gradients of decays, [batch, heads, length], or null: what `other`, the queries or keys that `out` is the gradient
-  // of (x, of a squared score), times that gradient gives before it is rounded, times this.
-  double* decay;
-  Heads<bf16> other;
-  float decay_factor;
-};
 
 // What a block has in shared memory: tiles of a state, and its rows of x and u, kX and kU times 64 columns. kGroups:
 // warpgroups that multiply, kSets times 64 rows each.
@@ -62,13 +39,6 @@ constexpr int kMostRows = 256;  // of a block: chunks consist of as many
 constexpr int64_t kMostWideBytes = int64_t{8} << 30;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-
-__device__ int64_t place_of(const Reading& m, int head, int t) {
-  return static_cast<int64_t>(head) * m.length + t;
-}
-__device__ float factor_of(const Reading& m, int head, int t) {
-  return m.factors ? m.constant * m.factors[place_of(m, head, t)] : m.constant;
-}
 
 // kRows tokens of a chunk and, of `panels` times 64 values, one.
 template <int kRows>
@@ -178,69 +148,6 @@ __device__ void fill_rows(Shared& shared, const Reading& m) {
     }
     shared.x_full[place].arrive();
   });
-}
-
-// A warp's 16 rows of results, rounded, times a factor for each of a thread's two rows, through its rows in `through`:
-// columns from 64·panel on. pair_of(own row, j): the thread's pair among the columns 8j and up of `other`; null where
-// results are no gradients of what decays.
-template <int kPanels, class PairOf>
-__device__ void write_rows(const Reading& m, int head, int row, const float (&acc)[kPanels][8][4],
-                           const float (&factor)[2], const Tile<64>& through, int panel0, PairOf&& pair_of) {
-  const int warp = static_cast<int>(threadIdx.x) / 32 % 4;
-  int lane = static_cast<int>(threadIdx.x) % 32;
-  asm volatile("" : "+r"(lane));  // else places of all are computed ahead, for which registers do not suffice
-  if constexpr (!std::is_same_v<std::decay_t<PairOf>, std::nullptr_t>)
-    if (m.decay) {
-      uint32_t pairs[2][8 * kPanels];
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-#pragma unroll
-        for (int j = 0; j < 8 * kPanels; ++j) pairs[i][j] = pair_of(lane / 4 + 8 * i, j);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int own = row + lane / 4 + 8 * i;
-        float product = 0;
-#pragma unroll
-        for (int j = 0; j < 8 * kPanels; ++j)
-          product += low_of(pairs[i][j]) * acc[j / 8][j % 8][2 * i] + high_of(pairs[i][j]) * acc[j / 8][j % 8][2 * i + 1];
-        product = quad_sum(product) * factor[i] * m.decay_factor;
-        if (own < m.length && lane % 4 == 0) m.decay[place_of(m, head, own)] = static_cast<double>(product);
-      }
-      __syncwarp();
-    }
-  bf16* const to = m.out.row(head / m.heads, row, head % m.heads);
-#pragma unroll
-  for (int panel = 0; panel < kPanels; ++panel) {
-    if (panel > 0) __syncwarp();
-#pragma unroll
-    for (int j = 0; j < 8; j += 2) {
-      uint32_t rounded[4];
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float(&x)[4] = acc[panel][j + e / 2];
-        rounded[e] = pack(x[e % 2 * 2] * factor[e % 2], x[e % 2 * 2 + 1] * factor[e % 2]);
-      }
-      store_matrices(through.at(warp * 16 + lane % 16, j + lane / 16), rounded);
-    }
-    __syncwarp();
-    const int vector = 8 * (panel0 + panel) + lane % 8;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int own = 4 * i + lane / 8;
-      if (row + own < m.length && 8 * vector < m.out_dim)
-        *(reinterpret_cast<uint4*>(to + own * m.out.token) + vector) =
-            *reinterpret_cast<const uint4*>(through.at(warp * 16 + own, lane % 8));
-    }
-  }
-}
-__device__ void write_zeros(const Reading& m, int head, int row) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  for (int own = lane / 8; own < 16; own += 4)
-    if (row + own < m.length) {
-      for (int vector = lane % 8; 8 * vector < m.out_dim; vector += 8)
-        *(reinterpret_cast<uint4*>(m.out.row(head / m.heads, row + own, head % m.heads)) + vector) = uint4{};
-      if (m.decay && lane % 8 == 0) m.decay[place_of(m, head, row + own)] = 0;
-    }
 }
 
 #endif
@@ -448,7 +355,7 @@ __global__ void __launch_bounds__(ContractShared<kBlocks, kUPanels>::kThreads, 1
       for (int i = 0; i < tiles; ++i) shared.full[(turn + i) % Shared::kStages].wait((turn + i) / Shared::kStages);
     };
     // t of a set = `add` · t + its rows · the rows of the tile `ahead` of the next.
-    const auto begin = [&](int set, const uint32_t (&rows)[4][4], int ahead, int add) {
+    const auto begin = [&](int set, const uint32_t(&rows)[4][4], int ahead, int add) {
       const uint64_t tile = operand(shared.tiles[(turn + ahead) % Shared::kStages], 0);
       fence_products();
 #pragma unroll
@@ -510,9 +417,20 @@ __global__ void __launch_bounds__(ContractShared<kBlocks, kUPanels>::kThreads, 1
     for (int block = 0; block < kBlocks; ++block)
 #pragma unroll 1
       for (int four = 0; four < 4; ++four) {
-        float sums[kSets][4][2] = {};
+        float sums[kSets][4][2] = {}, scalars[kSets][4][2];  // x_a of the thread's rows
         wait(kU);
         begin_pairs(0);
+#pragma unroll
+        for (int set = 0; set < kSets; ++set)
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const uint2 pairs = *reinterpret_cast<const uint2*>(
+                panel(set, block / 4).at(warp * 16 + lane / 4 + 8 * i, block % 4 * 2 + four / 2) + four % 2 * 4);
+            scalars[set][0][i] = low_of(pairs.x);
+            scalars[set][1][i] = high_of(pairs.x);
+            scalars[set][2][i] = low_of(pairs.y);
+            scalars[set][3][i] = high_of(pairs.y);
+          }
 #pragma unroll
         for (int other = block; other < kBlocks; ++other)
 #pragma unroll
@@ -525,12 +443,7 @@ __global__ void __launch_bounds__(ContractShared<kBlocks, kUPanels>::kThreads, 1
               wait(kU);
               begin_pairs(0);
             }
-            uint2 of_a[2];  // x_a, and x_b, of the thread's rows
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-              of_a[i] = *reinterpret_cast<const uint2*>(
-                  panel(set, block / 4).at(warp * 16 + lane / 4 + 8 * i, block % 4 * 2 + four / 2) + four % 2 * 4);
-            uint32_t of_b[4];
+            uint32_t of_b[4];  // x_b of the thread's rows
             if (other > block) panel(set, other / 4).a_fragment(of_b, warp * 16, other % 4);
             if (kSets > 1 && !last)
               wait_for_products<1>();
@@ -538,14 +451,6 @@ __global__ void __launch_bounds__(ContractShared<kBlocks, kUPanels>::kThreads, 1
               wait_for_products<0>();
             settle(t[set]);
             if (set + 1 == kSets) release(kU);
-            float scalars[4][2];
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-              scalars[0][i] = low_of(of_a[i].x);
-              scalars[1][i] = high_of(of_a[i].x);
-              scalars[2][i] = low_of(of_a[i].y);
-              scalars[3][i] = high_of(of_a[i].y);
-            }
             // Column 8j + … of t is a = j/2 and b = 8(j%2) + ….
             float(&dx)[8][4] = results[set][other / 4];
             if (other == block) {
@@ -554,7 +459,7 @@ __global__ void __launch_bounds__(ContractShared<kBlocks, kUPanels>::kThreads, 1
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                   float& to = dx[other % 4 * 2 + j % 2][i];
-                  to = fmaf(scalars[j / 2][i / 2], t[set][j][i], to);
+                  to = fmaf(scalars[set][j / 2][i / 2], t[set][j][i], to);
                 }
             } else {
 #pragma unroll
@@ -563,7 +468,7 @@ __global__ void __launch_bounds__(ContractShared<kBlocks, kUPanels>::kThreads, 1
                 for (int i = 0; i < 4; ++i) {
                   const uint32_t pair = of_b[j % 2 * 2 + i / 2];
                   float& to = dx[other % 4 * 2 + j % 2][i];
-                  to = fmaf(scalars[j / 2][i / 2], t[set][j][i], to);
+                  to = fmaf(scalars[set][j / 2][i / 2], t[set][j][i], to);
                   float& sum = sums[set][j / 2][i / 2];
                   sum = fmaf(i % 2 == 0 ? low_of(pair) : high_of(pair), t[set][j][i], sum);
                 }
@@ -603,64 +508,6 @@ __global__ void __launch_bounds__(ContractShared<kBlocks, kUPanels>::kThreads, 1
     fence_shared_writes();
     __syncwarp();
     if (lane == 0) shared.x_empty[place].arrive();
-  });
-#endif
-}
-
-// A linear score: out = f_i · x_i · S, or with kTransposed f_i · x_i · Sᵀ. A block has 64 tokens. Panels: 64 columns of
-// x, and of the results.
-template <int kIn, int kOut>
-struct LinearShared {
-  unsigned char x[kIn][kPanelBytes], state[kIn * kOut][kPanelBytes];
-  Barrier full;
-};
-template <bool kTransposed, int kIn, int kOut>
-__global__ void __launch_bounds__(128) linear_kernel(const __grid_constant__ CUtensorMap map, const Reading m) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  extern __shared__ __align__(1024) unsigned char memory[];
-  auto& shared = *reinterpret_cast<LinearShared<kIn, kOut>*>(memory);
-  const int token = static_cast<int>(blockIdx.x) * kPanelRows, h = static_cast<int>(blockIdx.y);
-  const int b = static_cast<int>(blockIdx.z), c = token / m.chunk;
-  const int head = b * m.heads + h;
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  const int first = token + warp * 16, row = first + lane / 4;
-  if (c == m.empty) return write_zeros(m, head, first);
-  if (threadIdx.x == 0) {
-    shared.full.init(1);
-    fence_barriers();
-    shared.full.arrive_and_expect(kIn * (1 + kOut) * kPanelBytes);
-    for (int in = 0; in < kIn; ++in) copy_tile(shared.x[in], map, shared.full, 64 * in, token, h / m.x_group, b);
-    copy_bytes(shared.state, m.states + static_cast<int64_t>(head * m.chunks + c) * (kIn * kOut) * kTileElements,
-               kIn * kOut * kPanelBytes, shared.full);
-  }
-  float acc[kOut][8][4] = {}, factor[2] = {};
-#pragma unroll
-  for (int i = 0; i < 2; ++i) factor[i] = row + 8 * i < m.length ? factor_of(m, head, row + 8 * i) : 0.0f;
-  __syncthreads();
-  shared.full.wait(0);
-  uint32_t own[kIn][4][4];
-#pragma unroll
-  for (int in = 0; in < kIn; ++in)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) panel_of(shared.x[in]).a_fragment(own[in][i], warp * 16, i);
-  fence_products();
-#pragma unroll
-  for (int out = 0; out < kOut; ++out)
-#pragma unroll
-    for (int in = 0; in < kIn; ++in)
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if constexpr (kTransposed)
-          wgmma<0>(acc[out], own[in][i], operand(shared.state[out * kIn + in], i), 1);
-        else
-          wgmma<1>(acc[out], own[in][i], operand_transposed(shared.state[in * kOut + out], i), 1);
-  commit_products();
-  wait_for_products<0>();
-#pragma unroll
-  for (int out = 0; out < kOut; ++out) settle(acc[out]);
-  write_rows(m, head, first, acc, factor, panel_of(shared.x[0]), 0, [&](int own, int j) {
-    if (first + own >= m.length || 8 * j >= m.out_dim) return 0u;
-    return reinterpret_cast<const uint32_t*>(m.other.row(b, first + own, h))[4 * j + lane % 4];
   });
 #endif
 }
@@ -728,28 +575,6 @@ void contract(const Reading& m, const CUtensorMap& x, const CUtensorMap& u, cuda
   check_launch("mixer: gradients through states");
 }
 
-template <bool kTransposed>
-void linear(const Reading& m, const CUtensorMap& x, cudaStream_t here) {
-  const StateDims& dims = m.dims;
-  const dim3 grid(blocks_for(m.length, kPanelRows), static_cast<unsigned>(m.heads), static_cast<unsigned>(m.batch));
-  const auto launch = [&]<int kIn, int kOut>() {
-    constexpr auto kernel = linear_kernel<kTransposed, kIn, kOut>;
-    constexpr size_t bytes = sizeof(LinearShared<kIn, kOut>);
-    allow_shared_memory(kernel, bytes);
-    kernel<<<grid, 128, bytes, here>>>(x, m);
-  };
-  const bool wide_in = (kTransposed ? dims.v : dims.qk) > 64, wide_out = (kTransposed ? dims.qk : dims.v) > 64;
-  if (wide_in && wide_out)
-    launch.template operator()<2, 2>();
-  else if (wide_in)
-    launch.template operator()<2, 1>();
-  else if (wide_out)
-    launch.template operator()<1, 2>();
-  else
-    launch.template operator()<1, 1>();
-  check_launch("mixer: reading states");
-}
-
 float score_constant(const MixerCall& call) {
   return call.spec.score == Score::squared ? call.shape.scale * call.shape.scale : call.shape.scale;
 }
@@ -776,7 +601,7 @@ void read_states(const MixerCall& call, const ChunkTables& tables, const Tensor&
       reading_of(call, states, q, q, tables.in, true, score_constant(call), call.inputs.initial_state ? -1 : 0, past);
   m.normalizer = floats(past_n);
   const cudaStream_t here = stream(q.device());
-  if (call.spec.score == Score::linear) return linear<false>(m, tile_map(q), here);
+  if (call.spec.score == Score::linear) return read_linear(m, tile_map(q), false, here);
   read(m, tile_map(q), here);
 }
 
@@ -809,9 +634,9 @@ void state_gradients(const MixerCall& call, const ChunkTables& tables, const Ten
     Reading dq_of_g = dq, dk_of_v = dk;
     dq_of_g.x_group = dq.u_group;
     dk_of_v.x_group = dk.u_group;
-    linear<true>(dq_of_g, g_map, here);
-    linear<true>(dk_of_v, v_map, here);
-    linear<false>(dv, k_map, here);
+    read_linear(dq_of_g, g_map, true, here);
+    read_linear(dk_of_v, v_map, true, here);
+    read_linear(dv, k_map, false, here);
     return;
   }
   contract(dq, q_map, g_map, here);
