@@ -76,7 +76,7 @@ long=(
   ParallelCuda.SameBitsEveryTime
   MixerCuda.LongChunksWithAndWithoutHopper
   ChunkStatesCuda.LengthsAroundAChunk
-  StatesCuda.MatchesSumsOverPairsOfTokens
+  StatesCuda.ManyHeadsHaveTheBitsOfFew
   RecurrentCuda.SlotsOfDifferentLengthsEqualTheCpu
   TilesCuda.EverySpec
   MixerFirstQueryCuda.LongPast

@@ -4,7 +4,9 @@
 #include <bit>
 #include <limits>
 #include <map>
+#include <memory>
 #include <mutex>
+#include <type_traits>
 
 #include "ops/elementwise.h"
 #include "ops/fp8.h"
@@ -56,6 +58,36 @@ struct Plan {
   std::array<uint32_t, 4> alignments = {};  // of the library's A, B, C and D
   double flops = 0;
   int attempts = 3;  // to find a faster kernel, that are left
+};
+
+// Times what a stream runs between start() and stop().
+class Stopwatch {
+ public:
+  explicit Stopwatch(cudaStream_t stream) : stream_(stream) {
+    for (Event& event : events_) {
+      cudaEvent_t created = nullptr;
+      cuda::check(cudaEventCreate(&created), "event");
+      event.reset(created);
+    }
+  }
+  void start() const { cuda::check(cudaEventRecord(events_[0].get(), stream_), "event"); }
+  // Milliseconds, after it has waited for them to pass.
+  float stop() const {
+    cuda::check(cudaEventRecord(events_[1].get(), stream_), "event");
+    cuda::check(cudaEventSynchronize(events_[1].get()), "matmul");
+    float milliseconds = 0;
+    cuda::check(cudaEventElapsedTime(&milliseconds, events_[0].get(), events_[1].get()), "event");
+    return milliseconds;
+  }
+
+ private:
+  struct Destroy {
+    void operator()(cudaEvent_t event) const { (void)cudaEventDestroy(event); }
+  };
+  using Event = std::unique_ptr<std::remove_pointer_t<cudaEvent_t>, Destroy>;
+
+  cudaStream_t stream_;
+  std::array<Event, 2> events_;
 };
 
 // Memory beside the arena, whose peak it would change. Undefined where there is none.
@@ -232,19 +264,15 @@ class Library {
     cuda::check(cudaMemsetAsync(expected, 0, 2 * bytes + 256, stream), "matmul");
     const void* const from = addend ? addend.raw() : out.raw();
     const bool add = accumulate || addend;
-    cudaEvent_t events[2] = {};
-    for (cudaEvent_t& event : events) cuda::check(cudaEventCreate(&event), "event");
+    const Stopwatch watch(stream);
     // Milliseconds of the best of a few runs; infinity if the kernel does not run.
     const auto time = [&](const Algorithm& algorithm, std::byte* to) {
       constexpr int kRuns = 4;
       float best = std::numeric_limits<float>::infinity();
       for (int i = 0; i < kRuns; ++i) {
-        cuda::check(cudaEventRecord(events[0], stream), "event");
+        watch.start();
         if (run(plan, algorithm, from, to, a, b, add, stream) != CUBLAS_STATUS_SUCCESS) return best;
-        cuda::check(cudaEventRecord(events[1], stream), "event");
-        cuda::check(cudaEventSynchronize(events[1]), "matmul");
-        float milliseconds = 0;
-        cuda::check(cudaEventElapsedTime(&milliseconds, events[0], events[1]), "event");
+        const float milliseconds = watch.stop();
         if (i > 0) best = std::min(best, milliseconds);  // the first loads code
       }
       return best;
@@ -273,7 +301,6 @@ class Library {
       }
     }
     if (comparable) plan.attempts = 0;
-    for (const cudaEvent_t event : events) cuda::check(cudaEventDestroy(event), "event");
   }
 
   // References stay valid: plans are never removed.
@@ -391,25 +418,16 @@ double matmul_rate(MatmulPrecision precision, Device device) {
   const Tensor b = factor(2);
   const Fp8Factor a8 = fp8 ? furious::to_fp8(a, Fp8Format::e4m3).as_is : Fp8Factor();
   const Fp8Factor b8 = fp8 ? furious::to_fp8(b, Fp8Format::e4m3).as_is : Fp8Factor();
-  const cudaStream_t s = stream(device);
-  cudaEvent_t start = nullptr, end = nullptr;
-  check(cudaEventCreate(&start), "event");
-  check(cudaEventCreate(&end), "event");
+  const Stopwatch watch(stream(device));
   float best = std::numeric_limits<float>::infinity();
   for (int run = 0; run < 8; ++run) {
-    check(cudaEventRecord(start, s), "event");
+    watch.start();
     if (fp8)
       furious::matmul_fp8(out, a8, b8, {.fast_sums = true});
     else
       furious::matmul(out, a, b, {.transpose_b = true, .precision = precision});
-    check(cudaEventRecord(end, s), "event");
-    check(cudaEventSynchronize(end), "matmul");
-    float milliseconds = 0;
-    check(cudaEventElapsedTime(&milliseconds, start, end), "event");
-    best = std::min(best, milliseconds);
+    best = std::min(best, watch.stop());
   }
-  check(cudaEventDestroy(start), "event");
-  check(cudaEventDestroy(end), "event");
   return 2.0 * kSize * kSize * kSize / (static_cast<double>(best) * 1e-3);
 }
 

@@ -74,7 +74,7 @@ int64_t default_chunk(const MixerSpec& spec, int64_t qk_dim, int64_t v_dim, Devi
     if (dtype != DType::bf16 || !fits(qk_dim) || !fits(v_dim) || (!squared && spec.score != Score::linear))
       return state_rows(spec, qk_dim) < 1024 ? 256 : 512;
     if (!squared || qk_dim <= 16) return 256;
-    return qk_dim <= 64 ? 512 : qk_dim <= 128 ? 1024 : 2048;
+    return qk_dim <= 48 || std::max(qk_dim, v_dim) <= 64 ? 512 : qk_dim <= 128 ? 1024 : 2048;
   }
   if (spec.score == Score::linear) return 192;
   // The state is read and written once per chunk; a state too large for the cache wants fewer, longer chunks.

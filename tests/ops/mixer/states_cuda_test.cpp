@@ -2,9 +2,12 @@
 #ifdef FURIOUS_CUDA  // tests the kernels directly, which needs a build with CUDA
 #include "ops/mixer/gpu/states.h"
 
+#include <array>
 #include <numeric>
 #include <span>
+#include <tuple>
 
+#include "gpu/device.h"
 #include "ops/mixer/gpu_case.h"
 
 namespace furious {
@@ -148,6 +151,41 @@ TEST(StatesCuda, EveryDimension) {
       check_dims({Score::squared, true, norm}, qk_dim, v_dim);
   for (const auto& [qk_dim, v_dim] : std::vector<std::pair<int64_t, int64_t>>{{16, 8}, {72, 128}, {40, 96}, {128, 72}})
     check_dims({Score::linear, true, Norm::none}, qk_dim, v_dim);
+}
+
+// Where there are many, a block computes several pieces of work one after the other, some of which decay has erased,
+// and owns more tiles of a state.
+TEST(StatesCuda, ManyHeadsHaveTheBitsOfFew) {
+  SKIP_WITHOUT_GPU();
+  if (!cuda::on_hopper(kGpu)) GTEST_SKIP() << "other kernels";
+  Random random(4);
+  constexpr int64_t kChunks = 3, kHeads = 8;
+  const MixerOptions options{.form = Form::chunked, .chunk = 256};
+  for (const auto& [norm, qk_dim, v_dim] :
+       {std::tuple{Norm::sum, 64, 64}, {Norm::none, 48, 40}, {Norm::sum, 128, 72}}) {
+    Sizes sizes{.qk_dim = qk_dim, .v_dim = v_dim, .length = kChunks * 256 - 100, .q_heads = kHeads, .v_heads = 2};
+    sizes.batch = 4 * cuda::multiprocessors() / (kChunks * kHeads) + 2;
+    MixerCase c = make_case(random, {Score::squared, true, norm}, sizes, DType::bf16);
+    float* const decays = c.inputs.log_decay.data<float>();
+    for (int64_t i = 0; i < c.inputs.log_decay.elements(); ++i)
+      decays[i] *= std::array{0.002f, 0.5f, 2.0f}[static_cast<size_t>(i % kHeads % 3)];
+    const MixerCase there = on_gpu(c);
+    const MixerRun all = run_there(there, options, options);
+    EXPECT_EQ(all.result.kernel, "states");
+    for (int64_t b = 0; b < sizes.batch; ++b) {
+      const auto row = [&](const Tensor& x) { return x.slice(0, b, 1); };
+      MixerCase one = there;
+      for (Tensor* x : {&one.inputs.q, &one.inputs.k, &one.inputs.v, &one.inputs.log_decay, &one.out_gradient})
+        *x = row(*x);
+      MixerRun expected;
+      expected.result.out = row(all.result.out);
+      expected.gradients.q = row(all.gradients.q);
+      expected.gradients.k = row(all.gradients.k);
+      expected.gradients.v = row(all.gradients.v);
+      expected.gradients.log_decay = row(all.gradients.log_decay);
+      expect_same_bits(run_there(one, options, options), expected);
+    }
+  }
 }
 
 TEST(StatesCuda, ResultsOfAnyAlignment) {

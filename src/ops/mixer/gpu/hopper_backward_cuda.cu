@@ -163,10 +163,8 @@ __global__ void __launch_bounds__(Layout<kDim>::kThreads, 1)
         shared.own[slot][i] = a ? static_cast<float>(a[row] - a[work.end - 1]) * kLog2e : 0.0f;
         shared.ends[slot][i] = m.ends ? m.ends[work.batch * m.length + row] : INT_MAX;
         if (!m.add) return;  // what the results are added to
-        for (int column = 0; column < kDim; column += 64) {
-          prefetch(m.dk.row(work.batch, row, work.head) + column);
-          prefetch(m.dv.row(work.batch, row, work.head) + column);
-        }
+        for (int column = 0; column < m.qk_dim; column += 64) prefetch(m.dk.row(work.batch, row, work.head) + column);
+        for (int column = 0; column < m.v_dim; column += 64) prefetch(m.dv.row(work.batch, row, work.head) + column);
       });
     if (warp >= 4 * L::kGroups + 2 && lane == 0) add_sums(shared, arguments, m, warp - (4 * L::kGroups + 2));
     return;

@@ -259,7 +259,7 @@ struct Computation {
     for (int u = 0; u < 2; ++u) {
       if (!m.add || !is_there(u)) continue;
       load_row<kColumns>(before[u], row_of(u), dim);
-      if (rows) decay_before[u] = decay[head_row + work.row0 + lane_row + u * 8];
+      if (rows && (kKeys || kGroup == 1)) decay_before[u] = decay[head_row + work.row0 + lane_row + u * 8];
     }
 #pragma unroll
     for (int u = 0; u < 2; ++u) {

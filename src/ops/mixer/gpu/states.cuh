@@ -4,9 +4,9 @@
 // is zero.
 //
 // That of a squared score, S[a, b, :] = Σ_j w_j k_a k_b v_j, is symmetric in a and b. With a and b in blocks of 16 only
-// the blocks A ≤ B are kept, in tiles of 4 a × 16 b × 64 values. Tiles of A < B count twice. Of
-// one a after another, those with the same four a follow each other: A, then the four a in A, then B; so for each 64
-// values. Before them lie the tiles of the normalizer, Z[a, b] = Σ_j w_j k_a k_b, all of it.
+// the blocks A ≤ B are kept, in tiles of 4 a × 16 b × 64 values. Who reads them counts tiles of A < B twice. Of one a
+// after another, those with the same four a follow each other: A, then the four a in A, then B; so for each 64 values.
+// Before them lie the tiles of the normalizer, Z[a, b] = Σ_j w_j k_a k_b, all of it.
 //
 // That of a linear score, S[a, :], has a tile for each 64 of a, and of the values: a, then values.
 #pragma once

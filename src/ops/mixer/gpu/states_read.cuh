@@ -24,7 +24,7 @@ struct Reading {
   float constant;
   bool sum_norm;
   // Gradients of decays, [batch, heads, length], or null: what `other`, the queries or keys that `out` is the gradient
-  // of (x, of a squared score), times that gradient gives before it is rounded, times this.
+  // of (of a squared score they are x, and read there), times that gradient gives before it is rounded, times this.
   double* decay;
   Heads<bf16> other;
   float decay_factor;

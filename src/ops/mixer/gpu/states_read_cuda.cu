@@ -247,10 +247,10 @@ __global__ void __launch_bounds__(ReadShared<kBlocks>::kThreads, 1)
       n[0] = quad_sum(n[0]);
       n[1] = quad_sum(n[1]);
     }
-    // Heads of up to 64 have no loop in which products would run into the next turn, which the assembler serializes.
+    // A product runs into the next tile. Heads of up to 64 have no loop here, so it need not end for the next four a.
     constexpr int kUnroll = kBlocks <= 4 ? 4 : 1;
     uint32_t f[2][4][4];
-    int tiles = 0;  // of this item, a constant where the loops are unrolled
+    int tiles = 0;  // since a product ran alone; a constant where the loops are unrolled
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block)
 #pragma unroll kUnroll

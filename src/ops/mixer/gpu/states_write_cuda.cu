@@ -333,7 +333,8 @@ __global__ void __launch_bounds__(kUpdateThreads, 1)
         if (lane == 0) shared.ready[stage].arrive();
       });
     } else if (warp == kCopying) {
-      const int x_head = h / m.x_group, u_head = h / m.u_group;  // a division takes as long as the copies of a tile
+      const int x_head = h / m.x_group,
+                u_head = h / m.u_group;  // two divisions for each tile would take longer than its products
       each_tile([&](int stage, int phase, int token) {
         if (phase > 0) shared.empty[stage].wait(phase - 1);
         if (lane > 0) return;
