@@ -15,6 +15,9 @@ namespace {
 
 using namespace furious::testing;
 
+#define SKIP_WITHOUT_HOPPER() \
+  if (!cuda::on_hopper(kGpu)) GTEST_SKIP() << "these kernels are for Hopper"
+
 struct StatesCase {
   MixerSpec spec;
   int64_t batch, length, heads, q_heads, k_heads, v_heads, chunk;
@@ -129,6 +132,7 @@ void check(Random& random, const StatesCase& c) {
 
 TEST(StatesCuda, MatchesSumsOverPairsOfTokens) {
   SKIP_WITHOUT_GPU();
+  SKIP_WITHOUT_HOPPER();
   Random random(1);
   for (const MixerSpec& spec : {MixerSpec{Score::squared, true, Norm::sum}, MixerSpec{Score::squared, true, Norm::none},
                                 MixerSpec{Score::linear, true, Norm::none}}) {
@@ -141,6 +145,7 @@ TEST(StatesCuda, MatchesSumsOverPairsOfTokens) {
 // Narrower heads are padded, and wider ones have several tiles.
 TEST(StatesCuda, EveryDimension) {
   SKIP_WITHOUT_GPU();
+  SKIP_WITHOUT_HOPPER();
   Random random(2);
   const auto check_dims = [&](const MixerSpec& spec, int64_t qk_dim, int64_t v_dim) {
     check(random, {spec, 1, 512 + random.integer(1, 255), 2, 1, 2, 1, 256, true, qk_dim, v_dim});
@@ -157,7 +162,7 @@ TEST(StatesCuda, EveryDimension) {
 // and owns more tiles of a state.
 TEST(StatesCuda, ManyHeadsHaveTheBitsOfFew) {
   SKIP_WITHOUT_GPU();
-  if (!cuda::on_hopper(kGpu)) GTEST_SKIP() << "other kernels";
+  SKIP_WITHOUT_HOPPER();
   Random random(4);
   constexpr int64_t kChunks = 3, kHeads = 8;
   const MixerOptions options{.form = Form::chunked, .chunk = 256};

@@ -89,8 +89,6 @@ struct WideInputs {
 enum class Target : uint8_t { out, dq, dk, dv };
 template <Target kTarget>
 void run_pass(const MixerCall& call, const Parallel& m);
-template <Target kTarget>
-int pass_bytes(int qk_dim, int v_dim);  // of shared memory
 extern template void run_pass<Target::out>(const MixerCall&, const Parallel&);
 extern template void run_pass<Target::dq>(const MixerCall&, const Parallel&);
 extern template void run_pass<Target::dk>(const MixerCall&, const Parallel&);

@@ -27,11 +27,11 @@ void WideInputs::put_into(Parallel& m) const {
 bool parallel_supports(const MixerCall& call) {
   const std::string_view forced = forced_kernel();
   const int qk_dim = static_cast<int>(call.shape.qk_dim), v_dim = static_cast<int>(call.shape.v_dim);
+  const auto has_layout = [&]<Target kTarget>() { return with_layout<kTarget>(qk_dim, v_dim, [](auto, auto) {}); };
   return forced != "tiles" && forced != "simple" && call.inputs.q.dtype() == DType::bf16 &&
          product_precision(call) == MixerPrecision::bf16 && call.shape.length <= (int64_t{1} << 30) &&
-         std::max({pass_bytes<Target::out>(qk_dim, v_dim), pass_bytes<Target::dq>(qk_dim, v_dim),
-                   pass_bytes<Target::dk>(qk_dim, v_dim), pass_bytes<Target::dv>(qk_dim, v_dim)}) <=
-             most_shared_memory();
+         has_layout.template operator()<Target::out>() && has_layout.template operator()<Target::dq>() &&
+         has_layout.template operator()<Target::dk>() && has_layout.template operator()<Target::dv>();
 }
 
 bool on_hopper(Device device) {

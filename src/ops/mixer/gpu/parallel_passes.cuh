@@ -14,6 +14,7 @@
 // their steps at run time.
 #pragma once
 
+#include "gpu/device.h"
 #include "ops/mixer/gpu/parallel-inl.cuh"
 
 namespace furious::cuda {
@@ -21,12 +22,15 @@ namespace furious::cuda {
 // `polynomial` holds powers and series, and every polynomial with a decay that may grow.
 enum class Kind : uint8_t { linear, squared, polynomial, exponential };
 
-template <Target kTarget, int kWidth>
+// kSmall: in half the shared memory, which on some devices all else needs more of than they have. There, tiles are
+// copied while nothing is computed.
+template <Target kTarget, int kWidth, bool kSmall>
 struct PassLayout {
   static constexpr bool kQueries = kTarget == Target::out || kTarget == Target::dq;  // what the block owns
   static constexpr bool kGradient = kTarget == Target::dq || kTarget == Target::dk;
   static constexpr int kM = kWidth <= 128 ? 2 : 1;  // of 16 rows, per warp: as many as registers hold
-  static constexpr int kWarps = kWidth <= 192 ? 4 : 8;
+  static constexpr int kWarps = kWidth <= 192 || kSmall ? 4 : 8;
+  static constexpr int kStages = kSmall ? 1 : 2;  // of tiles
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kBlocks = kWidth <= 32 ? 3 : kWidth <= 192 ? 2 : 1;  // at a time on a multiprocessor
   static constexpr int kWarpRows = 16 * kM;
@@ -47,14 +51,14 @@ struct PassLayout {
   static int bytes(int other) {
     const int both = kWidth + stride_of(other);
     const int own = kGradient ? both : stride_of(other);
-    return (kRows * own + 2 * kTile * both) * 2 + 2 * static_cast<int>(sizeof(Columns));
+    return (kRows * own + kStages * kTile * both) * 2 + kStages * static_cast<int>(sizeof(Columns));
   }
   __host__ __device__ static int stride_of(int dim) { return (dim + 31) / 32 * 32; }
 };
 
-template <Target kTarget, Kind kKind, int kWidth>
+template <Target kTarget, Kind kKind, int kWidth, bool kSmall>
 struct Walk {
-  using L = PassLayout<kTarget, kWidth>;
+  using L = PassLayout<kTarget, kWidth, kSmall>;
   using Columns = typename L::Columns;
   static constexpr bool kQueries = L::kQueries, kGradient = L::kGradient;
   static constexpr bool kExponential = kKind == Kind::exponential;
@@ -99,7 +103,7 @@ struct Walk {
     own_qk = {reinterpret_cast<__nv_bfloat16*>(memory), qk_stride()};
     own_v = {own_qk.data + L::kRows * qk_stride(), v_stride()};
     stages = kGradient ? own_v.data + L::kRows * v_stride() : own_v.data;
-    columns = reinterpret_cast<Columns*>(stages + 2 * kTile * (qk_stride() + v_stride()));
+    columns = reinterpret_cast<Columns*>(stages + L::kStages * kTile * (qk_stride() + v_stride()));
     qk_from = thread_part<kQkLanes>(kQueries ? m.k : m.q, 0);
     v_from = thread_part<kVLanes>(kQueries ? m.v : m.g, 0);
     // The longest work first: the last queries, the first keys.
@@ -445,13 +449,18 @@ struct Walk {
       __syncthreads();
       const int tile = kQueries ? far_tile + i : far_tile - i, next = kQueries ? tile + 1 : tile - 1;
       const bool more = i + 1 < count;
+      const int stage = i % L::kStages, next_stage = (i + 1) % L::kStages;
       ColumnInput column = {};
       if (more) {
-        copy_tile(next, i + 1 & 1);
+        if (L::kStages > 1) copy_tile(next, next_stage);
         column = read_column(next);
       }
-      walk_tile(tile, i & 1);
-      if (more) write_column(column, i + 1 & 1);
+      walk_tile(tile, stage);
+      if (more && L::kStages == 1) {
+        __syncthreads();
+        copy_tile(next, next_stage);
+      }
+      if (more) write_column(column, next_stage);
     }
 #pragma unroll
     for (int mt = 0; mt < kM; ++mt)
@@ -525,22 +534,32 @@ struct Walk {
   }
 };
 
-template <Target kTarget, Kind kKind, int kWidth>
-__global__ void __launch_bounds__(PassLayout<kTarget, kWidth>::kThreads, PassLayout<kTarget, kWidth>::kBlocks)
+template <Target kTarget, Kind kKind, int kWidth, bool kSmall>
+__global__ void __launch_bounds__(PassLayout<kTarget, kWidth, kSmall>::kThreads,
+                                  PassLayout<kTarget, kWidth, kSmall>::kBlocks)
     pass_kernel(const __grid_constant__ Parallel m) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  if constexpr (kSmall) return;  // memory suffices
+#endif
   extern __shared__ __align__(128) unsigned char memory[];
-  Walk<kTarget, kKind, kWidth>(m, memory).run();
+  Walk<kTarget, kKind, kWidth, kSmall>(m, memory).run();
 }
 
-// Calls f with the padded width, as a constant.
-template <class F>
-auto with_width(int dim, F&& f) {
-  if (dim <= 32) return f(std::integral_constant<int, 32>());
-  if (dim <= 64) return f(std::integral_constant<int, 64>());
-  if (dim <= 96) return f(std::integral_constant<int, 96>());
-  if (dim <= 128) return f(std::integral_constant<int, 128>());
-  if (dim <= 192) return f(std::integral_constant<int, 192>());
-  return f(std::integral_constant<int, 256>());
+// Calls f with the first of these layouts, as constants, that has a call's columns and fits in the shared memory of the
+// device: as wide as what is accumulated, or wider, with fewer rows. False if none does.
+template <Target kTarget, class F>
+bool with_layout(int qk_dim, int v_dim, F&& f) {
+  constexpr bool kGradient = kTarget == Target::dq || kTarget == Target::dk;
+  const int width = kGradient ? qk_dim : v_dim, other = kGradient ? v_dim : qk_dim, most = most_shared_memory();
+  const auto fits = [&]<int kWidth, bool kSmall>() {
+    if (width > kWidth || PassLayout<kTarget, kWidth, kSmall>::bytes(other) > most) return false;
+    f(std::integral_constant<int, kWidth>(), std::bool_constant<kSmall>());
+    return true;
+  };
+  return fits.template operator()<32, false>() || fits.template operator()<64, false>() ||
+         fits.template operator()<96, false>() || fits.template operator()<128, false>() ||
+         fits.template operator()<192, false>() || fits.template operator()<256, false>() ||
+         fits.template operator()<256, true>();
 }
 
 // Calls f with the kind of the score, as a constant.
@@ -553,19 +572,12 @@ void with_kind(const MixerSpec& spec, F&& f) {
 }
 
 template <Target kTarget>
-int pass_bytes(int qk_dim, int v_dim) {
-  constexpr bool kGradient = kTarget == Target::dq || kTarget == Target::dk;
-  return with_width(kGradient ? qk_dim : v_dim,
-                    [&](auto width) { return PassLayout<kTarget, width()>::bytes(kGradient ? v_dim : qk_dim); });
-}
-
-template <Target kTarget>
 void run_pass(const MixerCall& call, const Parallel& m) {
-  const int bytes = pass_bytes<kTarget>(m.qk_dim, m.v_dim);
   with_kind(call.spec, [&](auto kind) {
-    with_width(kTarget == Target::dq || kTarget == Target::dk ? m.qk_dim : m.v_dim, [&](auto width) {
-      using L = PassLayout<kTarget, width()>;
-      const auto kernel = pass_kernel<kTarget, kind(), width()>;
+    with_layout<kTarget>(m.qk_dim, m.v_dim, [&](auto width, auto small) {
+      using L = PassLayout<kTarget, width(), small()>;
+      const auto kernel = pass_kernel<kTarget, kind(), width(), small()>;
+      const int bytes = L::bytes(kTarget == Target::dq || kTarget == Target::dk ? m.v_dim : m.qk_dim);
       const dim3 grid(blocks_for(call.shape.queries(), L::kRows), static_cast<unsigned>(call.shape.heads),
                       static_cast<unsigned>(call.shape.batch));
       allow_shared_memory(kernel, bytes);
