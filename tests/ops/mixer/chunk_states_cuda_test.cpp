@@ -247,6 +247,8 @@ TEST(ChunkStatesCuda, WhatIsNotSupportedRunsThroughMemory) {
     return run_on_gpu(c, 32).result.kernel;
   };
   EXPECT_EQ(kernel_of(mixer_spec("2mamba"), 32, 32), "chunk states");
+  EXPECT_EQ(kernel_of(mixer_spec("2mamba"), 256, 40), "chunk states");  // on every device
+  EXPECT_EQ(kernel_of(mixer_spec("mamba2s"), 256, 256), "chunk states");
   EXPECT_EQ(kernel_of(mixer_spec("2mamba-3"), 16, 32), "tensor cores");
   EXPECT_EQ(kernel_of(mixer_spec("2mamba"), 20, 32), "tensor cores");
   EXPECT_EQ(kernel_of(mixer_spec("mamba2"), 132, 32), "tensor cores");

@@ -26,12 +26,14 @@ __host__ __device__ constexpr int steps_before(bool squared, int block) {
 }
 
 // What is computed at a time: heads of the batch, so that their states fit in memory, `first` among all of them, and
-// columns of the values.
+// columns of the values; by blocks of so many warps, where they read states.
 struct HeadRange {
   int64_t first, count;
   int64_t column, columns;
+  int warps;
   bool normalizer;  // with that of the sum norm
 };
+constexpr int kMostWarps = 8;
 
 // The sizes of a call.
 struct Sizes {
@@ -78,8 +80,8 @@ inline int blocks_of(const MixerCall& call) {
 
 // Bytes of shared memory that a block of each kernel needs for so many columns of the call's values.
 size_t walk_memory(const MixerCall& call, int64_t columns);
-size_t read_memory(const MixerCall& call, int64_t columns);
-size_t contract_memory(const MixerCall& call, int64_t columns);
+size_t read_memory(const MixerCall& call, int64_t columns, int warps);
+size_t contract_memory(const MixerCall& call, int64_t columns, int warps);
 
 // One walk of a state through the chunks: S ← through · S + Σ_j w_j φ(x_j) u_jᵀ, where u ends with 1, or −δ.
 struct Walk {
@@ -143,13 +145,12 @@ __device__ inline uint4 last_columns(float z) {
   return make_uint4(twice_low(parts), parts >> 16, 0, 0);
 }
 
-// kRows rows of `vectors` times 8 columns, to rows of `pitch` elements; rows from `valid` on and columns from `dim` on
+// `rows` rows of `vectors` times 8 columns, to rows of `pitch` elements; rows from `valid` on and columns from `dim` on
 // become zeros. By all threads of the block.
-template <int kThreads>
-__device__ void copy_rows(bf16* to, int pitch, const Heads<bf16>& from, int64_t b, int64_t h, int first, int rows,
-                          int valid, int column, int vectors, int dim) {
+__device__ inline void copy_rows(bf16* to, int pitch, const Heads<bf16>& from, int64_t b, int64_t h, int first,
+                                 int rows, int valid, int column, int vectors, int dim) {
   const bf16* const data = from.row(b, first, h) + column;
-  for (int i = static_cast<int>(threadIdx.x); i < rows * vectors; i += kThreads) {
+  for (int i = static_cast<int>(threadIdx.x); i < rows * vectors; i += static_cast<int>(blockDim.x)) {
     const int row = i / vectors, vector = i - row * vectors;
     const bool inside = row < valid && column + vector * 8 < dim;
     copy_async(to + row * pitch + vector * 8, inside ? data + row * from.token + vector * 8 : from.data, inside);

@@ -1,18 +1,18 @@
 // Gradients through the states of chunks (chunk_states.cuh): dx_i += f_i ∂/∂x_i φ(x_i)ᵀ S u_i, with (q, [g, −δ], S) for
 // dq, and with (k, [v, 1], dS) for dk.
 //
-// A block has 128 tokens of a chunk, 16 per warp, with u in registers, and the state streams through shared memory, 64
-// rows (a, b) at a time. t_ab = Σ_v u_v S_ab,v is a product; dx_b += x_a t_ab and, where only one of the two is kept,
-// dx_a += x_b t_ab follow at once: the first in registers until block B is done, the second in shared memory.
+// A block has 128 tokens of a chunk or fewer, 16 per warp, with u in registers, and the state streams through shared
+// memory, 64 rows (a, b) at a time. t_ab = Σ_v u_v S_ab,v is a product; dx_b += x_a t_ab and, where only one of the two
+// is kept, dx_a += x_b t_ab follow at once: the first in registers until block B is done, the second in shared memory.
 #include "ops/mixer/gpu/chunk_states.cuh"
 
 namespace furious::cuda::mma_states {
 namespace {
 
-constexpr int kWarps = 8;
-constexpr int kThreads = 32 * kWarps;
-constexpr int kRows = kWarps * 16;
 constexpr int kStageRows = 64;
+__host__ __device__ constexpr int rows_of(int warps) {
+  return warps * 16;
+}
 
 struct ContractArguments {
   Sizes sizes;
@@ -36,26 +36,30 @@ struct Place {
     bf16* u;  // until its fragments are in registers
     float* dx;
   };
-  int pitch, sum_pitch;  // of rows of x and dx
+  int rows;
+  int pitch, sum_pitch;  // of those of x and dx
   int64_t head, b, h;
   int c, token, end;
 
   __device__ Place(const Sizes& s, unsigned char* memory)
-      : head(s.range.first + blockIdx.y), b(head / s.heads), h(head % s.heads) {
+      : rows(rows_of(static_cast<int>(blockDim.x) / 32)),
+        head(s.range.first + blockIdx.y),
+        b(head / s.heads),
+        h(head % s.heads) {
     stages = reinterpret_cast<bf16(*)[kStageRows][kWidth]>(memory);
     pitch = 16 * s.blocks + 8;
     sum_pitch = 16 * s.blocks + 4;
     x = &stages[kStages][0][0];
-    u = x + kRows * pitch;
-    const int per_chunk = (s.chunk + kRows - 1) / kRows;
+    u = x + rows * pitch;
+    const int per_chunk = (s.chunk + rows - 1) / rows;
     c = static_cast<int>(blockIdx.x) / per_chunk;
-    token = c * s.chunk + static_cast<int>(blockIdx.x) % per_chunk * kRows;
-    end = min(token + kRows, s.end_of(c));
+    token = c * s.chunk + static_cast<int>(blockIdx.x) % per_chunk * rows;
+    end = min(token + rows, s.end_of(c));
   }
-  static size_t bytes(int blocks) {
-    const size_t u = sizeof(bf16) * kRows * kWidth, dx = sizeof(float) * kRows * (16 * blocks + 4);
-    return sizeof(bf16) * (kStages * kStageRows * kWidth + kRows * static_cast<size_t>(16 * blocks + 8)) +
-           std::max(u, dx);
+  static size_t bytes(int blocks, int warps) {
+    const auto rows = static_cast<size_t>(rows_of(warps));
+    const size_t u = sizeof(bf16) * rows * kWidth, dx = sizeof(float) * rows * (16 * blocks + 4);
+    return sizeof(bf16) * (kStages * kStageRows * kWidth + rows * (16 * blocks + 8)) + std::max(u, dx);
   }
 };
 
@@ -153,7 +157,7 @@ __device__ void multiply(float (&t)[8][4], const uint32_t (&u)[kWidth / 16][4], 
 }
 
 template <bool kSquared, int kWidth>
-__global__ void __launch_bounds__(kThreads, kWidth <= 104 ? 2 : 1) contract_kernel(const ContractArguments m) {
+__global__ void __launch_bounds__(32 * kMostWarps, kWidth <= 104 ? 2 : 1) contract_kernel(const ContractArguments m) {
   constexpr int kSteps = kWidth / 16, kStages = Place<kWidth>::kStages;
   extern __shared__ __align__(16) unsigned char memory[];
   const Sizes& s = m.sizes;
@@ -170,14 +174,14 @@ __global__ void __launch_bounds__(kThreads, kWidth <= 104 ? 2 : 1) contract_kern
       const bf16* const from = state + static_cast<int64_t>(i) * kStageRows * kWidth;
       bf16* const to = &p.stages[i % kStages][0][0];
       const int vectors = min(kStageRows, s.rows - i * kStageRows) * (kWidth / 8);
-      for (int v = static_cast<int>(threadIdx.x); v < vectors; v += kThreads)
+      for (int v = static_cast<int>(threadIdx.x); v < vectors; v += static_cast<int>(blockDim.x))
         copy_async(to + v * 8, from + v * 8, true);
     }
     commit_copies();
   };
-  copy_rows<kThreads>(p.u, kWidth, m.u, p.b, p.h, p.token, kRows, p.end - p.token, 0, kWidth / 8 - 1, s.v_dim);
+  copy_rows(p.u, kWidth, m.u, p.b, p.h, p.token, p.rows, p.end - p.token, 0, kWidth / 8 - 1, s.v_dim);
   commit_copies();
-  copy_rows<kThreads>(p.x, p.pitch, m.x, p.b, p.h, p.token, kRows, p.end - p.token, 0, 2 * s.blocks, s.qk_dim);
+  copy_rows(p.x, p.pitch, m.x, p.b, p.h, p.token, p.rows, p.end - p.token, 0, 2 * s.blocks, s.qk_dim);
 #pragma unroll
   for (int i = 0; i < kStages - 1; ++i) request(i);
   uint32_t u[kSteps][4], last[2] = {};
@@ -263,10 +267,10 @@ __global__ void __launch_bounds__(kThreads, kWidth <= 104 ? 2 : 1) contract_kern
 
 }  // namespace
 
-size_t contract_memory(const MixerCall& call, int64_t columns) {
+size_t contract_memory(const MixerCall& call, int64_t columns, int warps) {
   size_t bytes = 0;
   with_constants(call, columns,
-                 [&](auto, auto width) { bytes = Place<decltype(width)::value>::bytes(blocks_of(call)); });
+                 [&](auto, auto width) { bytes = Place<decltype(width)::value>::bytes(blocks_of(call), warps); });
   return bytes;
 }
 
@@ -289,11 +293,11 @@ void contract(const MixerCall& call, const ChunkTables& tables, const HeadRange&
   m.decay_factor = contraction.sign / (call.spec.score == Score::squared ? 2.0f : 1.0f);
   with_constants(call, range.columns, [&](auto squared, auto width) {
     const auto kernel = contract_kernel<decltype(squared)::value, decltype(width)::value>;
-    const size_t bytes = contract_memory(call, range.columns);
+    const size_t bytes = contract_memory(call, range.columns, range.warps);
     allow_shared_memory(kernel, bytes);
-    const int per_chunk = (m.sizes.chunk + kRows - 1) / kRows;
+    const int rows = rows_of(range.warps), per_chunk = (m.sizes.chunk + rows - 1) / rows;
     const dim3 grid(static_cast<unsigned>(m.sizes.chunks * per_chunk), static_cast<unsigned>(range.count));
-    kernel<<<grid, kThreads, bytes, stream(call.inputs.q.device())>>>(m);
+    kernel<<<grid, 32 * range.warps, bytes, stream(call.inputs.q.device())>>>(m);
     check_launch("mixer: gradients through states");
   });
 }

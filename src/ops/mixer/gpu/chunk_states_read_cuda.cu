@@ -1,17 +1,17 @@
 // What the states of chunks (chunk_states.cuh) give to their tokens: y_i = f_i φ(x_i)ᵀ S, with (q, S), and with (k, dS)
 // for dv.
 //
-// A block has 256 tokens of a chunk, 32 per warp, and the state streams through shared memory, 64 rows at a time. The
-// operand A for rows (a, b) is the fragment of x_b times x_a of its row, made in registers.
+// A block has 256 tokens of a chunk or fewer, 32 per warp, and the state streams through shared memory, 64 rows at a
+// time. The operand A for rows (a, b) is the fragment of x_b times x_a of its row, made in registers.
 #include "ops/mixer/gpu/chunk_states.cuh"
 
 namespace furious::cuda::mma_states {
 namespace {
 
 constexpr int kM = 2;  // times 16 tokens of a warp
-constexpr int kWarps = 8;
-constexpr int kThreads = 32 * kWarps;
-constexpr int kRows = kWarps * kM * 16;
+__host__ __device__ constexpr int rows_of(int warps) {
+  return warps * kM * 16;
+}
 constexpr int kStages = 3;
 constexpr int kStageRows = 64;
 
@@ -78,7 +78,7 @@ __device__ void write_row(const ReadArguments& m, int64_t b, int64_t h, int64_t 
 }
 
 template <bool kSquared, int kWidth>
-__global__ void __launch_bounds__(kThreads, kWidth <= 72 ? 2 : 1) read_kernel(const ReadArguments m) {
+__global__ void __launch_bounds__(32 * kMostWarps, kWidth <= 72 ? 2 : 1) read_kernel(const ReadArguments m) {
   constexpr int kBlocks = kWidth / 8;
   extern __shared__ __align__(16) unsigned char memory[];
   const Sizes& s = m.sizes;
@@ -86,10 +86,10 @@ __global__ void __launch_bounds__(kThreads, kWidth <= 72 ? 2 : 1) read_kernel(co
   bf16* const x = &stages[kStages][0][0];
   const int pitch = 16 * s.blocks + 8;
   const int64_t head = s.range.first + blockIdx.y, b = head / s.heads, h = head % s.heads;
-  const int per_chunk = (s.chunk + kRows - 1) / kRows;
+  const int rows = rows_of(static_cast<int>(blockDim.x) / 32), per_chunk = (s.chunk + rows - 1) / rows;
   const int c = static_cast<int>(blockIdx.x) / per_chunk;
-  const int token = c * s.chunk + static_cast<int>(blockIdx.x) % per_chunk * kRows;
-  const int end = min(token + kRows, s.end_of(c));
+  const int token = c * s.chunk + static_cast<int>(blockIdx.x) % per_chunk * rows;
+  const int end = min(token + rows, s.end_of(c));
   if (token >= end) return;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int row = warp * 16 * kM, first = token + row + lane / 4;  // of the thread's tokens
@@ -108,12 +108,12 @@ __global__ void __launch_bounds__(kThreads, kWidth <= 72 ? 2 : 1) read_kernel(co
       const bf16* const from = state + static_cast<int64_t>(i) * kStageRows * kWidth;
       bf16* const to = &stages[i % kStages][0][0];
       const int vectors = min(kStageRows, s.rows - i * kStageRows) * kBlocks;
-      for (int v = static_cast<int>(threadIdx.x); v < vectors; v += kThreads)
+      for (int v = static_cast<int>(threadIdx.x); v < vectors; v += static_cast<int>(blockDim.x))
         copy_async(to + v * 8, from + v * 8, true);
     }
     commit_copies();
   };
-  copy_rows<kThreads>(x, pitch, m.x, b, h, token, kRows, end - token, 0, 2 * s.blocks, s.qk_dim);
+  copy_rows(x, pitch, m.x, b, h, token, rows, end - token, 0, 2 * s.blocks, s.qk_dim);
   request(0);
   request(1);
   float acc[kM][kBlocks][4] = {};
@@ -186,11 +186,12 @@ __global__ void __launch_bounds__(kThreads, kWidth <= 72 ? 2 : 1) read_kernel(co
 
 }  // namespace
 
-size_t read_memory(const MixerCall& call, int64_t columns) {
+size_t read_memory(const MixerCall& call, int64_t columns, int warps) {
   size_t bytes = 0;
   with_constants(call, columns, [&](auto, auto width) {
     constexpr size_t kWidth = decltype(width)::value;
-    bytes = sizeof(bf16) * (kStages * kStageRows * kWidth + kRows * static_cast<size_t>(16 * blocks_of(call) + 8));
+    bytes = sizeof(bf16) *
+            (kStages * kStageRows * kWidth + static_cast<size_t>(rows_of(warps)) * (16 * blocks_of(call) + 8));
   });
   return bytes;
 }
@@ -216,11 +217,11 @@ void read(const MixerCall& call, const ChunkTables& tables, const HeadRange& ran
   }
   with_constants(call, range.columns, [&](auto squared, auto width) {
     const auto kernel = read_kernel<decltype(squared)::value, decltype(width)::value>;
-    const size_t bytes = read_memory(call, range.columns);
+    const size_t bytes = read_memory(call, range.columns, range.warps);
     allow_shared_memory(kernel, bytes);
-    const int per_chunk = (m.sizes.chunk + kRows - 1) / kRows;
+    const int rows = rows_of(range.warps), per_chunk = (m.sizes.chunk + rows - 1) / rows;
     const dim3 grid(static_cast<unsigned>(m.sizes.chunks * per_chunk), static_cast<unsigned>(range.count));
-    kernel<<<grid, kThreads, bytes, stream(call.inputs.q.device())>>>(m);
+    kernel<<<grid, 32 * range.warps, bytes, stream(call.inputs.q.device())>>>(m);
     check_launch("mixer: reading states");
   });
 }

@@ -94,13 +94,12 @@ struct Walker {
   __device__ void load(int stage, int token, int end) const {
     const Sizes& s = m.sizes;
     const int valid = end - token;
-    copy_rows<kThreads>(shared.u[stage][0], kWidth, m.u, b, h, token, kTokens, valid, 0, kBlocks - 1, s.v_dim);
-    copy_rows<kThreads>(shared.x[stage][0], Shared::kPitch, m.x, b, h, token, kTokens, valid,
-                        kSquared ? 16 * block : first_row,
-                        kSquared ? 2 : min(Shared::kColumns, 16 * s.blocks - first_row) / 8, s.qk_dim);
+    copy_rows(shared.u[stage][0], kWidth, m.u, b, h, token, kTokens, valid, 0, kBlocks - 1, s.v_dim);
+    copy_rows(shared.x[stage][0], Shared::kPitch, m.x, b, h, token, kTokens, valid, kSquared ? 16 * block : first_row,
+              kSquared ? 2 : min(Shared::kColumns, 16 * s.blocks - first_row) / 8, s.qk_dim);
     if constexpr (kSquared)
-      copy_rows<kThreads>(shared.a[stage][0], Shared::kFirst + 8, m.x, b, h, token, kTokens, valid, first_a,
-                          Shared::kFirst / 8, s.qk_dim);
+      copy_rows(shared.a[stage][0], Shared::kFirst + 8, m.x, b, h, token, kTokens, valid, first_a, Shared::kFirst / 8,
+                s.qk_dim);
     const int i = static_cast<int>(threadIdx.x);
     if (i < kTokens) {
       if (m.factors) copy_float(&shared.weights[stage][i], m.factors + head * s.length, token + i, end);
@@ -478,18 +477,23 @@ Tensor wide(const Tensor& x) {
   return copy;
 }
 
-// Columns of a slice of the values: all of them, or else slices are as wide as each other and fit in shared memory. 0
-// if none do. Devices differ: 163 KB and more on those for data centers, 99 KB on others.
-int64_t slice_columns(const MixerCall& call) {
+// Slices of the values that fit in shared memory: as few as possible, as wide as each other. Where none do, blocks that
+// read states have fewer tokens. Devices differ: 163 KB and more on those for data centers, 99 KB on others.
+struct Slices {
+  int64_t columns;  // 0: none fit
+  int warps;
+};
+Slices slices_of(const MixerCall& call) {
   const int64_t vectors = call.shape.v_dim / 8, most = most_shared_memory();
-  for (int64_t slices = 1; slices <= vectors; ++slices) {
-    const int64_t columns = 8 * ((vectors + slices - 1) / slices);
-    if (columns > kMostColumns) continue;
-    const size_t bytes =
-        std::max({walk_memory(call, columns), read_memory(call, columns), contract_memory(call, columns)});
-    if (static_cast<int64_t>(bytes) <= most) return columns;
-  }
-  return 0;
+  for (int warps = kMostWarps; warps > 1; warps /= 2)
+    for (int64_t slices = 1; slices <= vectors; ++slices) {
+      const int64_t columns = 8 * ((vectors + slices - 1) / slices);
+      if (columns > kMostColumns) continue;
+      const size_t bytes = std::max(
+          {walk_memory(call, columns), read_memory(call, columns, warps), contract_memory(call, columns, warps)});
+      if (static_cast<int64_t>(bytes) <= most) return {columns, warps};
+    }
+  return {0, 0};
 }
 
 float score_constant(const MixerCall& call) {
@@ -517,7 +521,7 @@ Tensor states_of(const MixerCall& call, const ChunkTables& tables, const HeadRan
 template <class Body>
 void for_each_range(const MixerCall& call, const ChunkTables& tables, bool once, Body&& body) {
   const bool sum = call.spec.norm == Norm::sum;
-  const int64_t columns = slice_columns(call);
+  const auto [columns, warps] = slices_of(call);
   int64_t bytes = 0;
   with_constants(call, columns, [&](auto, auto width) {
     bytes = tables.chunks * sizes_of(call, tables, {}).rows * decltype(width)::value * int64_t{2};
@@ -525,7 +529,7 @@ void for_each_range(const MixerCall& call, const ChunkTables& tables, bool once,
   const int64_t all = call.shape.batch * call.shape.heads, step = std::clamp<int64_t>(kStateBytes / bytes, 1, 65535);
   for (int64_t first = 0; first < all; first += step)
     for (int64_t column = 0; column < call.shape.v_dim; column += columns)
-      body({first, std::min(step, all - first), column, std::min(columns, call.shape.v_dim - column),
+      body({first, std::min(step, all - first), column, std::min(columns, call.shape.v_dim - column), warps,
             sum && (column == 0 || !once)});
 }
 
@@ -620,7 +624,7 @@ bool chunk_states_support(const MixerCall& call) {
          product_precision(call) == MixerPrecision::bf16 &&
          (call.spec.score == Score::squared || call.spec.score == Score::linear) && !call.spec.signed_decay &&
          fits(shape.qk_dim) && fits(shape.v_dim) && rows_are_wide(call.inputs.q) && rows_are_wide(call.inputs.k) &&
-         rows_are_wide(call.inputs.v) && shape.length <= (int64_t{1} << 30) && mma_states::slice_columns(call) > 0;
+         rows_are_wide(call.inputs.v) && shape.length <= (int64_t{1} << 30) && mma_states::slices_of(call).columns > 0;
 }
 
 Past chunk_states_past(const MixerCall& call, const ChunkTables& tables, bool hopper) {
