@@ -39,11 +39,6 @@ struct Heads {
   __device__ T* row(int64_t b, int64_t t, int h) const { return data + b * batch + t * token + h / group * head; }
 };
 
-// Into the L2 cache, a line of 128 bytes.
-__device__ inline void prefetch(const void* from) {
-  asm volatile("prefetch.global.L2 [%0];\n" ::"l"(from));
-}
-
 template <class T>
 Heads<typename OnDevice<T>::Type> heads_of(const Tensor& x, int64_t heads) {
   return {pointer<T>(x), x.stride(0), x.stride(1), x.stride(2), static_cast<int>(heads / x.size(2))};

@@ -22,7 +22,7 @@ namespace furious::cuda {
 // `polynomial` holds powers and series, and every polynomial with a decay that may grow.
 enum class Kind : uint8_t { linear, squared, polynomial, exponential };
 
-// kSmall: in half the shared memory, which on some devices all else needs more of than they have. There, tiles are
+// kSmall: for devices whose shared memory holds no other layout. It has fewer rows, and a single stage: a tile is
 // copied while nothing is computed.
 template <Target kTarget, int kWidth, bool kSmall>
 struct PassLayout {

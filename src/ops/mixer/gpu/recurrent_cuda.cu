@@ -1,4 +1,5 @@
 #include "gpu/launch.cuh"
+#include "gpu/mma.cuh"
 #include "ops/elementwise.h"
 #include "ops/mixer/gpu/recurrent.cuh"
 

@@ -27,7 +27,7 @@ struct Stream {
   static_assert(registers_suffice(kGroups, kRegisters, kCopyRegisters));
   unsigned char tiles[kStages][kPanelBytes];
   unsigned char rows[2][kGroups * kSets][kX + kU][kPanelBytes];
-  float factors[2][kRows], shifts[2][kRows];  // of the rows
+  float factors[2][kRows], shifts[2][kRows];  // of the rows, for dx
   Barrier full[kStages], empty[kStages], x_full[2], x_empty[2];
 };
 template <int kBlocks>

@@ -333,8 +333,8 @@ __global__ void __launch_bounds__(kUpdateThreads, 1)
         if (lane == 0) shared.ready[stage].arrive();
       });
     } else if (warp == kCopying) {
-      const int x_head = h / m.x_group,
-                u_head = h / m.u_group;  // two divisions for each tile would take longer than its products
+      // Two divisions for each tile would take longer than its products.
+      const int x_head = h / m.x_group, u_head = h / m.u_group;
       each_tile([&](int stage, int phase, int token) {
         if (phase > 0) shared.empty[stage].wait(phase - 1);
         if (lane > 0) return;
