@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(Layout<kDim>::kThreads, 1)
 #pragma unroll
       for (int step = 0; step < kTile / 16; ++step) wgmma<1>(acc, p[step], rows_at(values, step), 1);
       commit_products();
-      // Products left running into the next turn of a loop would be serialized by the assembler.
+      // The assembler serializes products left running into the next turn of a loop, unless some run into the first.
       wait_for_products<0>();
       settle(acc);
       release(shared.sync.empty[stage]);
