@@ -47,6 +47,26 @@ __device__ inline uint64_t rows_at(uint64_t first, int step) {
 // d = a·b, added to what d holds where `add` is not 0.
 #define FURIOUS_FOUR(x) "+f"((x)[0]), "+f"((x)[1]), "+f"((x)[2]), "+f"((x)[3])
 template <int kTransB>
+__device__ inline void wgmma(float (&d)[2][4], const uint32_t (&a)[4], uint64_t b, int add) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %13, 0;"
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
+      "{%0,%1,%2,%3,%4,%5,%6,%7}, {%8,%9,%10,%11}, %12, p, 1, 1, %14;}\n"
+      : FURIOUS_FOUR(d[0]), FURIOUS_FOUR(d[1])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(kTransB));
+}
+
+template <int kTransB>
+__device__ inline void wgmma(float (&d)[4][4], const uint32_t (&a)[4], uint64_t b, int add) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %21, 0;"
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+      "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, %20, p, 1, 1, %22;}\n"
+      : FURIOUS_FOUR(d[0]), FURIOUS_FOUR(d[1]), FURIOUS_FOUR(d[2]), FURIOUS_FOUR(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(kTransB));
+}
+
+template <int kTransB>
 __device__ inline void wgmma(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b, int add) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %37, 0;"
@@ -268,7 +288,7 @@ __device__ inline void wait_for_stores() {
 __device__ inline void fence_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
 }
-// Between ordinary writes to shared memory and a product or copy that reads them.
+// Between ordinary reads and writes of shared memory and a product that reads, or a copy that reads or overwrites it.
 __device__ inline void fence_shared_writes() {
   asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
 }

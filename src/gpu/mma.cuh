@@ -52,6 +52,11 @@ __device__ inline void load_matrices_transposed(uint32_t (&r)[4], const void* ro
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(shared_address(row)));
 }
+__device__ inline void load_two_transposed(uint32_t& r0, uint32_t& r1, const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];\n"
+               : "=r"(r0), "=r"(r1)
+               : "r"(shared_address(row)));
+}
 
 // 16 bytes, or zeros where there is nothing to load; `from` is then not read.
 __device__ inline void copy_async(void* to, const void* from, bool valid) {

@@ -3,6 +3,9 @@
 #include <cmath>
 
 #include "cuda.h"
+#ifdef FURIOUS_CUDA
+#include "gpu/device.h"
+#endif
 #include "ops/elementwise.h"
 #include "support.h"
 
@@ -124,6 +127,7 @@ void expect_close(const Tensor& gpu, const std::vector<double>& expected, std::s
 TEST(TokenLinearCuda, AgreesWithTheOracle) {
   SKIP_WITHOUT_GPU();
   Random random(1);
+  int computed = 0;
   for (int i = 0; i < 80; ++i) {
     const Case c(random, static_cast<Kind>(i % 4));
     SCOPED_TRACE(::testing::Message() << "kind " << i % 4 << ", " << c.rows << " rows, " << c.in << " to " << c.out
@@ -139,19 +143,29 @@ TEST(TokenLinearCuda, AgreesWithTheOracle) {
               s + 2 < c.window ? c.conv_state.exact[(c.slots[row] * (c.window - 1) + s + 1) * c.out + column]
                                : c.product(c.weight, row, column);
       }
-    ASSERT_TRUE(token_linear(c.input(), {&c.part, 1}));
+    const bool fits = has_token_linear(c.input(), {&c.part, 1});
+#ifdef FURIOUS_CUDA
+    EXPECT_TRUE(fits || cuda::most_shared_memory() < 200 * 1024);
+#endif
+    ASSERT_EQ(token_linear(c.input(), {&c.part, 1}), fits);
+    if (!fits) continue;
+    ++computed;
     expect_close(c.part.out, expected, "result");
     if (c.a_log.gpu) expect_close(c.part.decay, decay, "decay");
     if (c.window > 0) expect_close(c.part.conv_state, state, "state of the convolution");
   }
+  EXPECT_GE(computed, 60);
 }
 
 // Several parts in one call equal separate calls.
 TEST(TokenLinearCuda, PartsOfOneCall) {
   SKIP_WITHOUT_GPU();
   Random random(2);
+  int computed = 0;
   for (int i = 0; i < 20; ++i) {
     const Case c(random, Kind::value);
+    if (!has_token_linear(c.input(), {&c.part, 1})) continue;  // as above
+    ++computed;
     std::vector<TokenPart> parts{c.part};
     std::vector<Tensor> alone;
     for (const Kind kind : {Kind::value, Kind::softplus, Kind::softplus}) {
@@ -167,6 +181,7 @@ TEST(TokenLinearCuda, PartsOfOneCall) {
     for (size_t p = 0; p < alone.size(); ++p)
       EXPECT_TRUE(same_bits(to_cpu(to_dtype(parts[p + 1].out, DType::f32)), to_cpu(alone[p]))) << i << ", part " << p;
   }
+  EXPECT_GE(computed, 15);
 }
 
 TEST(TokenLinearCuda, ReturnsFalseForUnsupportedCalls) {

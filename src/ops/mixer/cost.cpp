@@ -96,18 +96,20 @@ bool states_are_kept(const MixerSpec& spec, int64_t qk_dim) {
 StateBytes state_bytes(const MixerSpec& spec, int64_t qk_dim, int64_t v_dim, int64_t length, Device device,
                        DType dtype) {
   if (device.is_cpu() || dtype != DType::bf16 || spec.signed_decay || qk_dim % 8 != 0 || v_dim % 8 != 0 ||
-      std::max(qk_dim, v_dim) > 128 || length <= longest_parallel(spec, qk_dim, v_dim))
+      std::max(qk_dim, v_dim) > (spec.score == Score::linear ? 256 : 128) ||
+      length <= longest_parallel(spec, qk_dim, v_dim))
     return {};
   const auto panels = [](int64_t dim) { return (dim + 63) / 64; };
-  int64_t tiles = 0;  // of 64 x 64
-  if (spec.score == Score::squared && (qk_dim > 64 || v_dim <= 64)) {
-    const int64_t blocks = (qk_dim + 15) / 16;
-    tiles = panels(qk_dim) * panels(qk_dim) + panels(v_dim) * 2 * blocks * (blocks + 1);
-  } else if (spec.score == Score::linear && spec.norm == Norm::none && v_dim > 64) {
-    tiles = panels(qk_dim) * panels(v_dim);  // with values of up to 64 a walk keeps little
+  const int64_t chunk = default_chunk(spec, qk_dim, v_dim, device, dtype), chunks = (length + chunk - 1) / chunk;
+  constexpr int64_t kTile = int64_t{64} * 64 * 2;
+  if (spec.score == Score::linear) {
+    if (spec.norm != Norm::none || (v_dim <= 64 && qk_dim <= 128)) return {};  // a walk keeps little
+    const int64_t bytes = chunks * panels(qk_dim) * panels(v_dim) * kTile;
+    return {bytes, 4 * bytes};  // with their gradients, and the f32 sums of chunks
   }
-  const int64_t chunk = default_chunk(spec, qk_dim, v_dim, device, dtype);
-  const int64_t bytes = (length + chunk - 1) / chunk * tiles * 64 * 64 * 2;
+  if (spec.score != Score::squared || (qk_dim <= 64 && v_dim > 64)) return {};
+  const int64_t blocks = (qk_dim + 15) / 16;
+  const int64_t bytes = chunks * (panels(qk_dim) * panels(qk_dim) + panels(v_dim) * blocks * (2 * blocks + 1)) * kTile;
   return states_are_kept(spec, qk_dim) ? StateBytes{bytes, bytes} : StateBytes{0, 2 * bytes};
 }
 

@@ -338,8 +338,7 @@ TEST(MixerCuda, HeadsOf64And128WithStates) {
   }
 }
 
-// Chunks of a multiple of 256 tokens: with heads of up to 64, and of 128 for linear scores, these have dedicated
-// kernels on Hopper.
+// Chunks of a multiple of 256 tokens: these have dedicated kernels on Hopper.
 TEST(MixerCuda, LongChunks) {
   SKIP_WITHOUT_GPU();
   Random random(9);

@@ -120,12 +120,6 @@ __device__ inline bool erased(const float* reach, int64_t begin, int64_t end, bo
   return reach && reach[rises ? end - 1 : begin] == 0.0f;
 }
 
-__device__ inline void load_two_transposed(uint32_t& r0, uint32_t& r1, const void* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];\n"
-               : "=r"(r0), "=r"(r1)
-               : "r"(shared_address(row)));
-}
-
 // 16 × 8 by 8 × 8.
 __device__ inline void mma_eight(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b) {
   asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};\n"

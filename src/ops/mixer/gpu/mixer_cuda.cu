@@ -439,7 +439,7 @@ void mixer_backward(const MixerCall& call, const Tensor& out_gradient, const Ten
   if (walks) {
     walk_backward(call, tables, out_gradient, heads, gradients.initial_state);
   } else if (chunked && states_support(call) && !final_state_gradient) {
-    const ScaledGradient scaled = scale_gradient(call, out_gradient, false);
+    const ScaledGradient scaled = scale_gradient(call, out_gradient, true, chunks.in);
     // Those that a walk leaves are f32, and of segments.
     const bool kept = call.result.states && call.result.states.dtype() == DType::bf16;
     const Tensor states = kept ? call.result.states : chunk_states(call, chunks);

@@ -60,10 +60,10 @@ void tiles_backward(const MixerCall& call, const TokenTables& tables, const Tens
                     const HeadGradients& gradients);
 
 // g/n and δ/n, as the gradients use them; for exponentials g, δ and log2 of n·exp(maximum). Where `inverse` is defined,
-// g and δ are left to be multiplied by it.
+// g and δ are left to be multiplied by it, and `reach` is that of scale_gradient() (or else 1) multiplied by it.
 struct ScaledGradient {
-  Tensor g;                        // bf16 [batch, length, heads, v_dim to a multiple of 8]
-  Tensor delta, log_sum, inverse;  // f32 [batch, heads, length]
+  Tensor g;                               // bf16 [batch, length, heads, v_dim to a multiple of 8]
+  Tensor delta, log_sum, inverse, reach;  // f32 [batch, heads, length]
 };
 
 // bf16 on tensor cores, any spec and dimension. Where hopper_supports(call), kernels for Hopper compute it, but for a
@@ -72,8 +72,9 @@ bool parallel_supports(const MixerCall& call);
 bool hopper_supports(const MixerCall& call);
 bool hopper_supports_wide_rows(const MixerCall& call);  // the same, if rows_are_wide() held for q, k and v
 void parallel_forward(const MixerCall& call, const TokenTables& tables, const Tensor& past);
-// in_kernels: whether the kernels multiply by `inverse`, as those for Hopper do.
-ScaledGradient scale_gradient(const MixerCall& call, const Tensor& out_gradient, bool in_kernels);
+// in_kernels: whether the kernels multiply by `inverse`, as those for Hopper do. reach: ChunkTables::in, or undefined.
+ScaledGradient scale_gradient(const MixerCall& call, const Tensor& out_gradient, bool in_kernels,
+                              const Tensor& reach = {});
 void parallel_backward(const MixerCall& call, const TokenTables& tables, const ScaledGradient& scaled,
                        const HeadGradients& gradients);
 

@@ -11,8 +11,8 @@ constexpr int kPrepareTokens = 4;  // of a thread: enough reads at the same time
 // g', δ' and the logarithm of the normalizer, or δ and 1/n where g is left as it is (`scaled` has no data): kLanes
 // neighbouring threads have tokens of a head, 8 columns each. Blocks of the heads of the same tokens follow each other.
 template <int kLanes>
-__global__ void prepare_kernel(const Parallel m, Heads<bf16> scaled, Heads<bf16> g, float* inverses, bool wide,
-                               bool exponential) {
+__global__ void prepare_kernel(const Parallel m, Heads<bf16> scaled, Heads<bf16> g, float* inverses, const float* reach,
+                               float* scaled_reach, bool wide, bool exponential) {
   constexpr int kGroups = kPrepareThreads / kLanes;
   const int heads = static_cast<int>(m.heads);
   const int64_t first = static_cast<int64_t>(blockIdx.x / heads) * (kGroups * kPrepareTokens) + threadIdx.x / kLanes;
@@ -23,11 +23,12 @@ __global__ void prepare_kernel(const Parallel m, Heads<bf16> scaled, Heads<bf16>
     uint4 all;
     bf16 each[8];
   } x[kPrepareTokens] = {}, o[kPrepareTokens] = {};
-  float n[kPrepareTokens];  // read with the rows: behind the first store, reads would wait one by one
+  float n[kPrepareTokens], r[kPrepareTokens] = {};  // read with the rows: behind a store, reads would wait one by one
 #pragma unroll
   for (int j = 0; j < kPrepareTokens; ++j) {
     const int64_t t = first + j * kGroups;
     n[j] = m.sum_norm && t < m.length ? m.normalizer[(b * m.heads + h) * m.length + t] : 1.0f;
+    if (scaled_reach && t < m.length) r[j] = reach[(b * m.heads + h) * m.length + t];
     if (t >= m.length || columns <= 0) continue;
     const bf16* const from = g.row(b, t, h) + lane * 8;
     const bf16* const out = m.out.row(b, t, h) + lane * 8;
@@ -57,6 +58,7 @@ __global__ void prepare_kernel(const Parallel m, Heads<bf16> scaled, Heads<bf16>
     if (lane != 0) continue;
     m.delta[row] = sum;
     if (inverses) inverses[row] = inverse;
+    if (scaled_reach) scaled_reach[row] = r[j] * inverse;
     if (m.log_sum) m.log_sum[row] = m.maximum[row] * kLog2e + log2f(n[j]);
   }
 }
@@ -79,7 +81,7 @@ Parallel backward_of(const MixerCall& call, const TokenTables& tables, const Sca
 
 }  // namespace
 
-ScaledGradient scale_gradient(const MixerCall& call, const Tensor& out_gradient, bool in_kernels) {
+ScaledGradient scale_gradient(const MixerCall& call, const Tensor& out_gradient, bool in_kernels, const Tensor& reach) {
   const MixerShape& shape = call.shape;
   const Device device = call.inputs.q.device();
   const bool exponential = call.spec.score == Score::exponential;
@@ -96,7 +98,10 @@ ScaledGradient scale_gradient(const MixerCall& call, const Tensor& out_gradient,
       furious::fill(scaled.delta, 0);
       return scaled;
     }
-    if (!exponential) scaled.inverse = Tensor::empty_like(scaled.delta);
+    if (!exponential) {
+      scaled.inverse = Tensor::empty_like(scaled.delta);
+      scaled.reach = reach ? Tensor::empty_like(scaled.delta) : scaled.inverse;
+    }
   } else {
     scaled.g = Tensor::empty({shape.batch, shape.length, shape.heads, (shape.v_dim + 7) / 8 * 8}, DType::bf16, device);
   }
@@ -109,7 +114,8 @@ ScaledGradient scale_gradient(const MixerCall& call, const Tensor& out_gradient,
         static_cast<unsigned>(shape.batch));
     kernel<<<grid, kPrepareThreads, 0, stream(device)>>>(
         m, as_it_is ? Heads<bf16>() : heads_of<bfloat16>(scaled.g, shape.heads),
-        heads_of<bfloat16>(out_gradient, shape.heads), floats(scaled.inverse), wide, exponential);
+        heads_of<bfloat16>(out_gradient, shape.heads), floats(scaled.inverse), floats(reach),
+        reach ? floats(scaled.reach) : nullptr, wide, exponential);
   };
   if (shape.v_dim <= 32)
     prepare(prepare_kernel<4>, 4);

@@ -1,5 +1,5 @@
-// The states of the chunked form on Hopper: bf16, heads of up to 128 (values of up to 64 where queries have as many),
-// squared scores and linear ones without a normalizer; every chunk of every head at once.
+// The states of the chunked form on Hopper: bf16, squared scores (heads of up to 128; values of up to 64 where queries
+// have as many) and linear ones without a normalizer (up to 256); every chunk of every head at once.
 #pragma once
 
 #include "ops/mixer/gpu/mixer_cuda.h"

@@ -12,6 +12,7 @@ namespace furious::cuda {
 struct Reading {
   const bf16* states;
   const float* factors;  // [batch, heads, length]
+  const float* reach;    // the same: where this is 0, so are they
   const float* shift;    // [batch, heads, length]: −e, where e is not 1
   Heads<bf16> out;
   float* normalizer;  // [batch, heads, length]
@@ -20,7 +21,7 @@ struct Reading {
   StateDims dims;
   int tiles;   // of a state
   int empty;   // the chunk that no state enters, or −1
-  bool falls;  // factors within a chunk, which else rise
+  bool falls;  // `reach` within a chunk, which else rises
   float constant;
   bool sum_norm;
   // Gradients of decays, [batch, heads, length], or null: what `other`, the queries or keys that `out` is the gradient
@@ -104,6 +105,9 @@ __device__ inline void write_zeros(const Reading& m, int head, int row) {
 }
 
 #endif
+
+// Of a squared score: the gradient of φ(x_i)ᵀ (S u_i + e_i Z), times f_i.
+void contract(const Reading& m, const CUtensorMap& x, const CUtensorMap& u, cudaStream_t here);
 
 // Of a linear score: out = f_i · x_i · S, or f_i · x_i · Sᵀ.
 void read_linear(const Reading& m, const CUtensorMap& x, bool transposed, cudaStream_t here);

@@ -1,60 +1,91 @@
 // The state before every chunk: S ← through · S + Σ_j w_j φ(x_j) u_jᵀ, with (k, v) from the first chunk to the last, or
-// for its gradient with (q, g/n) from the last to the first.
+// for its gradient with (q, g) from the last to the first; the weights then contain 1/n.
 //
-// For a squared score a block owns a few of a head's tiles (40 for a head of 64) and walks over all tokens; the state
+// For a squared score a block owns a few of a head's tiles (36 for a head of 64) and walks over all tokens; the state
 // never leaves the registers of its two warpgroups but for the copies in bf16 that go into memory before each chunk.
 // The operand A, 64 rows (a, b) × 16 tokens, is made in registers: x_b, by ldmatrix, times w·x_a, which helping warps
 // have transposed.
 #include "gpu/device.h"
-#include "ops/mixer/gpu/heads.cuh"
-#include "ops/mixer/gpu/states.cuh"
+#include "ops/mixer/gpu/states_write.cuh"
 
 namespace furious::cuda {
-namespace {
+// Not in an unnamed namespace: where the compiler works for other devices, it would call most of this unused.
+namespace shares {
 
-struct WalkArguments {
-  const float* factors;  // [batch, heads, length]
-  const float* extra;    // [batch, heads, length], a further factor
-  const float* through;  // [batch, heads, chunks]
-  const float* first;    // the state that comes in, f32 as in mixer.h
-  float* last;           // that which goes out
-  bf16* states;
-  float* sums;  // of each chunk alone, f32 [batch, heads, chunks, tiles of the sum, 64, 64]
-  Chunks chunks;
-  StateDims dims;
-  int heads, x_group, u_group;
-  int rows, columns;          // of a state outside
-  int tiles;                  // of a state here
-  int summed, summed_across;  // tiles of a sum, and of them those of the same rows
-  float constant;
+// How the tiles of a head are divided among the two warpgroups of a number of blocks. Each has one or two tiles, the
+// second also a piece of one: some of its columns. Of the last tiles and pieces several blocks may compute the same.
+struct Owned {
+  int block, a;  // B, and the first a
+  bool corner;
+};
+struct Piece {
+  Owned of;
+  int column;  // its first
+};
 
-  // The place of (a, b, column) in the state of a squared score outside; −1 where it has none.
-  __device__ int64_t place(int64_t head, int a, int b, int column) const {
-    if (a >= dims.qk || b >= dims.qk || column >= columns) return -1;
-    return (head * rows + pair_index(dims.qk, min(a, b), max(a, b))) * columns + column;
+// Two tiles each, those with the same eight a, in the order of B, then a; the pieces are of corners.
+template <int kPieceCount>
+struct ShareOfTwo {
+  static constexpr int kTiles = 2, kPieces = kPieceCount, kColumns = 64 / kPieceCount, kStages = 4;
+  static constexpr bool kCornerPieces = true;
+
+  __host__ __device__ static int parts(int blocks) { return (blocks * blocks + 1) / 2; }
+  __device__ static Owned owned(int part, int group, int blocks) {
+    const int i = min(2 * part + group, blocks * blocks - 1);
+    int block = 0;
+    while (i >= (block + 1) * (block + 1)) ++block;
+    return {block, 8 * (i - block * block), false};
+  }
+  __device__ static Piece piece(int part, int blocks) {
+    const int i = min(part, blocks * kPieces - 1), block = i / kPieces;
+    return {{block, 16 * block + 8, true}, i % kPieces * kColumns};
   }
 };
 
+// One tile each, where heads of 64 are so few that else multiprocessors would have no block. Of B = 2 and 3 the first
+// two tiles are the pieces, four of each, for warpgroups that have others of the same B.
+struct ShareOfOne {
+  static constexpr int kTiles = 1, kColumns = 16, kStages = 8;
+  static constexpr bool kCornerPieces = false;
+
+  __host__ __device__ static int parts(int) { return 16; }
+  __device__ static Owned owned(int part, int group, int) {
+    if (group == 1) return {3 - part / 8, 4 * (2 + part % 8), false};
+    // The i-th of `count` tiles from an a on and the corner.
+    const auto after = [](int block, int first, int i, int count) -> Owned {
+      return i < count ? Owned{block, first + 4 * i, false} : Owned{block, 16 * block + 8, true};
+    };
+    if (part < 5) return after(3, 40, part, 4);
+    if (part < 6) return {2, 40, true};
+    return part < 13 ? after(1, 0, part - 6, 6) : after(0, 0, part - 13, 2);
+  }
+  __device__ static Piece piece(int part, int) {
+    return {{3 - part / 8, part % 8 / 4 * 4, false}, part % 4 * kColumns};
+  }
+};
+
+}  // namespace shares
+
+namespace {
+
+using namespace shares;
+
 constexpr int kConsumers = 2;  // warpgroups
-constexpr int kOctets = 3;     // of 8 a each, the most that the tiles of a block have
-// Warps behind the consumers: two for each octet, one for copies and one for factors.
-constexpr int kHelpers = 2 * kOctets;
+// Eight a each, which belong to tiles of the one, the other, and the piece.
+constexpr int kOctets = 3;
+// Warps behind the consumers: each of the helpers scales 16 tokens of a tile; one is for copies and one for factors.
+constexpr int kHelpers = 4;
 constexpr int kCopying = 4 * kConsumers + kHelpers, kFactoring = kCopying + 1;
 
-// How many tiles a block owns at most: two for one warpgroup and three for the other, with heads of 64; two for each,
-// with others; or, where as few heads of 64 leave multiprocessors without a block, one or two for each.
-enum class Share : uint8_t { five, four, three };
-__host__ __device__ constexpr int parts_of(Share share, int blocks) {
-  return share == Share::five ? 8 : share == Share::three ? 16 : blocks * (blocks + 1) / 2;
-}
-constexpr int kUpdateThreads = 32 * (kFactoring + 1);
-constexpr int kUpdateRegisters = 208, kHelperRegisters = 48;
+constexpr int kUpdateThreads = 128 * (kConsumers + 2);
+static_assert(kFactoring < kUpdateThreads / 32);
+constexpr int kUpdateRegisters = 216, kHelperRegisters = 40;
 static_assert(registers_suffice(kConsumers, kUpdateRegisters, kHelperRegisters, 2));
 
 // kPanels: 64 columns of x each.
-template <int kPanels>
+template <int kPanels, int kStageCount>
 struct UpdateShared {
-  static constexpr int kStages = kPanels == 1 ? 8 : 6;
+  static constexpr int kStages = kStageCount;
   unsigned char x[kStages][kPanels][kPanelBytes], u[kStages][kPanelBytes];
   unsigned char out[5][kPanelBytes];
   uint4 scaled[kStages][8 * kOctets][12];  // w·x_a of 64 tokens; rows of 128 bytes, 192 apart
@@ -64,125 +95,185 @@ struct UpdateShared {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-__device__ float weight_of(const WalkArguments& m, int64_t row, int t) {
-  if (t >= m.chunks.length) return 0.0f;
-  float w = m.constant;
-  if (m.factors) w *= m.factors[row + t];
-  if (m.extra) w *= m.extra[row + t];
-  return w;
-}
-
-// The tiles of a chunk's tokens of which decay lets anything reach the state: [begin, end). Factors rise along the
-// chunk, in a reverse walk they fall. A lane of the warp looks up the largest of one tile, a chunk ahead.
+// The tiles of a chunk's tokens of which decay lets anything reach the state: [begin, end). That rises along the
+// chunk, in a reverse walk it falls. A lane of the warp looks up the largest of one tile, a chunk ahead.
 struct Kept {
   int begin, end;
 
   __device__ static float look_up(const WalkArguments& m, int64_t head, int i) {
     const int c = m.chunks.at(min(i, m.chunks.chunks - 1)), tiles = m.chunks.tiles(c);
     const int lane = static_cast<int>(threadIdx.x) % 32, from = c * m.chunks.chunk + lane * kPanelRows;
-    if (!m.factors || tiles > 32) return 1.0f;  // of chunks that long, nothing is left out
-    if (lane >= tiles) return 0.0f;
-    const int largest = m.chunks.reverse ? from : min(from + kPanelRows, m.chunks.length) - 1;
-    return m.factors[head * m.chunks.length + largest];
+    if (!m.reach || tiles > 32) return 1.0f;  // of chunks that long, nothing is left out
+    const int largest = m.chunks.reverse ? from : from + kPanelRows - 1;
+    return m.reach[head * m.chunks.length + min(largest, m.chunks.length - 1)];
   }
   __device__ Kept(const WalkArguments& m, int c, float largest) {
-    const int tiles = m.chunks.tiles(c), kept = min(tiles, __popc(__ballot_sync(0xFFFFFFFFu, largest != 0.0f)));
-    begin = m.chunks.reverse || tiles > 32 ? 0 : tiles - kept;
-    end = m.chunks.reverse && tiles <= 32 ? kept : tiles;
+    const int tiles = m.chunks.tiles(c), lane = static_cast<int>(threadIdx.x) % 32;
+    const int kept = tiles > 32 ? tiles : __popc(__ballot_sync(0xFFFFFFFFu, lane < tiles && largest != 0.0f));
+    begin = m.chunks.reverse ? 0 : tiles - kept;
+    end = m.chunks.reverse ? kept : tiles;
   }
 };
 
-// Tiles of a warpgroup: of one block B, from this a on.
-struct Owned {
-  int block, first;
-};
-// One tile, or two that follow each other, of all in the order of B, then a.
-__device__ Owned one_tile(int i) {
-  const int block = i < 4 ? 0 : i < 12 ? 1 : i < 24 ? 2 : 3;
-  return {block, 4 * (i - 2 * block * (block + 1))};
-}
-__device__ Owned two_tiles(int i) {
-  int block = 0;
-  while (i >= (block + 1) * (block + 2)) ++block;
-  return {block, 8 * (i - block * (block + 1))};
-}
-__device__ Owned owned_by(Share share, int part, int group) {
-  switch (share) {
-    case Share::five:
-      if (group == 0) return two_tiles(part < 6 ? part : part + 6);
-      return part < 4 ? Owned{2, 12 * part} : Owned{3, 16 + 12 * (part - 4)};
-    case Share::four:
-      return two_tiles(2 * part + group);
-    case Share::three:
-      if (part >= 8) return one_tile(2 * part - 8 + group);
-      return group == 0 ? one_tile(part) : two_tiles(12 + part);
-  }
-  return {};
+__device__ const unsigned char* bytes_of(const void* at) {
+  return static_cast<const unsigned char*>(at);
 }
 
-// One warpgroup, for the values from 64·panel on; its rows of `scaled` begin with a = owned.first / 8 · 8.
-template <int kGroup, int kTiles, class Shared>
-__device__ void accumulate(Shared& shared, const WalkArguments& m, const Owned& owned, int panel, unsigned char* out,
-                           int64_t head) {
-  const int block = owned.block, first_a = owned.first, scaled_row = 8 * kGroup + first_a % 8;
+// One warpgroup, for the values from 64·panel on: kTiles from `owned` on, and kColumns columns of `piece`, a corner or
+// a tile of the same B. `slot` and `piece_slot` are their places among the octets.
+template <int kTiles, int kColumns, bool kCorner, class Shared>
+__device__ void accumulate(Shared& shared, const WalkArguments& m, const Owned& owned, int slot, const Piece& piece,
+                           int piece_slot, int panel, int64_t head) {
+  constexpr int kStages = Shared::kStages;
+  const int block = owned.block, piece_block = piece.of.block;
   const int warp = static_cast<int>(threadIdx.x) / 32 % 4, lane = static_cast<int>(threadIdx.x) % 32;
   const Chunks& chunks = m.chunks;
-  float acc[kTiles][8][4] = {};
+  unsigned char* const out = shared.out[2 * slot];
+  const Tile<64> piece_out = panel_of(shared.out[2 * piece_slot]);
+  float acc[kTiles + 1][8][4] = {};  // one more, since there are no arrays of 0
+  float acc_piece[kColumns > 0 ? kColumns / 8 : 1][4] = {};
   // Calls f(value, a, b, column) for all that this thread holds.
   const auto each = [&](auto&& f) {
+    const int column0 = 64 * panel + lane % 4 * 2;
 #pragma unroll
     for (int i = 0; i < kTiles; ++i)
 #pragma unroll
       for (int j = 0; j < 8; ++j)
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-          f(acc[i][j][e], first_a + 4 * i + warp, 16 * block + lane / 4 + e / 2 * 8,
-            64 * panel + 8 * j + lane % 4 * 2 + e % 2);
+          f(acc[i][j][e], owned.a + 4 * i + warp, 16 * block + lane / 4 + e / 2 * 8, column0 + 8 * j + e % 2);
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        f(acc_piece[j][e], piece.of.a + (kCorner ? 2 * warp + e / 2 : warp),
+          16 * piece_block + lane / 4 + (kCorner ? 8 : e / 2 * 8), column0 + piece.column + 8 * j + e % 2);
   };
   if (m.first)
     each([&](float& x, int a, int b, int column) {
       const int64_t place = column < m.dims.v ? m.place(head, a, b, column) : -1;
       if (place >= 0) x = m.first[place] * (a == b ? 1.0f : 1 / kPairFactor);
     });
-  // The operand A of half a tile of tokens, two steps of 16, and what it is made of.
-  uint32_t f[2][2][kTiles][4], x_b[2][4];
-  uint4 scaled[kTiles];
-  const auto load = [&](const Pipe<Shared::kStages>& at, int half) {
-    const Tile<64> x = panel_of(shared.x[at.stage][block / 4]);
-    if (half == 0) shared.full[at.stage].wait(at.phase);
+  // What the operand A of half a tile of tokens is made of, two steps of 16: x_b and w·x_a of each; and the operand.
+  // Where registers suffice, both halves of a tile are loaded at once, else the second when the first has been made.
+  constexpr bool kAhead = kTiles < 2;
+  struct Parts {
+    uint32_t x[2][4], x_corner[4];
+    uint4 scaled[kTiles + 1], of_piece[2];
+  } parts[kAhead ? 2 : 1];
+  uint32_t f[2][2][kTiles + 1][4], f_piece[2][2][4];
+  // Where this thread's rows begin in the first stage; constants lead on from there.
+  const auto* const x0 =
+      bytes_of(panel_of(shared.x[0][block / 4]).at(lane % 8 + lane / 16 * 8, block % 4 * 2 + lane / 8 % 2));
+  const auto* const corner0 = bytes_of(panel_of(shared.x[0][piece_block / 4]).at(lane, 2 * (piece_block % 4) + 1));
+  const auto* const scaled0 = bytes_of(&shared.scaled[0][8 * slot + owned.a % 8 + warp][lane % 4]);
+  const auto* const of_piece0 =
+      bytes_of(&shared.scaled[0][8 * piece_slot + piece.of.a % 8 + (kCorner ? 2 : 1) * warp][lane % 4]);
+  const auto load = [&](const Pipe<kStages>& at, int half) {
+    constexpr int kRow = sizeof(shared.scaled[0][0]);
+    Parts& to = parts[kAhead ? half : 0];
+    const int x_stage = at.stage * static_cast<int>(sizeof(shared.x[0]));
+    const int scaled_stage = at.stage * static_cast<int>(sizeof(shared.scaled[0])) + half * 64;
+    if constexpr (kTiles > 0) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
-      load_matrices_transposed(x_b[i],
-                               x.at(32 * half + 16 * i + lane % 8 + lane / 16 * 8, block % 4 * 2 + lane / 8 % 2));
-    if (half == 0) shared.ready[at.stage].wait(at.phase);
+      for (int i = 0; i < 2; ++i) load_matrices_transposed(to.x[i], x0 + x_stage + (2 * half + i) * 16 * 128);
+    }
 #pragma unroll
     for (int t = 0; t < kTiles; ++t)
-      scaled[t] = shared.scaled[at.stage][scaled_row + 4 * t + warp][half * 4 + lane % 4];
+      to.scaled[t] = *reinterpret_cast<const uint4*>(scaled0 + scaled_stage + 4 * t * kRow);
+    if constexpr (kColumns > 0) {
+      if constexpr (kCorner) load_matrices_transposed(to.x_corner, corner0 + x_stage + half * 32 * 128);
+#pragma unroll
+      for (int i = 0; i < (kCorner ? 2 : 1); ++i)
+        to.of_piece[i] = *reinterpret_cast<const uint4*>(of_piece0 + scaled_stage + i * kRow);
+    }
   };
   const auto make = [&](int half) {
+    const Parts& from = parts[kAhead ? half : 0];
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
+    for (int i = 0; i < 2; ++i) {
+      // w·x_a of the step's first eight tokens, and of the others.
+      const auto first = [&](const uint4& w) { return i == 0 ? w.x : w.z; };
+      const auto second = [&](const uint4& w) { return i == 0 ? w.y : w.w; };
+      const auto scale = [&](uint32_t(&to)[4], const uint4& w) {
+        to[0] = multiply_pairs(from.x[i][0], first(w));
+        to[1] = multiply_pairs(from.x[i][1], first(w));
+        to[2] = multiply_pairs(from.x[i][2], second(w));
+        to[3] = multiply_pairs(from.x[i][3], second(w));
+      };
 #pragma unroll
-      for (int t = 0; t < kTiles; ++t) {
-        const uint4& w = scaled[t];
-        const uint32_t low = i == 0 ? w.x : w.z, high = i == 0 ? w.y : w.w;
-        uint32_t(&to)[4] = f[half][i][t];
-        to[0] = multiply_pairs(x_b[i][0], low);
-        to[1] = multiply_pairs(x_b[i][1], low);
-        to[2] = multiply_pairs(x_b[i][2], high);
-        to[3] = multiply_pairs(x_b[i][3], high);
+      for (int t = 0; t < kTiles; ++t) scale(f[half][i][t], from.scaled[t]);
+      if constexpr (kColumns > 0 && kCorner) {
+#pragma unroll
+        for (int a = 0; a < 2; ++a) {
+          f_piece[half][i][a] = multiply_pairs(from.x_corner[2 * i], first(from.of_piece[a]));
+          f_piece[half][i][2 + a] = multiply_pairs(from.x_corner[2 * i + 1], second(from.of_piece[a]));
+        }
+      } else if constexpr (kColumns > 0) {
+        scale(f_piece[half][i], from.of_piece[0]);
       }
+    }
   };
-  const auto multiply = [&](const Pipe<Shared::kStages>& at, int half) {
-    const uint64_t values = operand_transposed(shared.u[at.stage], 0);
+  const uint64_t values0 = operand_transposed(shared.u[0], 0);
+  const auto multiply = [&](const Pipe<kStages>& at, int half) {
+    const int first = at.stage * 4 + 2 * half;  // of the steps of 16 tokens in all stages
     fence_products();
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
+    for (int i = 0; i < 2; ++i) {
 #pragma unroll
-      for (int t = 0; t < kTiles; ++t) wgmma<1>(acc[t], f[half][i][t], rows_at(values, 2 * half + i), 1);
+      for (int t = 0; t < kTiles; ++t) wgmma<1>(acc[t], f[half][i][t], rows_at(values0, first + i), 1);
+      if constexpr (kColumns > 0)
+        wgmma<1>(acc_piece, f_piece[half][i], rows_at(values0 + piece.column / 8, first + i), 1);
+    }
     commit_products();
   };
-  Pipe<Shared::kStages> pipe;
+  // The state before the first chunk: where this thread's vectors of its tiles begin, and the piece.
+  bf16* const head_states = m.states + head * chunks.chunks * m.tiles * kTileElements;
+  const int64_t tile = m.dims.tile_of(owned.a, block, panel);
+  bf16* const states0 = head_states + tile * kTileElements + 1024 * warp + 8 * lane;
+  const int64_t tile_stride = (m.dims.tile_of(owned.a + 4, block, panel) - tile) * kTileElements;
+  bf16* const piece_states =
+      head_states + static_cast<int64_t>(kCorner ? m.dims.corner_of(piece_block, panel)
+                                                 : m.dims.tile_of(piece.of.a, piece_block, panel)) *
+                        kTileElements;
+  Pipe<kStages> pipe;
+  // The second half of a tile is made while its first is multiplied, and the first half of the tile after it while the
+  // second is; what they are made of arrives meanwhile. (The assembler lets products run into the next turn of a loop
+  // only where some already run into the first.)
+  const auto begin_loads = [&] {
+    shared.ready[pipe.stage].wait(pipe.phase);
+    load(pipe, 0);
+    if (kAhead) load(pipe, 1);
+  };
+  const auto begin = [&] {
+    make(0);
+    if (!kAhead) load(pipe, 1);
+  };
+  const auto release = [&](const Pipe<kStages>& at) {
+    if (lane == 0) shared.empty[at.stage].arrive();
+  };
+  const auto multiply_and_begin = [&](const Pipe<kStages>& at, const Pipe<kStages>& after) {
+    shared.ready[after.stage].wait(after.phase);
+    make(1);
+    multiply(at, 1);
+    load(after, 0);
+    if (kAhead) load(after, 1);
+    wait_for_products<1>();
+    make(0);
+    if (!kAhead) load(after, 1);
+    multiply(after, 0);
+    wait_for_products<1>();
+    release(at);
+  };
+  const auto end = [&](const Pipe<kStages>& at) {
+    make(1);
+    multiply(at, 1);
+    wait_for_products<0>();
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) settle(acc[t]);
+    settle(acc_piece);
+    release(at);
+  };
   const auto through_at = [&](int i) {
     return m.through ? m.through[head * chunks.chunks + chunks.at(min(i, chunks.chunks - 1))] : 1.0f;
   };
@@ -194,86 +285,89 @@ __device__ void accumulate(Shared& shared, const WalkArguments& m, const Owned& 
     next = Kept::look_up(m, head, i + 1);
     next_through = through_at(i + 1);
     const bool adds = (i < chunks.chunks - 1 || m.last) && kept.begin < kept.end;
-    if (adds) {
-      load(pipe, 0);
-      make(0);
-      load(pipe, 1);
-    }
+    if (adds) begin_loads();
     if (i > 0 || m.first) {
-      if (threadIdx.x % 128 == 0) wait_for_reads_of_stores();
-      warpgroup_barrier<kGroup>();
+      // A warp's rows are rounded to shared memory, and go from there in vectors.
+      __syncwarp();
+      const auto round_to = [&](const Tile<64>& to, const float(&low)[4], const float(&high)[4], int column) {
+        uint32_t pairs[4];
 #pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-        const Tile<64> to = panel_of(out + tile * kPanelBytes);
-#pragma unroll
-        for (int j = 0; j < 8; j += 2) {
-          uint32_t pairs[4];
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            const float(&x)[4] = acc[tile][j + e / 2];
-            pairs[e] = pack(x[e % 2 * 2], x[e % 2 * 2 + 1]);
-          }
-          store_matrices(to.at(16 * warp + lane % 16, j + lane / 16), pairs);
+        for (int e = 0; e < 4; ++e) {
+          const float(&x)[4] = e < 2 ? low : high;
+          pairs[e] = pack(x[e % 2 * 2], x[e % 2 * 2 + 1]);
         }
-      }
-      fence_shared_writes();
-      warpgroup_barrier<kGroup>();
-      if (threadIdx.x % 128 == 0) {
-        bf16* const state = m.states + (head * chunks.chunks + c) * m.tiles * kTileElements;
+        store_matrices(to.at(16 * warp + lane % 16, column / 8 + lane / 16), pairs);
+      };
 #pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile) {
-          const int index = m.dims.tile_of(first_a + 4 * tile, block, panel);
-          store_bytes(state + static_cast<int64_t>(index) * kTileElements, out + tile * kPanelBytes, kPanelBytes);
+      for (int tile = 0; tile < kTiles; ++tile)
+#pragma unroll
+        for (int j = 0; j < 8; j += 2)
+          round_to(panel_of(out + tile * kPanelBytes), acc[tile][j], acc[tile][j + 1], 8 * j);
+#pragma unroll
+      for (int j = 0; j < kColumns / 8; j += 2)
+        round_to(piece_out, acc_piece[j], acc_piece[j + 1], piece.column + 8 * j);
+      __syncwarp();
+      bf16* const state = states0 + static_cast<int64_t>(c) * m.tiles * kTileElements;
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile)
+#pragma unroll
+        for (int v = 0; v < 4; ++v)
+          *reinterpret_cast<uint4*>(state + tile * tile_stride + 256 * v) =
+              *reinterpret_cast<const uint4*>(out + tile * kPanelBytes + 2048 * warp + 16 * lane + 512 * v);
+      if constexpr (kColumns > 0) {
+        constexpr int kVectors = kColumns / 8;  // of a row
+#pragma unroll
+        for (int v = lane; v < 16 * kVectors; v += 32) {
+          const bf16* const from = piece_out.at(16 * warp + v / kVectors, piece.column / 8 + v % kVectors);
+          *reinterpret_cast<uint4*>(piece_states + static_cast<int64_t>(c) * m.tiles * kTileElements +
+                                    (from - piece_out.data)) = *reinterpret_cast<const uint4*>(from);
         }
-        commit_stores();
       }
       each([&](float& x, int, int, int) { x *= through; });
     }
-    if (!adds) continue;
-    // Products of one half run while the operand of the other is made. The assembler lets products run into the next
-    // turn of a loop only where some already run into the first.
-    multiply(pipe, 0);
-    for (int tile = kept.begin; tile + 1 < kept.end; ++tile) {
-      Barrier& empty = shared.empty[pipe.stage];
-      make(1);
-      multiply(pipe, 1);
-      pipe.next();
-      load(pipe, 0);
-      wait_for_products<1>();
-      make(0);
-      multiply(pipe, 0);
-      load(pipe, 1);
-      wait_for_products<1>();
-      if (lane == 0) empty.arrive();
-    }
-    make(1);
-    multiply(pipe, 1);
-    wait_for_products<0>();
+    if (adds) begin();
+    for (int tile = kept.begin; adds && tile < kept.end;) {
+      if (tile > kept.begin) {
+        begin_loads();
+        begin();
+      }
+      // From the first stage on all places are constants.
+      if (pipe.stage == 0 && kept.end - tile >= kStages) {
+        multiply(pipe, 0);
 #pragma unroll
-    for (int t = 0; t < kTiles; ++t) settle(acc[t]);
-    if (lane == 0) shared.empty[pipe.stage].arrive();
-    pipe.next();
+        for (int stage = 0; stage + 1 < kStages; ++stage)
+          multiply_and_begin({stage, pipe.phase}, {stage + 1, pipe.phase});
+        end({kStages - 1, pipe.phase});
+        ++pipe.phase;
+        tile += kStages;
+      } else {
+        const int count = min(kept.end - tile, kStages - pipe.stage);
+        multiply(pipe, 0);
+        for (int i = 1; i < count; ++i, ++pipe.stage) multiply_and_begin(pipe, {pipe.stage + 1, pipe.phase});
+        end(pipe);
+        pipe.next();
+        tile += count;
+      }
+    }
   }
   if (m.last)
     each([&](float& x, int a, int b, int column) {
       const int64_t place = a <= b && column < m.dims.v ? m.place(head, a, b, column) : -1;
       if (place >= 0) m.last[place] = x * (a == b ? 1.0f : kPairFactor);
     });
-  if (threadIdx.x % 128 == 0) wait_for_stores();
 }
 
 #endif
 
-template <int kPanels, Share kShare>
+template <int kPanels, class Share>
 __global__ void __launch_bounds__(kUpdateThreads, 1)
     update_kernel(const __grid_constant__ CUtensorMap x, const __grid_constant__ CUtensorMap u, const WalkArguments m) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char memory[];
-  using Shared = UpdateShared<kPanels>;
+  using Shared = UpdateShared<kPanels, Share::kStages>;
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   constexpr int kStages = Shared::kStages;
-  constexpr int kHelping = 2 * (kShare == Share::five ? kOctets : 2);
-  const int parts = parts_of(kShare, m.dims.blocks());
+  const int blocks = m.dims.blocks(), parts = Share::parts(blocks);
   const int part = static_cast<int>(blockIdx.x) % parts, panel = static_cast<int>(blockIdx.x) / parts;
   const int h = static_cast<int>(blockIdx.y), b = static_cast<int>(blockIdx.z);
   const int64_t head = static_cast<int64_t>(b) * m.heads + h;
@@ -281,13 +375,14 @@ __global__ void __launch_bounds__(kUpdateThreads, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       shared.full[i].init(m.factors ? 33 : 1);
-      shared.ready[i].init(kHelping);
+      shared.ready[i].init(kHelpers);
       shared.empty[i].init(4 * kConsumers);
     }
     fence_barriers();
   }
   __syncthreads();
-  const Owned first = owned_by(kShare, part, 0), second = owned_by(kShare, part, 1);
+  const Owned first = Share::owned(part, 0, blocks), second = Share::owned(part, 1, blocks);
+  const Piece piece = Share::piece(part, blocks);
   // Tiles of tokens in the order of the walk.
   const auto each_tile = [&](auto&& f) {
     const int walked = m.chunks.chunks - (m.last ? 0 : 1);
@@ -303,32 +398,47 @@ __global__ void __launch_bounds__(kUpdateThreads, 1)
   };
   if (warp < 4) {
     increase_registers<kUpdateRegisters>();
-    accumulate<0, kShare == Share::three ? 1 : 2>(shared, m, first, panel, shared.out[0], head);
+    const auto whole = [&] { accumulate<Share::kTiles, 0, false>(shared, m, first, 0, {first, 0}, 0, panel, head); };
+    if constexpr (Share::kTiles == 1) {
+      if (first.corner)
+        accumulate<0, 64, true>(shared, m, first, 0, {first, 0}, 0, panel, head);
+      else
+        whole();
+    } else {
+      whole();
+    }
   } else if (warp < 8) {
-    begin_later(1, 2000);
     increase_registers<kUpdateRegisters>();
-    if constexpr (kShare == Share::five)
-      accumulate<1, 3>(shared, m, second, panel, shared.out[2], head);
-    else if (kShare == Share::four || part < 8)
-      accumulate<1, 2>(shared, m, second, panel, shared.out[2], head);
-    else
-      accumulate<1, 1>(shared, m, second, panel, shared.out[2], head);
+    accumulate<Share::kTiles, Share::kColumns, Share::kCornerPieces>(shared, m, second, 1, piece, 2, panel, head);
   } else {
     decrease_registers<kHelperRegisters>();
-    if (warp < 4 * kConsumers + kHelping) {
-      const int helper = warp - 4 * kConsumers, own = helper / 2, half = helper % 2;
-      const int octet = own == 0 ? first.first / 8 : second.first / 8 + own - 1;
+    if (warp < kCopying) {
+      const int quarter = warp % 4;
+      const int octets[kOctets] = {first.a / 8, second.a / 8, piece.of.a / 8};
       each_tile([&](int stage, int phase, int) {
         shared.full[stage].wait(phase);
-        uint32_t r[4];
-        load_matrices_transposed(r, panel_of(shared.x[stage][octet / 8]).at(32 * half + lane, octet % 8));
+        uint32_t r[kOctets][2];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          float2 w = make_float2(1, 1);
-          if (m.factors) w = *reinterpret_cast<const float2*>(shared.factors[stage] + 32 * half + 8 * i + lane % 4 * 2);
-          r[i] = pack(low_of(r[i]) * w.x * m.constant, high_of(r[i]) * w.y * m.constant);
+        for (int own = 0; own < kOctets; ++own)
+          load_two_transposed(r[own][0], r[own][1],
+                              panel_of(shared.x[stage][octets[own] / 8]).at(16 * quarter + lane % 16, octets[own] % 8));
+        float2 w[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          w[i] = make_float2(1, 1);
+          if (m.factors)
+            w[i] = *reinterpret_cast<const float2*>(shared.factors[stage] + 16 * quarter + 8 * i + lane % 4 * 2);
         }
-        shared.scaled[stage][own * 8 + lane / 4][4 * half + lane % 4] = {r[0], r[1], r[2], r[3]};
+#pragma unroll
+        for (int own = 0; own < kOctets; ++own) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            uint32_t& x = r[own][i];
+            x = pack(low_of(x) * w[i].x * m.constant, high_of(x) * w[i].y * m.constant);
+          }
+          uint4& to = shared.scaled[stage][own * 8 + lane / 4][quarter / 2 * 4 + lane % 4];
+          reinterpret_cast<uint2*>(&to)[quarter % 2] = make_uint2(r[own][0], r[own][1]);
+        }
         __syncwarp();
         if (lane == 0) shared.ready[stage].arrive();
       });
@@ -357,137 +467,27 @@ __global__ void __launch_bounds__(kUpdateThreads, 1)
 #endif
 }
 
-// Σ_j w_j x_j u_jᵀ of a single chunk; a block has a tile of it. With `same`, the columns of u are those of x.
-constexpr int kOuterStages = 4;
-struct OuterShared {
-  unsigned char x[kOuterStages][kPanelBytes], u[kOuterStages][kPanelBytes];
-  float weights[kOuterStages][kPanelRows];
-  Barrier full[kOuterStages];
-};
-__global__ void __launch_bounds__(128)
-    outer_kernel(const __grid_constant__ CUtensorMap x, const __grid_constant__ CUtensorMap u, const WalkArguments m,
-                 const bool same) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  extern __shared__ __align__(1024) unsigned char memory[];
-  OuterShared& shared = *reinterpret_cast<OuterShared*>(memory);
-  const int c = static_cast<int>(blockIdx.x) / m.summed, h = static_cast<int>(blockIdx.y);
-  const int b = static_cast<int>(blockIdx.z), of_sum = static_cast<int>(blockIdx.x) % m.summed;
-  const int x_column = of_sum / m.summed_across * kPanelRows, u_column = of_sum % m.summed_across * kPanelRows;
-  const int64_t head = static_cast<int64_t>(b) * m.heads + h;
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  const int begin = c * m.chunks.chunk, tiles = m.chunks.tiles(c);
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < kOuterStages; ++i) shared.full[i].init(1);
-    fence_barriers();
-  }
-  __syncthreads();
-  const auto load = [&](int tile) {
-    const int stage = tile % kOuterStages, token = begin + tile * kPanelRows;
-    if (threadIdx.x < kPanelRows)
-      shared.weights[stage][threadIdx.x] = weight_of(m, head * m.chunks.length, token + static_cast<int>(threadIdx.x));
-    if (threadIdx.x != 0) return;
-    shared.full[stage].arrive_and_expect((same ? 1 : 2) * kPanelBytes);
-    copy_tile(shared.x[stage], x, shared.full[stage], x_column, token, h / m.x_group, b);
-    if (!same) copy_tile(shared.u[stage], u, shared.full[stage], u_column, token, h / m.u_group, b);
-  };
-  for (int tile = 0; tile < min(tiles, kOuterStages - 1); ++tile) load(tile);
-  float acc[8][4] = {};
-  for (int tile = 0; tile < tiles; ++tile) {
-    const int stage = tile % kOuterStages;
-    __syncthreads();  // the tile before is read, and the weights of this one are written
-    if (tile + kOuterStages - 1 < tiles) load(tile + kOuterStages - 1);
-    shared.full[stage].wait(tile / kOuterStages);
-    uint32_t f[4][4];
-#pragma unroll
-    for (int step = 0; step < 4; ++step) {
-      load_matrices_transposed(
-          f[step], panel_of(shared.x[stage]).at(16 * step + lane % 8 + lane / 16 * 8, 2 * warp + lane / 8 % 2));
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float2 w = *reinterpret_cast<const float2*>(shared.weights[stage] + 16 * step + i / 2 * 8 + lane % 4 * 2);
-        f[step][i] = pack(low_of(f[step][i]) * w.x, high_of(f[step][i]) * w.y);
-      }
-    }
-    fence_products();
-#pragma unroll
-    for (int step = 0; step < 4; ++step)
-      wgmma<1>(acc, f[step], operand_transposed(same ? shared.x[stage] : shared.u[stage], step), 1);
-    commit_products();
-    wait_for_products<0>();
-    settle(acc);
-  }
-  float* const to = m.sums + ((head * m.chunks.chunks + c) * m.summed + of_sum) * kTileElements;
-#pragma unroll
-  for (int j = 0; j < 8; ++j)
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      *reinterpret_cast<float2*>(to + (16 * warp + lane / 4 + 8 * i) * 64 + 8 * j + lane % 4 * 2) =
-          make_float2(acc[j][2 * i], acc[j][2 * i + 1]);
-#endif
-}
-
-// Carries the sums through the chunks into the first tiles of each state. `normalizer`: they are the last column of a
-// squared score's state; else they are the state of a linear score.
-__global__ void carry_kernel(const WalkArguments m, const bool normalizer) {
-  const int64_t head = static_cast<int64_t>(blockIdx.z) * m.heads + blockIdx.y;
-  const int element = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x) * 2, tile = element / kTileElements;
-  const int in_tile = element % kTileElements, tile_row = in_tile / 64, tile_column = in_tile % 64;
-  const int row = tile / m.summed_across * 64 + tile_row, column = tile % m.summed_across * 64 + tile_column;
-  const Chunks& chunks = m.chunks;
-  const auto place = [&](int i) -> int64_t {
-    if (normalizer) return m.place(head, row, column + i, m.dims.v);
-    return row < m.dims.qk && column + i < m.dims.v ? (head * m.rows + row) * m.columns + column + i : -1;
-  };
-  const auto factor = [&](int i) { return normalizer && row != column + i ? kPairFactor : 1.0f; };
-  float x[2] = {0, 0};
-  for (int i = 0; m.first && i < 2; ++i)
-    if (place(i) >= 0) x[i] = m.first[place(i)] / factor(i);
-  const int64_t stride = static_cast<int64_t>(m.summed) * kTileElements;
-  const float* const sums = m.sums + head * chunks.chunks * stride + element;
-  bf16* const states = m.states + (head * chunks.chunks * m.tiles + tile) * kTileElements + tile_row * 64 +
-                       ((tile_column / 8) ^ (tile_row % 8)) * 8 + tile_column % 8;
-  constexpr int kAhead = 8;
-  for (int base = 0; base < chunks.chunks; base += kAhead) {
-    float2 own[kAhead];
-    float through[kAhead];
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const int c = chunks.at(min(base + i, chunks.chunks - 1));
-      own[i] = *reinterpret_cast<const float2*>(sums + c * stride);
-      through[i] = m.through ? m.through[head * chunks.chunks + c] : 1.0f;
-    }
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      if (base + i >= chunks.chunks) break;
-      const int64_t c = chunks.at(base + i);
-      *reinterpret_cast<uint32_t*>(states + c * m.tiles * kTileElements) = pack(x[0], x[1]);
-      x[0] = through[i] * x[0] + own[i].x;
-      x[1] = through[i] * x[1] + own[i].y;
-    }
-  }
-  for (int i = 0; m.last && i < 2; ++i)
-    if (place(i) >= 0 && (!normalizer || row <= column + i)) m.last[place(i)] = x[i] * factor(i);
-}
-
 void update(const MixerCall& call, const CUtensorMap& x, const CUtensorMap& u, const WalkArguments& m) {
   const int64_t heads = call.shape.batch * call.shape.heads;
   const int blocks = m.dims.blocks();
-  const auto launch = [&]<int kPanels, Share kShare>() {
-    constexpr auto kernel = update_kernel<kPanels, kShare>;
-    constexpr size_t bytes = sizeof(UpdateShared<kPanels>);
+  const auto launch = [&]<int kPanels, class Share>() {
+    constexpr auto kernel = update_kernel<kPanels, Share>;
+    constexpr size_t bytes = sizeof(UpdateShared<kPanels, Share::kStages>);
     allow_shared_memory(kernel, bytes);
-    const dim3 grid(static_cast<unsigned>(parts_of(kShare, blocks) * m.dims.v_panels()), static_cast<unsigned>(m.heads),
+    const dim3 grid(static_cast<unsigned>(Share::parts(blocks) * m.dims.v_panels()), static_cast<unsigned>(m.heads),
                     static_cast<unsigned>(call.shape.batch));
     kernel<<<grid, kUpdateThreads, bytes, stream(call.inputs.q.device())>>>(x, u, m);
   };
-  if (blocks > 4)
-    launch.template operator()<2, Share::four>();
+  if (blocks == 8)
+    launch.template operator()<2, ShareOfTwo<4>>();
+  else if (blocks > 4)
+    launch.template operator()<2, ShareOfTwo<2>>();
   else if (blocks < 4)
-    launch.template operator()<1, Share::four>();
-  else if (parts_of(Share::three, blocks) * heads <= multiprocessors())
-    launch.template operator()<1, Share::three>();
+    launch.template operator()<1, ShareOfTwo<1>>();
+  else if (ShareOfOne::parts(blocks) * heads <= multiprocessors())
+    launch.template operator()<1, ShareOfOne>();
   else
-    launch.template operator()<1, Share::five>();
+    launch.template operator()<1, ShareOfTwo<2>>();
   check_launch("mixer: states of chunks");
 }
 
@@ -503,6 +503,7 @@ Tensor walk_states(const MixerCall& call, const ChunkTables& tables, const State
   const Tensor states = Tensor::empty({shape.batch, shape.heads, tables.chunks, tiles, 64, 64}, DType::bf16, device);
   WalkArguments m = {};
   m.factors = floats(walk.factors);
+  m.reach = floats(walk.reach);
   m.through = floats(tables.through);
   m.first = floats(walk.first);
   m.last = floats(walk.last);
@@ -527,23 +528,23 @@ Tensor walk_states(const MixerCall& call, const ChunkTables& tables, const State
     m.extra = floats(walk.shift);
     if (walk.shift) m.constant = -m.constant;
   }
-  const auto heads = static_cast<unsigned>(shape.heads), batch = static_cast<unsigned>(shape.batch);
   const Tensor sums = Tensor::empty({shape.batch, shape.heads, tables.chunks, panels, 64, 64}, DType::f32, device);
   m.sums = floats(sums);
-  allow_shared_memory(outer_kernel, sizeof(OuterShared));
-  outer_kernel<<<dim3(static_cast<unsigned>(tables.chunks * panels), heads, batch), 128, sizeof(OuterShared),
-                 stream(device)>>>(x, squared ? x : u, m, squared && panels == 1);
-  check_launch("mixer: sums of chunks");
-  const dim3 grid(static_cast<unsigned>(panels * kTileElements / 2 / 256), heads, batch);
-  carry_kernel<<<grid, 256, 0, stream(device)>>>(m, squared);
-  check_launch("mixer: states of chunks");
+  carry_sums(call, x, squared ? x : u, m);
   return states;
 }
 
 Tensor chunk_states(const MixerCall& call, const ChunkTables& tables) {
-  return walk_states(
-      call, tables,
-      {call.inputs.k, call.inputs.v, tables.out, {}, call.inputs.initial_state, call.result.final_state, 1.0f, false});
+  return walk_states(call, tables,
+                     {call.inputs.k,
+                      call.inputs.v,
+                      tables.out,
+                      tables.out,
+                      {},
+                      call.inputs.initial_state,
+                      call.result.final_state,
+                      1.0f,
+                      false});
 }
 
 }  // namespace furious::cuda
