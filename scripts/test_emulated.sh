@@ -25,7 +25,7 @@ wide='^(TokenProgramCuda\..*|WalkCuda\.SameBitsWithoutKeptStates)$' wide_multipr
 
 # Run on devices of each of these capabilities too, unless they belong to the list below.
 capabilities=(8.0 12.0)
-repeated='^(ParallelCuda|TilesCuda|ChunkStatesCuda|WalkCuda|MixerCuda|MixerFirstQueryCuda|MixerWindowCuda|ZeroKeysCuda)\.'
+repeated='^(TokenLinearCuda|ParallelCuda|TilesCuda|ChunkStatesCuda|WalkCuda|MixerCuda|MixerFirstQueryCuda|MixerWindowCuda|ZeroKeysCuda)\.'
 
 # Longer than 10 s, the longest first. Each run names tests that belong here and are missing.
 long=(
