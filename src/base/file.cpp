@@ -406,6 +406,13 @@ void file_detail::replace_in_two_steps(const fs::path& temporary, const fs::path
   rename_or_fail(aside, temporary);
 }
 
+void remove_directory(const fs::path& path) {
+  const fs::path target = without_trailing_slash(path), aside = random_sibling(target);
+  std::error_code problem;
+  fs::rename(target, aside, problem);
+  if (!problem) fs::remove_all(aside, problem);
+}
+
 void recover_directory(const fs::path& path) {
   const fs::path target = without_trailing_slash(path);
   const fs::path aside = file_detail::set_aside_name(target);

@@ -103,6 +103,10 @@ class DirectoryToFill {
 void replace_directory(const std::filesystem::path& path,
                        const std::function<void(const std::filesystem::path& temporary)>& build);
 
+// Removes a directory, which is first renamed to a temporary: a crash does not leave a part of it under its name. What
+// cannot be removed stays.
+void remove_directory(const std::filesystem::path& path);
+
 // Call before reading a directory that replace_directory writes. Some file systems (NFS) cannot exchange two
 // directories in one step; a crash between the two steps leaves the old one under another name. This renames it back.
 void recover_directory(const std::filesystem::path& path);

@@ -324,10 +324,7 @@ void Run::remove_old() const {
   std::vector<fs::path> found = checkpoints_in(folder_);
   std::erase(found, folder_ / checkpoint_name(last_stable_step()));
   const size_t keep = static_cast<size_t>(options_.keep);
-  for (size_t i = 0; i + keep < found.size(); ++i) {
-    std::error_code ignored;  // a checkpoint that cannot be removed does no harm
-    fs::remove_all(found[i], ignored);
-  }
+  for (size_t i = 0; i + keep < found.size(); ++i) remove_directory(found[i]);
 }
 
 // Called by all ranks; rank 0 gathers and writes.

@@ -11,6 +11,7 @@
 #include <csignal>
 #include <fstream>
 #include <set>
+#include <thread>
 
 #include "support.h"
 #include "temporary_directory.h"
@@ -473,6 +474,27 @@ TEST(DirectoryToFill, RemovesWhatItMadeAndLeftEmpty) {
   }
   EXPECT_TRUE(fs::exists(folder / "old/a/b/file"));
   expect_error([&] { DirectoryToFill(folder / "old/a/b/file/c"); }, {"cannot create folder", "file/c"});
+}
+
+// It is there with all of its files or not at all, whenever another process looks.
+TEST(File, ADirectoryIsRemovedAtOnce) {
+  const TemporaryDirectory directory;
+  const fs::path path = directory.path() / "checkpoint";
+  constexpr size_t kFiles = 3000;
+  fs::create_directory(path);
+  for (size_t i = 0; i < kFiles; ++i) put(path / std::to_string(i), "x");
+  std::thread remover([&] { remove_directory(path); });
+  while (fs::exists(path)) {
+    size_t count = 0;
+    std::error_code ignored;  // it may end meanwhile
+    for (fs::directory_iterator entry(path, ignored), end; !ignored && entry != end; entry.increment(ignored)) ++count;
+    if (fs::exists(path)) {
+      EXPECT_EQ(count, kFiles);
+    }
+  }
+  remover.join();
+  EXPECT_EQ(names_in(directory.path()), std::set<std::string>());
+  remove_directory(path);  // nothing is there
 }
 
 }  // namespace
