@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <filesystem>
+#include <functional>
 #include <sstream>
 
 #include "cli/run.h"
@@ -25,10 +26,20 @@ std::vector<std::string> words(const std::string& text) {
   return {std::istream_iterator<std::string>(stream), {}};
 }
 
-// Runs the binary and kills it after some milliseconds; returns whether it was killed.
-bool killed_after(const std::string& command, int64_t milliseconds) {
-  const auto end = Clock::now() + std::chrono::milliseconds(milliseconds);
-  const int status = run_and_signal(words(command), SIGKILL, [&] { return Clock::now() >= end; });
+// Runs the binary and kills it some milliseconds after it has changed the result of `progress` so many times; returns
+// whether it was killed. By time alone, the number of kills would depend on what else the machine does.
+bool killed_after(const std::string& command, const std::function<std::string()>& progress, int64_t changes,
+                  int64_t milliseconds) {
+  std::string last = progress();
+  Clock::time_point end = Clock::now() + std::chrono::milliseconds(milliseconds);
+  const int status = run_and_signal(words(command), SIGKILL, [&] {
+    if (changes == 0) return Clock::now() >= end;
+    if (std::string now = progress(); now != last) {
+      last = std::move(now);
+      if (--changes == 0) end = Clock::now() + std::chrono::milliseconds(milliseconds);
+    }
+    return false;
+  });
   EXPECT_TRUE(WIFSIGNALED(status) || WEXITSTATUS(status) == 0) << command;
   return WIFSIGNALED(status);
 }
@@ -53,13 +64,17 @@ TEST(KillTest, TrainingResumesBitForBit) {
         "--device cpu --eval-every 7 --eval-batches 1 --steps 300 --save-every 1 --resume",
         data, folder.path(out));
   };
-  const auto start = Clock::now();
   ASSERT_EQ(run(command("whole")).code, 0);
-  const int64_t whole = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - start).count();
   const std::string out = folder.path("killed");
+  const auto newest = [&] {
+    std::error_code ignored;
+    return fs::read_symlink(out + "/latest", ignored).string();
+  };
   int kills = 0;
   for (int i = 0; i < 12; ++i) {
-    kills += killed_after(command("killed"), random.integer(1, whole / 6 + 60)) ? 1 : 0;
+    // By turns while it starts, and in one of the next steps.
+    const int64_t steps = i % 2 == 0 ? 0 : random.integer(1, 20);
+    kills += killed_after(command("killed"), newest, steps, random.integer(0, steps == 0 ? 60 : 20)) ? 1 : 0;
     // Every checkpoint under its final name is complete at every moment.
     for (const fs::path& checkpoint : checkpoints_in(out))
       ASSERT_EQ(checkpoint_damage(checkpoint), std::vector<std::string>()) << "after " << kills << " kills";
@@ -79,11 +94,14 @@ TEST(KillTest, TokenizingResumesByteForByte) {
     return fmt::format("tokenize {} --tokenizer byte --out {} --shard-tokens 300000 --test-fraction 0.01 --threads 2",
                        input, folder.path(out));
   };
-  const auto start = Clock::now();
   ASSERT_EQ(run(command("whole")).code, 0);
-  const int64_t whole = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - start).count();
+  const auto written = [&] {
+    std::error_code ignored;
+    const auto time = fs::last_write_time(folder.path("killed/progress.json"), ignored);
+    return std::to_string(time.time_since_epoch().count());
+  };
   int kills = 0;
-  while (kills < 8 && killed_after(command("killed"), random.integer(1, whole / 2))) ++kills;
+  while (kills < 8 && killed_after(command("killed"), written, random.integer(0, 3), random.integer(0, 60))) ++kills;
   EXPECT_GE(kills, 2) << "too fast to be killed";
   ASSERT_EQ(run(command("killed")).code, 0);
   EXPECT_TRUE(read_folder(folder.path("killed")) == read_folder(folder.path("whole")));
