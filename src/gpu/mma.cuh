@@ -33,7 +33,11 @@ __device__ inline void mma_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t 
 
 __device__ inline uint32_t round_to_tf32(float x) {
   uint32_t r;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm("cvt.rn.tf32.f32 %0, %1;\n" : "=r"(r) : "f"(x));  // one instruction; .rna would be three
+#else
   asm("cvt.rna.tf32.f32 %0, %1;\n" : "=r"(r) : "f"(x));
+#endif
   return r;
 }
 
@@ -191,10 +195,10 @@ struct StridedTile {
   }
 };
 
-// The same with a stride that the compiler knows, a multiple of 64.
+// The same with a stride that the compiler knows.
 template <int kDim>
 struct Tile {
-  static_assert(kDim % 64 == 0);
+  static_assert(kDim % 32 == 0);
   static constexpr int kVectors = kDim / 8;
   __nv_bfloat16* data;
 

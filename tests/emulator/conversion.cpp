@@ -164,6 +164,7 @@ Handler float_handler(const Statement& s, const std::string& to, const std::stri
   if (to == "bf16" && from == "f32" && nearest) return convert<uint16_t, float, to_bf16>;
   if (to == "f16" && from == "f32" && nearest) return convert<uint16_t, float, to_f16>;
   if (to == "tf32" && from == "f32" && s.has("rna")) return convert<float, float, to_tf32>;
+  if (to == "tf32" && from == "f32" && nearest) return convert<float, float, to_tf32_even>;
   if (to == "f32" && from == "f64" && nearest) return convert<float, double, [](double x) { return x; }>;
   if (to == "f64" && from == "f32") return convert<double, float, [](float x) { return x; }>;
   return nullptr;

@@ -156,6 +156,10 @@ TEST(Emulator, Conversions) {
   EXPECT_EQ(converted("cvt.rzi.s64.f32 %d5, %f1; shr.u64 %d5, %d5, 32; cvt.u32.u64 %r5, %d5", 0x7FC00000), 0x80000000u);
   EXPECT_EQ(converted("cvt.rn.bf16x2.f32 %r5, %f1, %f1", 0x3F808000), 0x3F803F80u);  // a tie, to even
   EXPECT_EQ(converted("cvt.rna.tf32.f32 %r5, %f1", 0x3F801000), 0x3F802000u);        // a tie, away from zero
+  EXPECT_EQ(converted("cvt.rn.tf32.f32 %r5, %f1", 0x3F801000), 0x3F800000u);         // a tie, to even
+  EXPECT_EQ(converted("cvt.rn.tf32.f32 %r5, %f1", 0x3F803000), 0x3F804000u);
+  EXPECT_EQ(converted("cvt.rn.tf32.f32 %r5, %f1", 0x3F801001), 0x3F802000u);
+  EXPECT_EQ(converted("cvt.rn.tf32.f32 %r5, %f1", 0x7F7FFFFF), 0x7F800000u);
   EXPECT_EQ(converted("cvt.rn.satfinite.e4m3x2.f32 %h1, %f1, %f1; cvt.u32.u16 %r5, %h1", 0x7F800000), 0x7E7Eu);
   EXPECT_EQ(converted("cvt.sat.f32.f32 %f2, %f1; mov.b32 %r5, %f2", 0x7FC00000), 0u);
 }
