@@ -100,7 +100,7 @@ TEST(WalkCuda, EveryDimension) {
   SKIP_WITHOUT_GPU();
   Random random(1);
   for (const auto& [qk, v] :
-       {std::pair{64, 64}, {128, 64}, {64, 128}, {128, 128}, {16, 16}, {24, 72}, {96, 40}, {8, 128}})
+       {std::pair{64, 64}, {128, 64}, {64, 128}, {128, 128}, {16, 16}, {24, 72}, {96, 40}, {8, 128}, {32, 32}, {24, 8}})
     for (const int64_t length : {200, 65})
       if (fits(qk, v)) compare(random, {.qk_dim = qk, .v_dim = v, .length = length});
 }
@@ -108,19 +108,23 @@ TEST(WalkCuda, EveryDimension) {
 TEST(WalkCuda, EveryLength) {
   SKIP_WITHOUT_GPU();
   Random random(2);
-  for (const int64_t length : {1, 2, 63, 64, 65, 127, 128, 129, 700})
-    compare(random, {.qk_dim = 64, .v_dim = 64, .length = length, .states = true});
+  for (const int64_t dim : {64, 32})
+    for (const int64_t length : {1, 2, 63, 64, 65, 127, 128, 129, 700})
+      compare(random, {.qk_dim = dim, .v_dim = dim, .length = length, .states = true});
 }
 
 TEST(WalkCuda, DecaysDocumentsAndSharedHeads) {
   SKIP_WITHOUT_GPU();
   Random random(3);
   const int64_t widest = fits(128, 64) ? 128 : 64;
-  for (const double strongest : {1e-3, 1.0, 30.0})
-    compare(random, {.qk_dim = 64, .v_dim = 64, .length = 300, .strongest_decay = strongest});
+  for (const int64_t dim : {64, 32})
+    for (const double strongest : {1e-3, 1.0, 30.0})
+      compare(random, {.qk_dim = dim, .v_dim = dim, .length = 300, .strongest_decay = strongest});
   compare(random, {.qk_dim = 64, .v_dim = 64, .length = 300, .decay = false});
   for (const bool decay : {true, false})
-    compare(random, {.qk_dim = widest, .v_dim = 64, .length = 500, .decay = decay, .documents = true});
+    for (const int64_t dim : {widest, int64_t{32}})
+      compare(random,
+              {.qk_dim = dim, .v_dim = std::min<int64_t>(dim, 64), .length = 500, .decay = decay, .documents = true});
   compare(random, {.qk_dim = widest, .v_dim = 64, .length = 150, .q_heads = 1, .k_heads = 1});
   compare(random, {.qk_dim = 64, .v_dim = 64, .length = 150, .k_heads = 2, .v_heads = 2});
 }
