@@ -44,8 +44,8 @@ enum class Norm : uint8_t { none, sum };
 // parallel: tiles of the score matrix, quadratic time. chunked: linear time, for scores with a state. reference: in
 // double precision on the CPU, slow. automatic: the faster of the first two; on a GPU calls with states are chunked.
 enum class Form : uint8_t { automatic, parallel, chunked, reference };
-// Of the products on a GPU. automatic: bf16 for bf16 inputs, tf32x3 for f32, tf32 for f16, and f32 where dimensions are
-// no multiples of 8 or larger than 128. The CPU computes in f32.
+// Of the products on a GPU. automatic: bf16 for bf16 inputs, tf32x3 for f32, tf32 for f16, and f32 for dimensions above
+// 128 on devices where a block has less than 161 KB of shared memory. The CPU computes in f32.
 enum class Precision : uint8_t { automatic, bf16, tf32, tf32x3, f32 };
 
 struct MixerSpec {

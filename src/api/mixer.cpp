@@ -483,7 +483,7 @@ MixerCost mixer_cost(const MixerSpec& spec, const MixerSizes& sizes, const Mixer
   if (f16) computed.dtype = ops::external(computed_dtype(internal(kOperation, options)));
   const KeepCurrentDevice keep(internal(sizes.device));
   Call call = call_of(kOperation, counted, inputs_without_memory(counted, computed), without_state);
-  if (f16) call.options = computed_options(call.options, call.shape);
+  if (f16) call.options = computed_options(call.options, call.shape, call.device());
   require(!states || call.shape.state_rows > 0, "{}: there is no state of constant size for {} and dimension {}",
           kOperation, to_string(call.spec), call.shape.qk_dim);
   const std::vector<Segment> segments =

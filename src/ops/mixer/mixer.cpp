@@ -158,12 +158,13 @@ MixerInputs in_dtype(MixerInputs in, DType dtype) {
 DType computed_dtype(const MixerOptions& options) {
   return options.precision == MixerPrecision::bf16 ? DType::bf16 : DType::f32;
 }
-MixerOptions computed_options(MixerOptions options, const MixerShape& shape) {
-  const auto has_tiles = [](int64_t dim) { return dim % 8 == 0 && dim <= 128; };
-  if (options.precision == MixerPrecision::bf16)
-    options.precision = MixerPrecision::automatic;
-  else if (options.precision == MixerPrecision::automatic && has_tiles(shape.qk_dim) && has_tiles(shape.v_dim))
+MixerOptions computed_options(MixerOptions options, [[maybe_unused]] const MixerShape& shape,
+                              [[maybe_unused]] Device device) {
+  if (options.precision == MixerPrecision::bf16) options.precision = MixerPrecision::automatic;
+#ifdef FURIOUS_CUDA
+  else if (options.precision == MixerPrecision::automatic && cuda::has_tiles(shape, device))
     options.precision = MixerPrecision::tf32;
+#endif
   return options;
 }
 
@@ -334,7 +335,8 @@ MixerResult mixer_forward(const MixerSpec& spec, const MixerInputs& inputs, cons
 #endif
     MixerResult computed_into = into;
     computed_into.out = {};
-    MixerResult result = mixer_forward(spec, in_dtype(inputs, dtype), computed_options(options, shape), computed_into);
+    MixerResult result =
+        mixer_forward(spec, in_dtype(inputs, dtype), computed_options(options, shape, device), computed_into);
     if (into.out) copy(into.out, result.out);
     result.out = into.out ? into.out : to_dtype(result.out, DType::f16);
     return result;
@@ -443,9 +445,9 @@ MixerGradients mixer_backward(const MixerSpec& spec, const MixerInputs& inputs, 
     const DType dtype = computed_dtype(options);
     MixerResult computed = result;
     computed.out = to_dtype(result.out, dtype);
-    const MixerGradients wide =
-        mixer_backward(spec, in_dtype(inputs, dtype), computed, to_dtype(out_gradient, dtype), final_state_gradient,
-                       computed_options(options, shape), {{}, {}, {}, gradients.log_decay, gradients.initial_state});
+    const MixerGradients wide = mixer_backward(spec, in_dtype(inputs, dtype), computed, to_dtype(out_gradient, dtype),
+                                               final_state_gradient, computed_options(options, shape, device),
+                                               {{}, {}, {}, gradients.log_decay, gradients.initial_state});
     copy(gradients.q, wide.q);
     copy(gradients.k, wide.k);
     copy(gradients.v, wide.v);

@@ -35,9 +35,9 @@ enum class Norm : uint8_t { none, sum };
 enum class Form : uint8_t { automatic, parallel, chunked, reference };
 // What the products inside the mixer (scores, weighted sums and those of their gradients) are computed in, on a GPU.
 // Sums, decays and normalizers are f32 in any case. automatic: bf16 for bf16 inputs, tf32x3 for f32, tf32 for f16, and
-// f32 where dimensions are no multiples of 8 or larger than 128. The inputs keep their dtype: bf16 inputs are widened
-// for the others, f32 inputs are rounded for bf16. Products with the states of the chunked form are at least those of
-// TF32, but for bf16 inputs with automatic precision. A CPU computes in f32 only.
+// f32 for dimensions above 128 where a block has less than 161 KB of shared memory. The inputs keep their dtype: bf16
+// inputs are widened for the others, f32 inputs are rounded for bf16. Products with the states of the chunked form are
+// at least those of TF32, but for bf16 inputs with automatic precision. A CPU computes in f32 only.
 enum class MixerPrecision : uint8_t { automatic, bf16, tf32, tf32x3, f32 };
 
 inline constexpr int64_t kSmallestDim = 8;  // of a head's queries, keys and values

@@ -20,7 +20,7 @@ struct MixerCall {
 // A GPU computes f16 as f32 with products in TF32, which has as many bits of a mantissa and does not overflow; as bf16
 // with precision bf16. These are the dtype and the options that it then computes with.
 DType computed_dtype(const MixerOptions& options);
-MixerOptions computed_options(MixerOptions options, const MixerShape& shape);
+MixerOptions computed_options(MixerOptions options, const MixerShape& shape, Device device);
 
 }  // namespace furious
 
@@ -34,6 +34,9 @@ void mixer_backward(const MixerCall& call, const Tensor& out_gradient, const Ten
 }  // namespace furious::cpu
 
 namespace furious::cuda {
+
+// Whether f32 inputs of this shape can be computed in other precisions than f32.
+bool has_tiles(const MixerShape& shape, Device device);
 
 // The faster form for a call without states.
 Form choose_form(const MixerCall& call);

@@ -186,7 +186,7 @@ TEST(MixerFirstQueryCuda, EverySetOfKernelsHasTheRowsOfTheOracle) {
 }
 #endif
 
-// Other dimensions, scores and f32: tiles, and where those do not fit the simple kernels.
+// Other dimensions, scores and f32.
 TEST(MixerFirstQueryCuda, AnyShape) {
   SKIP_WITHOUT_GPU();
   Random random(6);
@@ -197,7 +197,7 @@ TEST(MixerFirstQueryCuda, AnyShape) {
       const int64_t length = c.inputs.q.size(1), first = random.integer(0, length - 1);
       SCOPED_TRACE(fmt::format("{}, from query {}", describe(c), first));
       const MixerResult result = mixer_forward(spec, from_query(on_gpu(c.inputs), first), {.form = Form::parallel});
-      EXPECT_EQ(result.kernel, dim % 8 == 0 ? "tiles" : "simple");
+      EXPECT_EQ(result.kernel, "tiles");
       expect_rows(result, all, first, tolerance(DType::f32));
     }
   }

@@ -67,6 +67,11 @@ struct ExactSum {
     rest += (sum - (total - added)) + (x - added);
     sum = total;
   }
+  __device__ void scale(float factor) {
+    const double x = value() * static_cast<double>(factor);
+    sum = static_cast<float>(x);
+    rest = static_cast<float>(x - static_cast<double>(sum));
+  }
   __device__ double value() const { return static_cast<double>(sum) + static_cast<double>(rest); }
 };
 

@@ -264,8 +264,8 @@ Kernels choose_kernels(std::string_view operation, const MixerCall& call) {
   require(
       precision == MixerPrecision::automatic || precision == MixerPrecision::f32,
       "{}: argument \"precision\" is {}, but heads of {} (queries and keys) and {} (values) are computed in f32 only; "
-      "use auto or f32, or dimensions that are multiples of 8 up to {}",
-      operation, name_of(precision), call.shape.qk_dim, call.shape.v_dim, kLargestTileDim);
+      "use auto or f32, or dimensions of at most {}",
+      operation, name_of(precision), call.shape.qk_dim, call.shape.v_dim, largest_tile_dim(call.inputs.q.device()));
   return Kernels::simple;
 }
 
@@ -317,7 +317,7 @@ void warn_where_slow(const MixerCall& call) {
   if (pairs <= kFewPairs || !forced_kernel().empty()) return;
   const MixerInputs& in = call.inputs;
   if (in.q.dtype() == DType::f16) {
-    const bool tf32 = computed_options({}, shape).precision == MixerPrecision::tf32;
+    const bool tf32 = computed_options({}, shape, in.q.device()).precision == MixerPrecision::tf32;
     if (call.precision == MixerPrecision::automatic)
       warn_once("mixer: f16",
                 fmt::format("mixer: f16 inputs are copied to f32 and computed in {}, several times as slowly as bf16; "
@@ -334,9 +334,9 @@ void warn_where_slow(const MixerCall& call) {
   const std::string dims = fmt::format("heads of {} (queries and keys) and {} (values)", shape.qk_dim, shape.v_dim);
   if (kernels == Kernels::simple)
     warn_once("mixer: simple",
-              fmt::format("mixer: {} in {} are computed without tensor cores, many times as slowly; use {}dimensions "
-                          "that are multiples of 8 up to {}",
-                          dims, dtype, bf16 ? "" : "bf16 tensors with precision auto, or ", kLargestTileDim));
+              fmt::format("mixer: {} in {} are computed without tensor cores, many times as slowly; use dimensions of "
+                          "at most {}, or bf16 tensors with precision auto",
+                          dims, dtype, largest_tile_dim(in.q.device())));
   std::vector<std::string> remedies;
   if (odd) remedies.emplace_back("dimensions that are multiples of 8");
   if (!odd && bf16 && !wide) remedies.emplace_back("rows of q, k and v that begin at multiples of 16 bytes");

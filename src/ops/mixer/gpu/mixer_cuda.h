@@ -34,8 +34,9 @@ TokenTables token_tables(const MixerCall& call);
 struct HeadGradients {
   Tensor q, k, v;  // [batch, length, heads, dim]
   // f64 [batch, heads, length]: the part of dA that queries give, and that which keys give. Under the sum norm the
-  // first is zero but for rounding. It is defined (and rounding of a pair cancels in da, where t does not lie between
-  // its tokens) where kernels sum over pairs in both; kernels that round pairs to bf16 differently for each have none.
+  // first is zero but for rounding. It is defined (and but for rounding in f32 a pair cancels in da, where t does not
+  // lie between its tokens) where kernels sum over pairs in both; kernels that round pairs to bf16 differently for each
+  // have none.
   Tensor row_decay, key_decay;
 };
 
@@ -51,9 +52,8 @@ bool rows_are_wide(const Tensor& x);
 // The precision of the call's products: the requested one, or that of the inputs.
 MixerPrecision product_precision(const MixerCall& call);
 
-// Any spec and dtype, products in product_precision(call); dimensions up to this that are multiples of 8. `past` as
-// above.
-inline constexpr int64_t kLargestTileDim = 128;
+// Any spec and dtype, products in product_precision(call); dimensions up to largest_tile_dim(). `past` as above.
+int64_t largest_tile_dim(Device device);  // 256, or 128 where a block has less than 161 KB of shared memory
 bool tiles_support(const MixerCall& call);
 void tiles_forward(const MixerCall& call, const TokenTables& tables, const Tensor& past);
 void tiles_backward(const MixerCall& call, const TokenTables& tables, const Tensor& out_gradient,

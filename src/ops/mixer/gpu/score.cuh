@@ -8,6 +8,9 @@
 
 namespace furious::cuda {
 
+// What kernels know of a score when they are compiled. A squared one has no decay that grows.
+enum class ScoreKind : uint8_t { exponential, polynomial, squared };
+
 struct ScoreFunction {
   float value[kLargestDegree + 1], slope[kLargestDegree];  // of the polynomial and its derivative
   float scale;
@@ -39,14 +42,33 @@ struct ScoreFunction {
     float w, slope;  // the weight of the pair, and its derivative to x
   };
   // `shift`: what was taken from exponents in the forward pass.
-  template <bool kExponential>
+  template <ScoreKind kKind>
   __device__ Weight weight(float x, float decay, float shift) const {
-    if constexpr (kExponential) {
+    if constexpr (kKind == ScoreKind::exponential) {
       const float w = fast_exp2((exponent(x, decay) - shift) * kLog2e);
       return {w, scale * x < largest_score ? scale * w : 0.0f};
+    } else if constexpr (kKind == ScoreKind::squared) {
+      const float d = decay_factor(decay) * value[2] * x;
+      return {d * x, 2 * d};
+    } else {
+      const float d = decay_factor(decay);
+      return {polynomial(x) * d, derivative(x) * d};
     }
-    const float d = decay_factor(decay);
-    return {polynomial(x) * d, derivative(x) * d};
+  }
+  // The same with a factor that holds the decay and token_constant(), and a slope without slope_constant(): what is
+  // left to multiply per pair.
+  template <ScoreKind kKind>
+  __device__ Weight plain_weight(float x, float factor) const {
+    if constexpr (kKind == ScoreKind::squared) return {factor * x * x, factor * x};
+    return {polynomial(x) * factor, derivative(x) * factor};
+  }
+  template <ScoreKind kKind>
+  __device__ float token_constant() const {
+    return kKind == ScoreKind::squared ? value[2] : 1.0f;
+  }
+  template <ScoreKind kKind>
+  static constexpr __device__ float slope_constant() {
+    return kKind == ScoreKind::squared ? 2.0f : 1.0f;
   }
 };
 

@@ -1,16 +1,20 @@
 // The building blocks of the general kernels of the parallel form ("tiles"): any score and decay, f32 or bf16 inputs,
-// heads of up to 128, and products in any MixerPrecision. tiles_forward_cuda.cu and tiles_backward_cuda.cu are made of
-// them.
+// heads of up to 256, and products in any MixerPrecision. The kernels of tiles_*_cuda.cu are made of them.
 //
 // A block of four warps owns kRows rows (queries, or keys for dk and dv) and walks over tiles of kTile rows of the
 // other side. All operands of products lie in shared memory, f32 or bf16 as the product reads them. A product is one of
 // two kinds: `scores` contracts over a head's dimension (q·k, g·v), `sums` over the rows of the walked tile (w·v, dS·k,
-// …), with the weights still in the registers that `scores` left them in. Decay takes one exponential per pair of
-// tokens.
+// …), with the weights still in the registers that `scores` left them in.
+//
+// Far tiles are those that lie before all queries of the block, or behind all keys of the block. There a decay that
+// does not grow is a product of two factors of at most 1: with r the first of these queries, or the last of these keys,
+// exp(A_i − A_j) = exp(A_i − A_r)·exp(A_r − A_j). That of the walked token is made once for all rows; that of the
+// block's row, and what else is constant, multiplies its sums once, when the far tiles are done. So far tiles come
+// first. Elsewhere, and for exponentials, decay takes an exponential per pair of tokens.
 //
 // In registers every product has the layout of mma.sync: with g = lane/4 and t = lane%4, element e of an 8-column block
 // is row g + 8·(e/2), column 2t + e%2. Contractions may visit their index in any order as long as both operands agree;
-// the f32 tiles use that to read 16 bytes at a time and to need no shuffles between `scores` and `sums`.
+// `sums` over f32 tiles use that to need no shuffles behind `scores`.
 #pragma once
 
 #include "gpu/mma.cuh"
@@ -23,23 +27,27 @@ namespace furious::cuda::tiles {
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
 
-// kDim: the larger of the two dimensions of a head, rounded up to 64 or 128.
+// kDim: the larger of the two dimensions of a head, rounded up to 64, 128 or 256.
 template <int kDim>
 struct Layout {
-  static constexpr int kM = 128 / kDim;  // blocks of 16 rows per warp: as many as registers hold
+  static constexpr int kM = kDim == 64 ? 2 : 1;  // blocks of 16 rows per warp: as many as registers hold
   static constexpr int kWarpRows = 16 * kM;
   static constexpr int kRows = kWarps * kWarpRows;
-  static constexpr int kTile = kDim == 64 ? 64 : 32;
-  static constexpr int kGroup = 32;  // rows of a tile whose scores are in registers at a time
+  static constexpr int kTile = kDim == 64 ? 64 : kDim == 128 ? 32 : 16;
+  static constexpr int kGroup = kTile < 32 ? kTile : 32;  // rows of a tile whose scores are in registers at a time
+  // Of shared memory, for the two tensors of the block's rows and of the walked tile, and what is known of the latter.
+  static constexpr int kMostBytes = 2 * (kRows + kTile) * kDim * 4 + 32 * kTile;
 };
 
 __device__ inline int lane_index() {
   return static_cast<int>(threadIdx.x) % 32;
 }
 
-// A tensor [batch, length, heads or a divisor, dim] of f32 or bf16. `wide`: every row is aligned to 16 bytes.
+// A tensor [batch, length, heads or a divisor, dim] of f32 or bf16. `wide`: every row is aligned to 16 bytes, and its
+// dimension is a multiple of 8.
 struct TokenRows {
   Heads<char> heads;  // strides in bytes
+  int dim;
   bool bf16, wide;
 };
 
@@ -64,7 +72,7 @@ struct HeadRows {
         }
       } else {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) x[i] = to_float(from[i]);
+        for (int i = 0; i < 8; ++i) x[i] = column + i < tensor.dim ? to_float(from[i]) : 0.0f;
       }
     } else {
       const float* const from = reinterpret_cast<const float*>(row) + column;
@@ -75,7 +83,7 @@ struct HeadRows {
         x[4] = second.x, x[5] = second.y, x[6] = second.z, x[7] = second.w;
       } else {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) x[i] = from[i];
+        for (int i = 0; i < 8; ++i) x[i] = column + i < tensor.dim ? from[i] : 0.0f;
       }
     }
   }
@@ -88,7 +96,8 @@ struct HeadRows {
       __nv_bfloat16* const to = reinterpret_cast<__nv_bfloat16*>(row) + column;
       if (!tensor.wide) {
 #pragma unroll
-        for (int i = 0; i < kRun; ++i) to[i] = from_float<__nv_bfloat16>(x[i]);
+        for (int i = 0; i < kRun; ++i)
+          if (column + i < tensor.dim) to[i] = from_float<__nv_bfloat16>(x[i]);
       } else if constexpr (kRun == 2) {
         *reinterpret_cast<uint32_t*>(to) = pack(x[0], x[1]);
       } else {
@@ -99,7 +108,8 @@ struct HeadRows {
       float* const to = reinterpret_cast<float*>(row) + column;
       if (!tensor.wide) {
 #pragma unroll
-        for (int i = 0; i < kRun; ++i) to[i] = x[i];
+        for (int i = 0; i < kRun; ++i)
+          if (column + i < tensor.dim) to[i] = x[i];
       } else if constexpr (kRun == 2) {
         *reinterpret_cast<float2*>(to) = make_float2(x[0], x[1]);
       } else {
@@ -114,8 +124,9 @@ inline TokenRows token_rows(const Tensor& x, int64_t heads) {
   const int64_t size = x.dtype() == DType::bf16 ? 2 : 4;
   const Heads<char> rows{static_cast<char*>(x.raw()), x.stride(0) * size, x.stride(1) * size, x.stride(2) * size,
                          static_cast<int>(heads / x.size(2))};
-  const bool wide = (rows.batch | rows.token | rows.head | reinterpret_cast<int64_t>(x.raw())) % 16 == 0;
-  return {rows, x.dtype() == DType::bf16, wide};
+  const bool wide =
+      x.size(3) % 8 == 0 && (rows.batch | rows.token | rows.head | reinterpret_cast<int64_t>(x.raw())) % 16 == 0;
+  return {rows, static_cast<int>(x.size(3)), x.dtype() == DType::bf16, wide};
 }
 
 struct Call {
@@ -143,6 +154,8 @@ struct LogDecay {
   float high, low;
 
   __device__ float minus(const LogDecay& other) const { return (high - other.high) + (low - other.low); }
+  // exp of it times `sign`. It is a factor of many pairs, so it is exact to f32 however small.
+  __device__ float factor(float sign) const { return expf(sign * high) * fmaf(sign, low, 1.0f); }
 };
 __device__ inline LogDecay log_decay(double a) {
   const float high = static_cast<float>(a);
@@ -150,8 +163,8 @@ __device__ inline LogDecay log_decay(double a) {
 }
 
 // Rows of kDim f32 in shared memory, in vectors of 16 bytes. Vector p of row r lies at place p ^ s(r % 8) within its
-// group of 8 vectors; s is such that the reads of `scores` (rows g, vectors t) and of `sums` (rows 2t or 2t + 1,
-// vectors g) have no bank conflicts.
+// group of 8 vectors; s is such that the reads of `scores` (a vector of 8 rows, or rows g and vectors t) and of `sums`
+// (rows 2t or 2t + 1, vectors g) have no bank conflicts.
 template <int kDim, bool kRounded>
 struct WideTile {
   static constexpr int kElementBytes = 4;
@@ -168,6 +181,16 @@ struct WideTile {
     for (int i = 0; i < 8; ++i) y[i] = kRounded ? __uint_as_float(round_to_tf32(x[i])) : x[i];
     *at(row & ~7, row & 7, 2 * eight) = make_float4(y[0], y[1], y[2], y[3]);
     *at(row & ~7, row & 7, 2 * eight + 1) = make_float4(y[4], y[5], y[6], y[7]);
+  }
+  // For mma_tf32, already in its order, which spares moving registers: A of rows [row, row+16) and columns [8·step,
+  // +8); B, transposed, of rows [row, row+8) and columns [16·step, +16), r0 and r1 of the first eight.
+  __device__ void a_fragment(uint32_t (&r)[4], int row, int step) const {
+    const int lane = lane_index();
+    load_matrices(r, at(row + lane / 8 % 2 * 8, lane % 8, 2 * step + lane / 16));
+  }
+  __device__ void b_fragments(uint32_t (&r)[4], int row, int step) const {
+    const int lane = lane_index();
+    load_matrices(r, at(row, lane % 8, 4 * step + lane / 8));
   }
 };
 
@@ -196,9 +219,55 @@ __device__ void load_tile(const Shared& tile, const HeadRows& from, int row0, in
   }
 }
 
+// What is known of the tokens of a walked tile: their log-decay, or in far tiles their factors.
+template <int kTile>
+union TokenDecays {
+  LogDecay local[kTile];
+  float factor[kTile];
+};
+
+// The keys that a block of queries from row0 on walks over.
+template <class L>
+struct KeyWalk {
+  const double* decay;  // A of the head; null without
+  const int* starts;    // of this row of the batch; null without documents
+  double reference;     // A of row0
+  HeadRows k, v;
+  int first_tile, last_tile;
+
+  __device__ KeyWalk(const Call& m, int row0)
+      : decay(m.decay ? m.decay + (static_cast<int64_t>(blockIdx.z) * m.heads + blockIdx.y) * m.length : nullptr),
+        starts(m.starts ? m.starts + static_cast<int64_t>(blockIdx.z) * m.length : nullptr),
+        reference(decay ? decay[row0] : 0.0),
+        k(m.k, blockIdx.z, blockIdx.y),
+        v(m.v, blockIdx.z, blockIdx.y),
+        first_tile((starts ? starts[row0] : 0) / L::kTile),
+        last_tile((min(row0 + L::kRows, m.length) - 1) / L::kTile) {
+    if (!decay || !m.may_erase) return;
+    first_tile += count_erased<kThreads>(row0 / L::kTile - first_tile, [&](int i) {
+      return reference - decay[(first_tile + i) * L::kTile + L::kTile - 1] < kErased;
+    });
+  }
+  __device__ LogDecay local(int token) const { return log_decay(decay ? decay[token] - reference : 0.0); }
+
+  // By all threads; a barrier has to come before and after.
+  template <ScoreKind kKind, int kDim, class Operand>
+  __device__ void load(const Operand& keys, const Operand& values, TokenDecays<L::kTile>& decays, const Call& m,
+                       int tile0, bool far) const {
+    load_tile<L::kTile, kDim>(keys, k, tile0, m.length, m.qk_dim);
+    load_tile<L::kTile, kDim>(values, v, tile0, m.length, m.v_dim);
+    if (threadIdx.x >= L::kTile) return;
+    const LogDecay own = local(min(tile0 + static_cast<int>(threadIdx.x), m.length - 1));
+    if (far)
+      decays.factor[threadIdx.x] = own.factor(-1) * m.f.token_constant<kKind>();
+    else
+      decays.local[threadIdx.x] = own;
+  }
+};
+
 // The products. `scores` adds to s[m][n] the products of rows [row_a, +16·kM) of a and rows [row_b, +8·kN) of b over
-// the first 32·`steps` columns. `sums` adds to acc the products of the weights p with rows [row_b, +8·kN) of b, over 64
-// or, where `all`, 128 columns. `element` is what acc holds at place i of run r of a row, from column `column(r)` on.
+// the first 32·`steps` columns. `sums` adds to acc the products of the weights p with rows [row_b, +8·kN) of b, in the
+// first 64·`panels` columns. `element` is what acc holds at place i of run r of a row, from column `column(r)` on.
 template <MixerPrecision kPrecision, int kDim>
 struct Product;
 
@@ -216,11 +285,12 @@ struct Product<MixerPrecision::bf16, kDim> {
     add_products(s, a, row_a, b, row_b, 2 * steps);
   }
 
-  template <int kM, int kN>
+  template <int kPanel = 0, int kM, int kN>
   static __device__ void sums(float (&acc)[kM][kDim / 8][4], const float (&p)[kM][kN][4], const Operand& b, int row_b,
-                              bool all) {
-    add_weighted_rows<0, 4>(acc, p, b, row_b);
-    if (all) add_weighted_rows<4, kDim / 16>(acc, p, b, row_b);
+                              int panels) {
+    if (kPanel > 0 && kPanel >= panels) return;
+    add_weighted_rows<4 * kPanel, 4 * kPanel + 4>(acc, p, b, row_b);
+    if constexpr (kPanel + 1 < kDim / 64) sums<kPanel + 1>(acc, p, b, row_b, panels);
   }
 };
 
@@ -242,14 +312,21 @@ template <int kDim, bool kThree>
 struct Tf32Product : WideProduct<kDim, !kThree> {
   using Operand = typename WideProduct<kDim, !kThree>::Operand;
 
-  // Operands of a single tf32 are rounded when they enter shared memory; weights are rounded by the caller.
+  // Operands of a single tf32 are rounded when they enter shared memory.
   template <int kCount>
   struct Factor {
     uint32_t big[kCount], small[kThree ? kCount : 1];
 
     __device__ void set(int i, float x) {
-      big[i] = kThree ? round_to_tf32(x) : __float_as_uint(x);
+      big[i] = round_to_tf32(x);
       if constexpr (kThree) small[i] = round_to_tf32(x - __uint_as_float(big[i]));
+    }
+    // Operands from shared memory, as they lie there.
+    __device__ void set_operand(int i, uint32_t x) {
+      if constexpr (kThree)
+        set(i, __uint_as_float(x));
+      else
+        big[i] = x;
     }
   };
   static __device__ void multiply(float (&d)[4], const Factor<4>& a, const Factor<2>& b) {
@@ -260,35 +337,28 @@ struct Tf32Product : WideProduct<kDim, !kThree> {
     mma_tf32(d, a.big, b.big[0], b.big[1]);
   }
 
-  // 16 columns at a time: of 4t … 4t + 3 that a lane reads, the first product takes the first two as its columns t and
-  // t + 4, the second the others.
   template <int kM, int kN>
   static __device__ void scores(float (&s)[kM][kN][4], const Operand& a, int row_a, const Operand& b, int row_b,
                                 int steps) {
-    const int g = lane_index() / 4, t = lane_index() % 4;
 #pragma unroll(kThree ? 1 : 2)
-    for (int step = 0; step < 2 * steps; ++step) {
+    for (int step = 0; step < 2 * steps; ++step) {  // 16 columns at a time
       Factor<4> x[kM][2];
 #pragma unroll
-      for (int m = 0; m < kM; ++m) {
-        const float4 upper = *a.at(row_a + m * 16, g, 4 * step + t), lower = *a.at(row_a + m * 16 + 8, g, 4 * step + t);
-        x[m][0].set(0, upper.x);
-        x[m][0].set(1, lower.x);
-        x[m][0].set(2, upper.y);
-        x[m][0].set(3, lower.y);
-        x[m][1].set(0, upper.z);
-        x[m][1].set(1, lower.z);
-        x[m][1].set(2, upper.w);
-        x[m][1].set(3, lower.w);
-      }
+      for (int m = 0; m < kM; ++m)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          uint32_t r[4];
+          a.a_fragment(r, row_a + m * 16, 2 * step + i);
+#pragma unroll
+          for (int e = 0; e < 4; ++e) x[m][i].set_operand(e, r[e]);
+        }
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
-        const float4 four = *b.at(row_b + n * 8, g, 4 * step + t);
+        uint32_t r[4];
+        b.b_fragments(r, row_b + n * 8, step);
         Factor<2> y[2];
-        y[0].set(0, four.x);
-        y[0].set(1, four.y);
-        y[1].set(0, four.z);
-        y[1].set(1, four.w);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) y[i / 2].set_operand(i % 2, r[i]);
 #pragma unroll
         for (int i = 0; i < 2; ++i)
 #pragma unroll
@@ -300,27 +370,25 @@ struct Tf32Product : WideProduct<kDim, !kThree> {
   // Of 8 rows of b, row 2t takes part as row t and row 2t + 1 as row t + 4: that is how the weights lie.
   template <int kM, int kN>
   static __device__ void sums(float (&acc)[kM][kDim / 8][4], const float (&p)[kM][kN][4], const Operand& b, int row_b,
-                              bool all) {
+                              int panels) {
     const int g = lane_index() / 4, t = lane_index() % 4;
 #pragma unroll
-    for (int half = 0; half < kDim / 64; ++half) {
-      if (half > 0 && !all) break;
+    for (int panel = 0; panel < kDim / 64; ++panel) {
+      if (panel > 0 && panel >= panels) break;
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
         Factor<4> x[kM];
 #pragma unroll
         for (int m = 0; m < kM; ++m)
 #pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            const float w = p[m][n][e];
-            x[m].set(e % 2 * 2 + e / 2, kThree ? w : __uint_as_float(round_to_tf32(w)));
-          }
+          for (int e = 0; e < 4; ++e) x[m].set(e % 2 * 2 + e / 2, p[m][n][e]);
 #pragma unroll
-        for (int i = half * 2; i < half * 2 + 2; ++i) {
+        for (int i = panel * 2; i < panel * 2 + 2; ++i) {
           const float4 even = *b.at(row_b + n * 8, 2 * t, i * 8 + g), odd = *b.at(row_b + n * 8, 2 * t + 1, i * 8 + g);
           const float evens[4] = {even.x, even.y, even.z, even.w}, odds[4] = {odd.x, odd.y, odd.z, odd.w};
 #pragma unroll
           for (int c = 0; c < 4; ++c) {
+            // A single tf32 is rounded already. Doing it again costs no more than moving it to a neighbouring register.
             Factor<2> y;
             y.set(0, evens[c]);
             y.set(1, odds[c]);
@@ -376,11 +444,11 @@ struct Product<MixerPrecision::f32, kDim> : WideProduct<kDim, false> {
   // The weights of a row lie with the four lanes that share it.
   template <int kM, int kN>
   static __device__ void sums(float (&acc)[kM][kDim / 8][4], const float (&p)[kM][kN][4], const Operand& b, int row_b,
-                              bool all) {
+                              int panels) {
     const int t = lane_index() % 4;
 #pragma unroll
-    for (int half = 0; half < kDim / 64; ++half) {
-      if (half > 0 && !all) break;
+    for (int panel = 0; panel < kDim / 64; ++panel) {
+      if (panel > 0 && panel >= panels) break;
 #pragma unroll
       for (int n = 0; n < kN; ++n)
 #pragma unroll
@@ -393,7 +461,7 @@ struct Product<MixerPrecision::f32, kDim> : WideProduct<kDim, false> {
 #pragma unroll
               for (int u = 0; u < 2; ++u) w[m][u] = __shfl_sync(0xFFFFFFFFu, p[m][n][2 * u + c], owner, 4);
 #pragma unroll
-            for (int i = half * 2; i < half * 2 + 2; ++i)
+            for (int i = panel * 2; i < panel * 2 + 2; ++i)
 #pragma unroll
               for (int e = 0; e < 2; ++e) {
                 const float4 y = *b.at(row_b + n * 8, 2 * owner + c, i * 8 + 2 * t + e);
@@ -412,7 +480,17 @@ struct Product<MixerPrecision::f32, kDim> : WideProduct<kDim, false> {
   }
 };
 
-// Row u of a lane (g or g + 8) of an accumulator, times a factor.
+// Multiplies row u of a lane (g or g + 8) of an accumulator.
+template <int kBlocks>
+__device__ void scale_row(float (&acc)[kBlocks][4], int u, float factor) {
+#pragma unroll
+  for (int d = 0; d < kBlocks; ++d) {
+    acc[d][2 * u] *= factor;
+    acc[d][2 * u + 1] *= factor;
+  }
+}
+
+// Writes such a row, times a factor.
 template <class P, int kBlocks>
 __device__ void store_row(const HeadRows& to, int token, int dim, float (&acc)[kBlocks][4], int u, float factor) {
 #pragma unroll
@@ -430,20 +508,27 @@ Call call_of(const MixerCall& call, const TokenTables& tables);
 template <MixerPrecision kPrecision>
 using PrecisionConstant = std::integral_constant<MixerPrecision, kPrecision>;
 
-// Calls f with the precision of the call, the padded dimension and whether the score is exponential, as constants.
+// Calls f with the precision of the call, the padded dimension and what is known of the score, as constants.
 template <class F>
 void with_constants(const MixerCall& call, F&& f) {
-  const auto with_score = [&](auto precision, auto dim) {
-    if (call.spec.score == Score::exponential)
-      f(precision, dim, std::true_type());
-    else
-      f(precision, dim, std::false_type());
+  const auto with_score = [&]<MixerPrecision kPrecision>(PrecisionConstant<kPrecision> precision, auto dim) {
+    constexpr bool kTf32 = kPrecision == MixerPrecision::tf32 || kPrecision == MixerPrecision::tf32x3;
+    const auto with_kind = [&]<ScoreKind kKind>() { f(precision, dim, std::integral_constant<ScoreKind, kKind>()); };
+    if (call.spec.score == Score::exponential) return with_kind.template operator()<ScoreKind::exponential>();
+    if constexpr (kTf32) {  // for others it would save little
+      if (call.spec.score == Score::squared && !call.spec.signed_decay)
+        return with_kind.template operator()<ScoreKind::squared>();
+    }
+    with_kind.template operator()<ScoreKind::polynomial>();
   };
   const auto with_dim = [&](auto precision) {
-    if (std::max(call.shape.qk_dim, call.shape.v_dim) <= 64)
+    const int64_t dim = std::max(call.shape.qk_dim, call.shape.v_dim);
+    if (dim <= 64)
       with_score(precision, std::integral_constant<int, 64>());
-    else
+    else if (dim <= 128)
       with_score(precision, std::integral_constant<int, 128>());
+    else
+      with_score(precision, std::integral_constant<int, 256>());
   };
   switch (product_precision(call)) {
     case MixerPrecision::bf16:

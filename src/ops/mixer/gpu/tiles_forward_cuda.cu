@@ -1,4 +1,5 @@
 // The parallel form in tiles, forward. A block owns some queries of one head and walks over tiles of keys.
+#include "gpu/device.h"
 #include "ops/mixer/gpu/tiles.cuh"
 
 namespace furious::cuda {
@@ -16,6 +17,7 @@ struct Forward : Layout<kDim> {
   static constexpr int kGroup = kLong ? Base::kTile : Base::kGroup;
   static constexpr int kBytes = (Base::kRows + 2 * Base::kTile) * kDim * Operand::kElementBytes +
                                 Base::kTile * static_cast<int>(sizeof(LogDecay));
+  static_assert(kBytes <= Base::kMostBytes);
 };
 
 // What the forward pass knows of a row of the lane, and its sums.
@@ -26,7 +28,7 @@ struct Row {
 };
 
 // Scores become weights, or the logarithms of exponential ones. `locals` are those of the group's keys.
-template <bool kExponential, int kM, int kN>
+template <ScoreKind kKind, int kM, int kN>
 __device__ void weigh(float (&s)[kM][kN][4], const Call& m, const Row (&rows)[kM][2], const LogDecay* locals) {
 #pragma unroll
   for (int n = 0; n < kN; ++n)
@@ -39,15 +41,32 @@ __device__ void weigh(float (&s)[kM][kN][4], const Call& m, const Row (&rows)[kM
         for (int u = 0; u < 2; ++u) {
           float& x = s[mt][n][2 * u + c];
           const float decay = rows[mt][u].local.minus(local);
-          x = kExponential ? m.f.exponent(x, decay) : m.f.polynomial(x) * m.f.decay_factor(decay);
+          if constexpr (kKind == ScoreKind::exponential)
+            x = m.f.exponent(x, decay);
+          else
+            x = m.f.weight<kKind>(x, decay, 0).w;
         }
     }
 }
 
+// The same in a far tile, without the factors of rows; `factors` are those of the group's keys.
+template <ScoreKind kKind, int kM, int kN>
+__device__ void weigh_far(float (&s)[kM][kN][4], const Call& m, const float* factors) {
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+    const float2 factor = *reinterpret_cast<const float2*>(factors + n * 8 + lane_index() % 4 * 2);
+#pragma unroll
+    for (int mt = 0; mt < kM; ++mt)
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        s[mt][n][e] = m.f.plain_weight<kKind>(s[mt][n][e], e % 2 == 0 ? factor.x : factor.y).w;
+  }
+}
+
 // Pairs that are none; the warp's rows begin at w0, the group's keys at key0.
-template <bool kExponential, int kM, int kN>
+template <ScoreKind kKind, int kM, int kN>
 __device__ void mask(float (&s)[kM][kN][4], const Row (&rows)[kM][2], int w0, int key0) {
-  constexpr float kHidden = kExponential ? -INFINITY : 0.0f;
+  constexpr float kHidden = kKind == ScoreKind::exponential ? -INFINITY : 0.0f;
 #pragma unroll
   for (int mt = 0; mt < kM; ++mt)
 #pragma unroll
@@ -72,11 +91,7 @@ __device__ void exponentiate(float (&s)[kN][4], float (&acc)[kBlocks][4], Row& r
     const float shrink = fast_exp2((row.largest - base) * kLog2e);
     row.largest = top;
     row.sum *= shrink;
-#pragma unroll
-    for (int d = 0; d < kBlocks; ++d) {
-      acc[d][2 * u] *= shrink;
-      acc[d][2 * u + 1] *= shrink;
-    }
+    scale_row(acc, u, shrink);
   }
 #pragma unroll
   for (int n = 0; n < kN; ++n)
@@ -106,34 +121,26 @@ __device__ void finish(const Call& m, float (&acc)[kBlocks][4], const Row& own, 
   if (m.maximum) m.maximum[place] = own.largest;
 }
 
-template <MixerPrecision kPrecision, int kDim, bool kExponential>
+template <MixerPrecision kPrecision, int kDim, ScoreKind kKind>
 __global__ void __launch_bounds__(kThreads, 2) forward_kernel(const __grid_constant__ Call m) {
   using L = Forward<kPrecision, kDim>;
   using P = typename L::P;
   using Operand = typename L::Operand;
   constexpr int kM = L::kM, kN = L::kGroup / 8;
+  constexpr bool kExponential = kKind == ScoreKind::exponential;
   extern __shared__ __align__(128) unsigned char memory[];
   Operand queries, keys, values;
   queries.data = reinterpret_cast<decltype(queries.data)>(memory);
   keys.data = queries.data + L::kRows * kDim;
   values.data = keys.data + L::kTile * kDim;
-  LogDecay* const locals = reinterpret_cast<LogDecay*>(values.data + L::kTile * kDim);
+  auto& decays = *reinterpret_cast<TokenDecays<L::kTile>*>(values.data + L::kTile * kDim);
 
-  const int64_t b = blockIdx.z, h = blockIdx.y, head_row = (b * m.heads + h) * m.length;
+  const int64_t b = blockIdx.z, h = blockIdx.y;
   const int row0 = m.first + static_cast<int>(gridDim.x - 1 - blockIdx.x) * L::kRows;  // the longest work first
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = lane_index();
-  const double* const a = m.decay ? m.decay + head_row : nullptr;
-  const int* const starts = m.starts ? m.starts + b * m.length : nullptr;
-  const double reference = a ? a[row0] : 0.0;
-  const HeadRows k(m.k, b, h), v(m.v, b, h);
-  int first_tile = (starts ? starts[row0] : 0) / L::kTile;
-  if (a && m.may_erase)
-    first_tile += count_erased<kThreads>(row0 / L::kTile - first_tile, [&](int i) {
-      return reference - a[(first_tile + i) * L::kTile + L::kTile - 1] < kErased;
-    });
-  const int last_tile = (min(row0 + L::kRows, m.length) - 1) / L::kTile;
+  const KeyWalk<L> walk(m, row0);
   const int steps = (m.qk_dim + 31) / 32;
-  const bool all = m.v_dim > 64;
+  const int panels = (m.v_dim + 63) / 64;
 
   load_tile<L::kRows, kDim>(queries, HeadRows(m.q, b, h), row0 - m.first, m.length - m.first, m.qk_dim);
 
@@ -146,19 +153,26 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(const __grid_const
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
       const int row = min(w0 + mt * 16 + u * 8 + lane / 4, m.length - 1);
-      rows[mt][u] = {log_decay(a ? a[row] - reference : 0.0), starts ? starts[row] : 0, 0.0f, -INFINITY};
+      rows[mt][u] = {walk.local(row), walk.starts ? walk.starts[row] : 0, 0.0f, -INFINITY};
     }
-  const int latest_start = starts ? starts[min(w_last, m.length - 1)] : 0;
+  const int latest_start = walk.starts ? walk.starts[min(w_last, m.length - 1)] : 0;
+  bool far = !kExponential && m.may_erase;
 
-  for (int tile = first_tile; tile <= last_tile; ++tile) {
+  for (int tile = walk.first_tile; tile <= walk.last_tile; ++tile) {
     const int tile0 = tile * L::kTile;
-    __syncthreads();
-    load_tile<L::kTile, kDim>(keys, k, tile0, m.length, m.qk_dim);
-    load_tile<L::kTile, kDim>(values, v, tile0, m.length, m.v_dim);
-    if (threadIdx.x < L::kTile) {
-      const int key = min(tile0 + static_cast<int>(threadIdx.x), m.length - 1);
-      locals[threadIdx.x] = log_decay(a ? a[key] - reference : 0.0);
+    if (far && tile0 + L::kTile > row0) {
+      far = false;
+#pragma unroll
+      for (int mt = 0; mt < kM; ++mt)
+#pragma unroll
+        for (int u = 0; u < 2; ++u) {
+          const float factor = rows[mt][u].local.factor(1);
+          rows[mt][u].sum *= factor;
+          scale_row(acc[mt], u, factor);
+        }
     }
+    __syncthreads();
+    walk.template load<kKind, kDim>(keys, values, decays, m, tile0, far);
     __syncthreads();
 #pragma unroll 1
     for (int first = 0; first < L::kTile; first += L::kGroup) {
@@ -166,8 +180,11 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(const __grid_const
       if (key0 > w_last) break;
       float s[kM][kN][4] = {};
       P::scores(s, queries, w0 - row0, keys, first, steps);
-      weigh<kExponential>(s, m, rows, locals + first);
-      if (key0 + L::kGroup - 1 > w0 || latest_start > key0) mask<kExponential>(s, rows, w0, key0);
+      if (!kExponential && far)
+        weigh_far<kKind>(s, m, decays.factor + first);
+      else
+        weigh<kKind>(s, m, rows, decays.local + first);
+      if (key0 + L::kGroup - 1 > w0 || latest_start > key0) mask<kKind>(s, rows, w0, key0);
 #pragma unroll
       for (int mt = 0; mt < kM; ++mt)
 #pragma unroll
@@ -176,7 +193,7 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(const __grid_const
 #pragma unroll
           for (int n = 0; n < kN; ++n) rows[mt][u].sum += s[mt][n][2 * u] + s[mt][n][2 * u + 1];
         }
-      P::sums(acc, s, values, first, all);
+      P::sums(acc, s, values, first, panels);
     }
   }
 
@@ -218,18 +235,25 @@ MixerPrecision product_precision(const MixerCall& call) {
   return call.inputs.q.dtype() == DType::bf16 ? MixerPrecision::bf16 : MixerPrecision::tf32x3;
 }
 
+int64_t largest_tile_dim(Device device) {
+  (void)stream(device);  // makes it current
+  return most_shared_memory() >= tiles::Layout<256>::kMostBytes ? 256 : 128;
+}
+
+bool has_tiles(const MixerShape& shape, Device device) {
+  return std::max(shape.qk_dim, shape.v_dim) <= largest_tile_dim(device) && shape.length <= (int64_t{1} << 30);
+}
+
 bool tiles_support(const MixerCall& call) {
-  const auto fits = [](int64_t dim) { return dim % 8 == 0 && dim <= kLargestTileDim; };
-  return forced_kernel() != "simple" && fits(call.shape.qk_dim) && fits(call.shape.v_dim) &&
-         call.shape.length <= (int64_t{1} << 30);
+  return forced_kernel() != "simple" && has_tiles(call.shape, call.inputs.q.device());
 }
 
 void tiles_forward(const MixerCall& call, const TokenTables& tables, const Tensor& past) {
   tiles::Call m = tiles::call_of(call, tables);
   m.past = floats(past);
-  tiles::with_constants(call, [&](auto precision, auto dim, auto exponential) {
+  tiles::with_constants(call, [&](auto precision, auto dim, auto kind) {
     using L = tiles::Forward<precision(), dim()>;
-    const auto kernel = tiles::forward_kernel<precision(), dim(), exponential()>;
+    const auto kernel = tiles::forward_kernel<precision(), dim(), kind()>;
     allow_shared_memory(kernel, L::kBytes);
     kernel<<<tiles::grid_of(call.shape, L::kRows), tiles::kThreads, L::kBytes, stream(call.inputs.q.device())>>>(m);
   });
